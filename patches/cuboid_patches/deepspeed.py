@@ -29,19 +29,19 @@ from cuboid.integrations.handoff import (
     adopt_model,
     adopt_optimizer,
     adopt_parameters,
+    align_with_stages,
     check_schedule,
     check_trains,
-    drop_empty_groups,
-    keep_groups,
-    trained_groups,
 )
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer
+from cuboid.optim.param_groups import GroupNames
 from cuboid.weights.checkpointing import Checkpointing, Origin
 from cuboid_patches.base import Patch
 
-_PLACEHOLDER = "cuboid_placeholder"
+_PLACEHOLDER = "cuboid_placeholder_{}"
 
 
 def _initialize(original: Any) -> Any:
@@ -129,6 +129,7 @@ def _initialize_sharded(
     mesh.connect()
     mesh.connect_host()
     owned = _owned_shards(mesh, rest)
+    is_made = callable(given.get("optimizer"))
     run_on_all_ranks(lambda: _take_optimizer(given, model, rest, owned), mesh)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
@@ -145,15 +146,17 @@ def _initialize_sharded(
         rest.pop("train_batch_size", None)
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
-    with _trained_parameters(given, model, rest) as placeholder:
+    groups = _parameter_groups(given, model, rest)
+    names = () if groups is None else run_on_all_ranks(lambda: _align(given, model, groups), mesh)
+    with _placeholders(given, model, groups or []) as placeholders:
         engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
-    if engine.basic_optimizer is not given.get("optimizer"):
+    if engine.basic_optimizer is not given.get("optimizer") or is_made:
         run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
-    engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
+    engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
-        engine = CuboidPipelineEngine.take_over(engine, placeholder)
+        engine = CuboidPipelineEngine.take_over(engine, placeholders)
     return (engine, *others)
 
 
@@ -186,19 +189,9 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
         check_schedule(schedule, optimizer)
         if owned.flat and optimizer.state:
             raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
-        drop_empty_groups(optimizer)
     elif callable(optimizer):
-        make = optimizer
-
-        def made(parameters: Any) -> Any:
-            fresh = make(parameters)
-            if not isinstance(fresh, torch.optim.Optimizer):
-                raise OptimizerError(
-                    f"initialize(optimizer=…) made a {type(fresh).__name__}, which isn't one of torch's kind"
-                )
-            return fresh
-
-        given["optimizer"] = made
+        # Called here and not by DeepSpeed, since its groups are aligned with those of other stages first.
+        given["optimizer"] = _made_optimizer(optimizer, given.get("model_parameters"), model)
     elif optimizer is not None:
         raise OptimizerError(
             f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
@@ -239,46 +232,83 @@ _REMADE = (
 )
 
 
-@contextmanager
-def _trained_parameters(given: dict[str, Any], model: Any, rest: dict[str, Any]) -> Iterator[nn.Parameter | None]:
-    """Context in which each parameter group for DeepSpeed has something to train, on each stage.
+def _made_optimizer(make: Any, parameters: Any, model: Any) -> torch.optim.Optimizer:
+    """The optimizer that a callable makes of parameters or groups.
 
-    DeepSpeed accepts no other groups, but a stage may be frozen as a whole. Its optimizer then gets a dummy parameter,
-    so that the stage takes part in the collectives of the other stages' optimizers. The model has this parameter only
-    inside the context, where DeepSpeed looks up its name.
+    Raises:
+        OptimizerError: it makes something else, or an optimizer of other parameters.
+    """
+    given = list(model.parameters()) if parameters is None else list(parameters)
+    groups = [{**entry, "params": list(entry["params"])} for entry in given if isinstance(entry, dict)]
+    listed = [parameter for entry in groups for parameter in entry["params"]] if groups else given
+    is_frozen = not any(parameter.requires_grad for parameter in listed)
+    # A stage may be frozen as a whole, but torch makes no optimizer of nothing.
+    stand_in = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
+    if groups and is_frozen:
+        groups[0]["params"].append(stand_in)
+    listed = [stand_in] if is_frozen else given
+    made = make(groups or listed)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise OptimizerError(f"initialize(optimizer=…) made a {type(made).__name__}, which isn't one of torch's kind")
+    for group in made.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not stand_in]
+    made.state.pop(stand_in, None)
+    adopt_optimizer(model, made)
+    return made
 
-    Yields:
-        The dummy parameter, if it is needed.
+
+def _parameter_groups(given: dict[str, Any], model: nn.Module, rest: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The groups of the optimizer, or those that DeepSpeed is going to make it of; None if there won't be one.
 
     Raises:
         ConfigError: on every rank, if there is nothing to train on any of them.
     """
     optimizer = given.get("optimizer")
     if optimizer is None and not rest.get("optimizer"):
-        yield None
-        return
+        return None
     check_trains(model)
-    is_stage = isinstance(model, StageModel)
-    if not is_stage:
-        yield None
-        return
-    placeholder = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
-    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
-    model.register_parameter(_PLACEHOLDER, placeholder)
+    if optimizer is not None:
+        return optimizer.param_groups  # type: ignore[no-any-return]
+    asked = given.get("model_parameters")
+    parameters = list(model.parameters()) if asked is None else list(asked)
+    is_grouped = bool(parameters) and isinstance(parameters[0], dict)
+    given["model_parameters"] = parameters if is_grouped else [{"params": parameters}]
+    return given["model_parameters"]  # type: ignore[no-any-return]
+
+
+def _align(given: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]) -> GroupNames:
+    schedule = given.get("lr_scheduler")
+    return align_with_stages(model, groups, given.get("optimizer"), None if callable(schedule) else schedule)
+
+
+@contextmanager
+def _placeholders(given: dict[str, Any], model: Any, groups: list[dict[str, Any]]) -> Iterator[list[nn.Parameter]]:
+    """Context in which each parameter group has something to train, since DeepSpeed accepts no others.
+
+    A group whose parameters are all on other stages, or frozen, gets a dummy parameter in their place. So all stages
+    have the same groups, for each of which DeepSpeed's optimizers communicate. The model has these parameters only
+    inside the context, where DeepSpeed looks up their names.
+
+    Yields:
+        The dummy parameters.
+    """
+    made: list[nn.Parameter] = []
+    for group in groups:
+        if any(parameter.requires_grad for parameter in group["params"]):
+            continue
+        placeholder = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
+        placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+        model.register_parameter(_PLACEHOLDER.format(len(made)), placeholder)
+        group["params"] = [placeholder]
+        made.append(placeholder)
+    optimizer = given.get("optimizer")
+    if made and isinstance(optimizer, torch.optim.Optimizer) and is_fresh(optimizer):
+        fill_state(optimizer)
     try:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            groups = trained_groups(optimizer.param_groups)
-            keep_groups(optimizer, groups)
-            if not groups:
-                optimizer.add_param_group({"params": [placeholder]})
-        else:
-            asked = given.get("model_parameters")
-            own = [p for p in model.parameters() if p is not placeholder]
-            groups = trained_groups(own if asked is None else list(asked))
-            given["model_parameters"] = groups or [placeholder]
-        yield None if groups else placeholder
+        yield made
     finally:
-        del model._parameters[_PLACEHOLDER]
+        for number in range(len(made)):
+            del model._parameters[_PLACEHOLDER.format(number)]
 
 
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:

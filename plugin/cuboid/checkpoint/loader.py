@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,13 @@ def _newest_intact(damaged: Path, mesh: Mesh) -> Path | None:
     return None
 
 
-def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:
+def load_optimizer(
+    opened: Opened,
+    adapter: OptimizerAdapter,
+    placed: Mapping[str, Placed],
+    mesh: Mesh,
+    groups: Sequence[Sequence[str]],
+) -> None:
     """Restore an optimizer's state; per-element quantities are read only where this rank owns the elements.
 
     Args:
@@ -117,6 +123,7 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
         adapter: the optimizer's adapter.
         placed: shape and layout of the model's parameters, by name.
         mesh: this rank's mesh.
+        groups: names of the parameters, on all stages, of each parameter group.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, one of another class, or one that lacks a tensor.
@@ -138,7 +145,7 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
         elif quantity == MASTER:
             # The run that wrote it trained in the masters' precision, so its weights are the masters.
             _fill(runs, opened.path, placed, mesh, needed=())
-    adapter.restore(saved["numbers"], saved["groups"])
+    adapter.restore(saved["numbers"], saved["groups"], groups)
 
 
 def load_masters(

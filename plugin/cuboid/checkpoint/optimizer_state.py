@@ -150,18 +150,27 @@ class OptimizerAdapter:
                 if key != MASTER and key not in own:
                     own[key] = torch.zeros_like(holding.tensor, requires_grad=False)
 
-    def restore(self, numbers: Mapping[str, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    def restore(
+        self,
+        numbers: Mapping[str, dict[str, Any]],
+        saved: Sequence[Mapping[str, Any]],
+        groups: Sequence[Sequence[str]] | None = None,
+    ) -> None:
         """Restore the state that isn't per element.
 
         Args:
             numbers: per-parameter state, by name; a parameter without an entry is left without a state.
-            groups: hyperparameters with the names of their ``parameters``.
+            saved: hyperparameters with the names of their ``parameters``.
+            groups: for each of the optimizer's groups, the names of its parameters on all stages; by default, of those
+                that this rank has.
 
         Raises:
             CheckpointError: parameters that share one number here had different ones in the checkpoint.
         """
-        for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _restore_group(group, [name for holding in holdings for name in holding.names], groups)
+        if groups is None:
+            groups = [[name for holding in holdings for name in holding.names] for holdings in self._groups]
+        for group, holdings, names in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
+            _restore_group(group, names, saved)
             # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
             on_device = group.get("fused") or group.get("capturable")
             for holding in holdings:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: By mesh, its last save in the background, which has the mesh's host groups to itself until it ends.
 _in_background: WeakKeyDictionary[Mesh, threading.Thread] = WeakKeyDictionary()
 #: Keys of ``state.json`` that only one of several partial saves (model, optimizer, scheduler) has a value for.
-_CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class")
+_CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class", "scheduler_groups")
 
 
 class Saver:

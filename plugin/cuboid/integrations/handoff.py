@@ -15,7 +15,9 @@ from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import half_frozen
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
+from cuboid.optim.param_groups import GroupNames, align_groups
 from cuboid.weights.api import shard
+from cuboid.weights.state_dict_map import stored_names
 
 #: Maps a parameter of the full model to the sharded one; None if another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
@@ -46,7 +48,7 @@ def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
             names and parameters.
 
     Returns:
-        The parameters or groups as lists, without parameters of other stages.
+        The parameters or groups as lists, without parameters of other stages; a group may be empty.
 
     Raises:
         OptimizerError: a parameter isn't the model's, or is given twice.
@@ -106,30 +108,24 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> No
     )
 
 
-def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remove parameter groups that are empty on this stage.
+def align_with_stages(
+    model: nn.Module, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer | None = None, schedule: Any = None
+) -> GroupNames:
+    """Add the parameter groups that only other stages have; see :func:`cuboid.optim.param_groups.align_groups`.
 
-    Raises:
-        OptimizerError: a schedule was made with all of them.
+    Args:
+        model: sharded.
+        groups: of its optimizer, in place; or those that one will be made of.
+        optimizer: of the groups, if there is one yet.
+        schedule: that the framework was given with the optimizer.
+
+    Returns:
+        The names of each group's parameters, of all stages.
     """
-    keep_groups(optimizer, [group for group in optimizer.param_groups if group["params"]])
-
-
-def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
-    """Remove all parameter groups except ``kept``, since DeepSpeed accepts none without anything to train.
-
-    Raises:
-        OptimizerError: a schedule was made with all of them.
-    """
-    # torch's schedules wrap ``step`` on the optimizer's instance.
-    if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
-        raise OptimizerError(
-            "a parameter group has nothing to train here, because it is empty, frozen or of another stage, so that "
-            "DeepSpeed leaves it out; but a schedule of the learning rate was made with all groups. Leave such a group "
-            "out of the optimizer (in a pipeline, load the model with the config before the optimizer is made), or "
-            "give DeepSpeed a function that makes the schedule, lr_scheduler=lambda optimizer: …"
-        )
-    optimizer.param_groups[:] = kept
+    names = stored_names(model)
+    shared = model.staging.shared.values() if isinstance(model, StageModel) else ()
+    trained = [names[id(parameter)] for parameter in shared if parameter.requires_grad]
+    return align_groups(groups, names, mesh_of(model), shared=trained, optimizer=optimizer, schedule=schedule)
 
 
 def check_trains(model: nn.Module) -> None:
@@ -154,13 +150,6 @@ def check_trains(model: nn.Module) -> None:
             "every parameter is frozen (requires_grad is False), so that there is nothing to train; leave out the "
             "optimizer to evaluate only, or let some parameters have gradients"
         )
-
-
-def trained_groups(parameters: list[Any]) -> list[Any]:
-    """Parameters, or groups of them, without the groups in which all parameters are frozen."""
-    if parameters and isinstance(parameters[0], dict):
-        return [group for group in parameters if any(p.requires_grad for p in group["params"])]
-    return parameters if any(p.requires_grad for p in parameters) else []
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:
@@ -208,12 +197,8 @@ def _remap(parameters: Any, successor: _Successor) -> Any:
     if isinstance(parameters, Iterable) and not isinstance(parameters, str | torch.Tensor):
         # A generator that hasn't run yet may yield the new modules' parameters or the old ones.
         remapped = [_remap(parameter, successor) for parameter in parameters]
-        return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
+        return [entry for entry in remapped if entry is not None]
     raise OptimizerError(f"the optimizer is given a {type(parameters).__name__}; give parameters or groups of them")
-
-
-def _is_empty_group(entry: Any) -> bool:
-    return isinstance(entry, dict) and not entry["params"]
 
 
 def _check_once(model: nn.Module, parameters: list[nn.Parameter]) -> None:

@@ -19,9 +19,13 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.optim.param_groups import GroupNames
+from cuboid.optim.schedule_groups import check_ungrouped, regrouped
 from cuboid.weights.training_state import load_model, load_training, restore_random, take_contents
 
 Framework = Literal["deepspeed", "colossalai"]
+#: For messages about a schedule that can't be restored.
+_WITHOUT = "load without the schedule (load_lr_scheduler_states=False under DeepSpeed)"
 _PACKAGES = ("cuboid", "torch", "transformers", "safetensors")
 
 
@@ -87,10 +91,12 @@ class Checkpointing:
     Args:
         model: sharded, or an engine around one.
         origin: of the run.
+        groups: names of the parameters, on all stages, of each of the optimizer's parameter groups.
     """
 
     model: nn.Module
     origin: Origin
+    groups: GroupNames = ()
     _identity: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +169,33 @@ class Checkpointing:
     def load_optimizer(self, opened: Opened, optimizer: OptimizerAdapter) -> None:
         """Restore the optimizer's state; see :func:`cuboid.weights.training_state.load_training`."""
         self.changed()
-        load_training(self.model, optimizer, opened)
+        load_training(self.model, optimizer, opened, self.groups)
+
+    def load_scheduler(self, opened: Opened, scheduler: Any) -> None:
+        """Restore a learning-rate schedule's state, with its lists by parameter group in this optimizer's order.
+
+        Raises:
+            CheckpointError: the checkpoint has none, or that of another class, or of other groups.
+        """
+        state = opened.document["scheduler"]
+        if state is None:
+            raise CheckpointError(f"{opened.path}: has no schedule of the learning rate; {_WITHOUT}")
+        # Checkpoints of earlier versions don't name the class.
+        saved, own = opened.document.get("scheduler_class"), type(scheduler).__name__
+        if saved not in (None, own):
+            raise CheckpointError(
+                f"{opened.path}: holds the state of a {saved}, but the schedule of the learning rate is a {own}; take "
+                f"the same one, or {_WITHOUT}"
+            )
+        try:
+            groups = opened.document.get("scheduler_groups")
+            if groups is None:
+                check_ungrouped(state, len(self.groups))
+            else:
+                state = regrouped(state, groups, self.groups, scheduler.state_dict())
+        except CheckpointError as error:
+            raise CheckpointError(f"{opened.path}: {error}; group the parameters as they were, or {_WITHOUT}") from None
+        scheduler.load_state_dict(state)
 
     def restore_random(self, opened: Opened) -> None:
         """Restore this rank's random states; see :func:`cuboid.weights.training_state.restore_random`."""
@@ -179,6 +211,7 @@ class Checkpointing:
             "steps": asdict(progress),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scheduler_class": None if scheduler is None else type(scheduler).__name__,
+            "scheduler_groups": None if scheduler is None else [list(names) for names in self.groups],
             "loss_scale": part.loss_scale,
             "config": self.origin.source,
             "versions": {name: version(name) for name in (*_PACKAGES, self.origin.framework)},
@@ -190,25 +223,3 @@ class Checkpointing:
 def progress_of(opened: Opened) -> Progress:
     """The progress of a run when it wrote a checkpoint."""
     return Progress(**opened.document["steps"])
-
-
-def load_scheduler(scheduler: Any, opened: Opened) -> None:
-    """Restore a learning-rate schedule's state.
-
-    Raises:
-        CheckpointError: the checkpoint has none, or that of another class.
-    """
-    state = opened.document["scheduler"]
-    if state is None:
-        raise CheckpointError(
-            f"{opened.path}: has no schedule of the learning rate; load it without the schedule "
-            "(load_lr_scheduler_states=False under DeepSpeed)"
-        )
-    # Checkpoints of earlier versions don't name the class.
-    saved, own = opened.document.get("scheduler_class"), type(scheduler).__name__
-    if saved not in (None, own):
-        raise CheckpointError(
-            f"{opened.path}: holds the state of a {saved}, but the schedule of the learning rate is a {own}; take the "
-            "same one, or load without the schedule (load_lr_scheduler_states=False under DeepSpeed)"
-        )
-    scheduler.load_state_dict(state)

@@ -19,6 +19,7 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.param_groups import GroupNames
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.weights.auxiliary_files import write_auxiliary_files
 from cuboid.weights.load import read_weights
@@ -113,8 +114,14 @@ def load_model(model: nn.Module, folder: Path) -> None:
     run_on_all_ranks(load, mesh_of(inner))
 
 
-def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -> None:
+def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened, groups: GroupNames) -> None:
     """Restore an optimizer's state; parameters in float32 get the checkpoint's master weights. Collective.
+
+    Args:
+        model: a sharded model, or an engine around one.
+        adapter: of its optimizer.
+        opened: the checkpoint.
+        groups: names of the parameters, on all stages, of each of the optimizer's groups.
 
     Raises:
         CheckpointError: on every rank; see :func:`cuboid.checkpoint.loader.load_optimizer`.
@@ -131,7 +138,7 @@ def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -
         with torch.no_grad():
             wide = {name: p for name, p in parameters.items() if p.dtype == torch.float32}
             load_masters(opened, wide, placed, mesh)
-            load_optimizer(opened, adapter, placed, mesh)
+            load_optimizer(opened, adapter, placed, mesh, groups)
 
     run_on_all_ranks(load, mesh)
 

@@ -111,6 +111,7 @@ class _Document(_Part):
     random: list[_Random] = Field(min_length=1)
     client: dict[Any, Any]
     scheduler: dict[Any, Any] | None
+    scheduler_groups: list[list[str]] | None = None
     optimizer: _Optimizer | None = None
     loss_scale: dict[str, int | float] | None = None
 

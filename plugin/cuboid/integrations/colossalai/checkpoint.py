@@ -14,7 +14,7 @@ from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.colossalai.model import CuboidModel
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
-from cuboid.weights.checkpointing import Part, load_scheduler, progress_of
+from cuboid.weights.checkpointing import Part, progress_of
 
 
 class CuboidCheckpointIO(CheckpointIO):
@@ -131,7 +131,8 @@ class CuboidCheckpointIO(CheckpointIO):
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Restore the state of a learning-rate schedule."""
-        load_scheduler(lr_scheduler, self._open(self._boosted(), Path(checkpoint)))
+        model = self._boosted()
+        model.checkpointing.load_scheduler(self._open(model, Path(checkpoint)), lr_scheduler)
 
     def save_lora_as_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Not supported.

@@ -28,7 +28,7 @@ from cuboid.integrations.colossalai.model import CuboidModel
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
 from cuboid.integrations.colossalai.parallel_sizes import LayoutNames
 from cuboid.integrations.colossalai.plugin_config import PluginConfig
-from cuboid.integrations.handoff import adopt_model, adopt_optimizer, check_schedule, check_trains
+from cuboid.integrations.handoff import adopt_model, adopt_optimizer, align_with_stages, check_schedule, check_trains
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import read_micro_batch, split_rows
 from cuboid.models.sharded.sharded_model import mesh_of
@@ -93,6 +93,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
         if optimizer is not None:
             check_trains(sharded)
+            boosted.checkpointing.groups = run_on_all_ranks(
+                lambda: align_with_stages(sharded, optimizer.param_groups, optimizer, lr_scheduler), self.mesh
+            )
             boosted.optimizer = CuboidOptimizer(
                 optimizer,
                 sharded,

@@ -16,7 +16,7 @@ from cuboid.checkpoint.loader import Opened
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
-from cuboid.weights.checkpointing import Checkpointing, Part, Progress, load_scheduler, progress_of
+from cuboid.weights.checkpointing import Checkpointing, Part, Progress, progress_of
 from cuboid.weights.state_dict_map import stored_names
 
 #: The state of a dynamic loss scaler; its other attributes come from the config.
@@ -152,7 +152,7 @@ class CheckpointedEngine(DeepSpeedEngine):
         self.skipped_steps = progress.skipped
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         if with_scheduler and self.lr_scheduler is not None:
-            load_scheduler(self.lr_scheduler, opened)
+            self.checkpointing.load_scheduler(opened, self.lr_scheduler)
 
 
 def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:

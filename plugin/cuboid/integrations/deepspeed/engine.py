@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import clip_grad_norm_
-from torch import nn
 
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
@@ -16,6 +14,7 @@ from cuboid.distributed.rank_agreement import StepGuard, begin_update
 from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.weights.save import export_model, full_state_dict
 
 
@@ -77,21 +76,36 @@ class CuboidEngine(CheckpointedEngine):
         if self.is_gradient_accumulation_boundary():
             begin_update(mesh, self.global_steps + 1)
         with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
-            return super().backward(*args, **kwargs)
+            loss = super().backward(*args, **kwargs)
+        if self._monitors and isinstance(loss, torch.Tensor):
+            # DeepSpeed resets this attribute of its own in each optimizer step. The loss is divided by the number of
+            # micro-batches already.
+            mean, sum_so_far = loss.detach().mean(), self.losses
+            self.losses: Any = mean if sum_so_far is None else sum_so_far + mean
+        return loss
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``DeepSpeedEngine.step``; see :meth:`backward`."""
+        """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
+        loss, steps = self.losses, self.is_gradient_accumulation_boundary()
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
-            return super().step(*args, **kwargs)
+            result = super().step(*args, **kwargs)
+        if steps and self._monitors and loss is not None:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
+        return result
+
+    @property
+    def _monitors(self) -> bool:
+        """Whether this rank writes to DeepSpeed's monitors."""
+        return bool(self.monitor.enabled) and self.global_rank == 0
 
     def clip_fp32_gradients(self) -> None:
-        """Clip, and keep the norm, which DeepSpeed would discard."""
-        self._global_grad_norm = clip_grad_norm_(
-            parameters=self._clipped_parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
-        )
-
-    def _clipped_parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
+        """Clip without ZeRO, as torch does and with its precision; DeepSpeed's norm is always in float32."""
+        mesh, module = mesh_of(self.module), self.module
+        gradients = [p.grad for p in module.counted_parameters() if p.grad is not None]
+        groups = [mesh.model_parallel_group] if len(mesh.copy_ranks) > 1 else []
+        norm = total_norm(gradients, groups, 2.0, next(module.parameters()))
+        scale_to((p.grad for p in module.parameters() if p.grad is not None), norm, self.gradient_clipping())
+        self._global_grad_norm = norm
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """True: exports are always gathered."""

@@ -43,7 +43,7 @@ def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapte
             f"{type(optimizer).__name__} keeps its state in a way that isn't known; checkpoints know optimizers of "
             "torch's kind by themselves, under ZeRO 1 and 2, and under bf16"
         )
-    # A parameter that isn't the model's is the placeholder of a stage that is frozen as a whole.
+    # A parameter that isn't the model's is the placeholder of a group in which this stage trains nothing.
     parameters = [[p for p in own if id(p) in names] for own in getattr(optimizer, attribute)]
     groups = [
         _unfused(optimizer.fp32_groups[index], own, names)

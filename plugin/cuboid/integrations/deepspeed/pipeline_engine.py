@@ -31,20 +31,20 @@ class CuboidPipelineEngine(CuboidEngine):
     pipeline: Pipeline
     _iterator: Iterator[Any] | None
     _in_step: bool
-    placeholder: nn.Parameter | None
+    placeholders: list[nn.Parameter]
 
     @classmethod
-    def take_over(cls, engine: CuboidEngine, placeholder: nn.Parameter | None) -> CuboidPipelineEngine:
+    def take_over(cls, engine: CuboidEngine, placeholders: list[nn.Parameter]) -> CuboidPipelineEngine:
         """Turn a fresh engine, whose module is a stage, into this class.
 
         Args:
             engine: as DeepSpeed has made it.
-            placeholder: the dummy parameter in its optimizer, if all parameters of the stage are frozen.
+            placeholders: the dummy parameters in its optimizer, of groups in which this stage trains nothing.
         """
         engine.__class__ = cls
         assert isinstance(engine, cls)
         engine.pipeline = Pipeline(engine.module, sums=False)
-        engine.placeholder = placeholder
+        engine.placeholders = placeholders
         loader = engine.training_dataloader
         engine._iterator = None if loader is None else iter(RepeatingLoader(loader))
         engine._in_step = False
@@ -82,9 +82,9 @@ class CuboidPipelineEngine(CuboidEngine):
             # optimizer divides by the loss scale, which is 1 except under fp16.
             gradient_scale=self.dp_world_size * float(getattr(self.optimizer, "loss_scale", 1.0)),
         )
-        if self.placeholder is not None:
-            # DeepSpeed's optimizers and its clipping need a gradient on each stage; this one's is zero.
-            (self.placeholder * 0).sum().backward()
+        if self.placeholders:
+            # DeepSpeed's optimizers need a gradient in each group; these are zero.
+            (torch.cat([*self.placeholders]) * 0).sum().backward()
         with StepGuard(self.pipeline.mesh, f"optimizer step {self.global_steps + 1}"):
             self._reduce_gradients()
             self._finish_step()
@@ -140,9 +140,6 @@ class CuboidPipelineEngine(CuboidEngine):
             # No script can skip the batches that were already used, since train_batch reads this loader itself.
             micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
             self._iterator = positioned(self.training_dataloader, self.global_samples, micro_batch)
-
-    def _clipped_parameters(self) -> list[nn.Parameter]:
-        return [*super()._clipped_parameters(), *([] if self.placeholder is None else [self.placeholder])]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the optimizer step of a :meth:`train_batch` is running."""

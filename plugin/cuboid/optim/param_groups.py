@@ -1,0 +1,319 @@
+"""Give an optimizer the same parameter groups, in the same order, on all pipeline stages.
+
+A script makes its groups of the parameters that its own stage has, and usually leaves out those without any, such as
+the head's on the first stage. But frameworks communicate once per group, and schedules and checkpoints go by the
+groups' order. So groups that only other stages have are added to the optimizer, without parameters, and to the lists
+of its schedules. Groups of several stages are one if they have the same settings.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import gather_objects
+from cuboid.errors import OptimizerError
+from cuboid.optim.schedule_groups import (
+    check_found,
+    check_other_lists,
+    lists_by_group,
+    no_entry_for,
+    schedules_of,
+    set_lists,
+)
+from cuboid.optim.setting_values import described, is_plain
+
+#: For each parameter group, the names of its parameters on all stages.
+GroupNames = tuple[tuple[str, ...], ...]
+#: Identifies a group on all stages: its settings as text, and its number among those with the same settings.
+_Key = tuple[str, int]
+
+
+@dataclass
+class _Setting:
+    """A value as text, and the value itself if other ranks can use it."""
+
+    text: str
+    value: Any = None
+    is_plain: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> _Setting:
+        if not is_plain(value):
+            return cls(described(value))
+        sent = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        return cls(described(value), sent, is_plain=True)
+
+
+@dataclass
+class _Group:
+    """A parameter group as a rank lists it.
+
+    Attributes:
+        names: of its parameters.
+        options: its other entries.
+        schedule: the entries for it in lists of schedules.
+    """
+
+    names: tuple[str, ...]
+    options: dict[str, _Setting]
+    schedule: dict[str, _Setting] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> str:
+        """Options and schedule as text."""
+        return "; ".join(f"{key}={one.text}" for key, one in sorted({**self.options, **self.schedule}.items()))
+
+    @property
+    def first(self) -> str:
+        """The first parameter's name, for messages."""
+        return self.names[0] if self.names else "no parameter"
+
+
+@dataclass
+class _Stage:
+    """A stage's parameter groups, as one of its ranks lists them.
+
+    Attributes:
+        groups: in the rank's order.
+        shared: names of the parameters that another stage has too.
+        schedules: classes of the optimizer's schedules.
+        rank: that lists them.
+    """
+
+    groups: list[_Group]
+    shared: tuple[str, ...]
+    schedules: tuple[str, ...]
+    rank: int
+
+    @cached_property
+    def by_key(self) -> dict[_Key, _Group]:
+        """The groups by what identifies them, in the rank's order."""
+        seen: Counter[str] = Counter()
+        found = {}
+        for group in self.groups:
+            found[group.settings, seen[group.settings]] = group
+            seen[group.settings] += 1
+        return found
+
+    @property
+    def digest(self) -> str:
+        """A hash of all groups with their settings and names."""
+        return hashlib.sha256(repr([(group.names, group.settings) for group in self.groups]).encode()).hexdigest()
+
+
+def align_groups(
+    groups: list[dict[str, Any]],
+    names: Mapping[int, str],
+    mesh: Mesh,
+    *,
+    shared: Collection[str] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    schedule: Any = None,
+) -> GroupNames:
+    """Add the groups of other stages to a list of parameter groups, in place. Collective over the world.
+
+    Args:
+        groups: of this rank's optimizer; a group may be without parameters.
+        names: of this rank's parameters, by ``id``; one that the first and last stage share has the same on both.
+        mesh: of this rank, connected.
+        shared: names of the parameters that this stage shares with another one.
+        optimizer: of the groups, if there is one yet.
+        schedule: of the optimizer, if the framework is given one. Without one, those that refer to the optimizer are
+            looked for. Their lists by group are extended too.
+
+    Returns:
+        The names of each group's parameters.
+
+    Raises:
+        OptimizerError: which groups of several stages are the same can't be told; or a shared parameter is in
+            different ones.
+    """
+    is_staged = mesh.topology.pipe > 1
+    schedules = schedules_of(optimizer, schedule) if is_staged and optimizer is not None else []
+    own = _stage(groups, names, schedules, mesh.rank, tuple(shared))
+    _check_same_within_stages(own, mesh)
+    stages = [own] * mesh.topology.pipe
+    if is_staged:
+        dist.all_gather_object(stages, own, group=mesh.pipe_group)
+    _check_same_schedules(stages)
+    order = _common_order(stages)
+    if order != list(own.by_key):
+        if optimizer is not None:
+            check_found(optimizer, schedules)
+        check_other_lists(schedules, len(groups))
+        _extend_schedules(schedules, own, stages, order)
+        _extend(groups, own, stages, order)
+    found = tuple(tuple(dict.fromkeys(_names(stages, key))) for key in order)
+    _check_shared(stages, found)
+    return found
+
+
+def _stage(
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    schedules: Sequence[Any],
+    rank: int,
+    shared: tuple[str, ...],
+) -> _Stage:
+    lists = lists_by_group(schedules, len(groups))
+    listed = []
+    for place, group in enumerate(groups):
+        options = {key: _Setting.of(value) for key, value in group.items() if key not in ("params", "param_names")}
+        entries = {name: _Setting.of(entries[place]) for name, entries in lists.items()}
+        listed.append(_Group(tuple(names[id(p)] for p in group["params"] if id(p) in names), options, entries))
+    return _Stage(listed, shared, tuple(type(schedule).__qualname__ for schedule in schedules), rank)
+
+
+def _check_same_within_stages(own: _Stage, mesh: Mesh) -> None:
+    """Check that all ranks of each stage list the same groups. Collective over the world.
+
+    Raises:
+        OptimizerError: they don't, so that flattened parameters would be summed with others.
+    """
+    digests = gather_objects((mesh.coordinate.pipe, own.digest), mesh, what="comparison of the parameter groups")
+    first: dict[int, int] = {}
+    for rank, (stage, digest) in enumerate(digests):
+        other = first.setdefault(stage, rank)
+        if digests[other][1] != digest:
+            raise OptimizerError(
+                f"ranks {other} and {rank} have the same parameters, but list them in other groups, in another order "
+                "or with other settings; make the groups in the same way on all ranks (a set of names, for example, "
+                "has another order in each process)"
+            )
+
+
+def _check_same_schedules(stages: Sequence[_Stage]) -> None:
+    for stage in stages:
+        if stage.schedules != stages[0].schedules:
+            raise OptimizerError(
+                f"the optimizer has other schedules on rank {stage.rank} ({', '.join(stage.schedules) or 'none'}) than "
+                f"on rank {stages[0].rank} ({', '.join(stages[0].schedules) or 'none'}); make the same on all ranks"
+            )
+
+
+def _common_order(stages: Sequence[_Stage]) -> list[_Key]:
+    """The groups of all stages in an order that agrees with each stage's; where none says, earlier stages' come first.
+
+    Raises:
+        OptimizerError: there is none, or groups can't be told apart.
+    """
+    _check_told_apart(stages)
+    rest = [list(stage.by_key) for stage in stages]
+    # How many stages have a group, and how many of them have it first among those that aren't placed yet.
+    holders = Counter(key for keys in rest for key in keys)
+    order: list[_Key] = []
+    while any(rest):
+        heads = Counter(keys[0] for keys in rest if keys)
+        key = next((key for key in heads if heads[key] == holders[key]), None)
+        if key is None:
+            one, other = (next(_names(stages, key), "no parameter") for key in list(heads)[:2])
+            raise OptimizerError(
+                "the stages list the same parameter groups in different orders, among them those that begin with "
+                f"{one} and {other}; list them in the same order on all ranks"
+            )
+        order.append(key)
+        rest = [keys[1:] if keys and keys[0] == key else keys for keys in rest]
+    return order
+
+
+def _check_told_apart(stages: Sequence[_Stage]) -> None:
+    """Check that each stage has either all or none of the groups that have the same settings."""
+    counts = [Counter(group.settings for group in stage.groups) for stage in stages]
+    for text in dict.fromkeys(text for count in counts for text in count):
+        most = max(range(len(stages)), key=lambda number: counts[number][text])
+        few = next((number for number, count in enumerate(counts) if 0 < count[text] < counts[most][text]), None)
+        if few is None:
+            continue
+        one, other = (stages[most].by_key[text, number].first for number in (0, 1))
+        raise OptimizerError(
+            f"the parameter groups that begin with {one} and {other} have the same settings, and rank "
+            f"{stages[few].rank} has fewer such groups (the one that begins with {stages[few].by_key[text, 0].first}), "
+            'so that nothing tells which of them it has; give each group a key of its own, such as "name": "body", or '
+            "list all groups on every rank, also those without parameters there"
+        )
+
+
+def _elsewhere(stages: Sequence[_Stage], key: _Key) -> _Group:
+    return next(stage.by_key[key] for stage in stages if key in stage.by_key)
+
+
+def _names(stages: Sequence[_Stage], key: _Key) -> Iterator[str]:
+    for stage in stages:
+        if key in stage.by_key:
+            yield from stage.by_key[key].names
+
+
+def _extend(groups: list[dict[str, Any]], own: _Stage, stages: Sequence[_Stage], order: Sequence[_Key]) -> None:
+    """Put groups without parameters where only other stages have one."""
+    here = dict(zip(own.by_key, groups, strict=True))
+    values = [value for group in groups for key, value in group.items() if key != "params"]
+    groups.clear()
+    for key in order:
+        if key in here:
+            groups.append(here[key])
+            continue
+        options = _elsewhere(stages, key).options
+        # A function that this rank doesn't have is left out of the group, which steps no parameter here.
+        groups.append({"params": [], **{name: _made_here(setting, values) for name, setting in options.items()}})
+
+
+def _extend_schedules(schedules: Sequence[Any], own: _Stage, stages: Sequence[_Stage], order: Sequence[_Key]) -> None:
+    """Add entries for the groups of other stages to the lists by group of this rank's schedules.
+
+    Raises:
+        OptimizerError: an entry is a function that this rank doesn't have.
+    """
+    extended: dict[str, list[Any]] = {}
+    for name, entries in lists_by_group(schedules, len(own.groups)).items():
+        here = dict(zip(own.by_key, entries, strict=True))
+        extended[name] = []
+        for key in order:
+            if key in here:
+                extended[name].append(here[key])
+                continue
+            group = _elsewhere(stages, key)
+            setting = group.schedule.get(name)
+            entry = None if setting is None else _made_here(setting, entries)
+            if setting is None or (entry is None and not setting.is_plain):
+                raise no_entry_for(schedules, name, group.first)
+            extended[name].append(entry)
+    set_lists(schedules, extended)
+
+
+def _made_here(setting: _Setting, values: Sequence[Any]) -> Any:
+    """A value that another rank has sent, or this rank's own that computes the same; None if there is none."""
+    if setting.is_plain:
+        return copy.deepcopy(setting.value)
+    return next((value for value in values if described(value) == setting.text), None)
+
+
+def _check_shared(stages: Sequence[_Stage], groups: GroupNames) -> None:
+    """Check that both copies of a shared parameter are in the same group, or in none.
+
+    Raises:
+        OptimizerError: they aren't, and would be trained apart.
+    """
+    for name in dict.fromkeys(name for stage in stages for name in stage.shared):
+        holders = [stage for stage in stages if name in stage.shared]
+        lacking = [stage for stage in holders if not any(name in group.names for group in stage.groups)]
+        if lacking and len(lacking) < len(holders):
+            raise OptimizerError(
+                f"{name} is on the first and on the last stage, which share it, but rank {lacking[0].rank} leaves it "
+                "out of the optimizer; give it on both"
+            )
+        if sum(name in names for names in groups) > 1:
+            raise OptimizerError(
+                f"{name} is on the first and on the last stage, which share it, but in parameter groups with other "
+                "settings, with which its copies would become different; put it into the same group on both, by its "
+                "name in model.named_parameters(), which is the same there"
+            )
