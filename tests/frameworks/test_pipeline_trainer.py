@@ -288,3 +288,108 @@ def test_other_configs_keep_accelerates_data_loader(monkeypatch):
     for other in (state, SimpleNamespace(deepspeed_plugin=None), SimpleNamespace()):
         monkeypatch.setattr(accelerate, "AcceleratorState", lambda other=other: other)
         assert accelerate._prepare_data_loader(loader)([], process_index=3) == {"process_index": 3}
+
+
+GROUPS = """
+    import copy, json, re, sys
+    import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from torch.utils.data import Dataset
+    from transformers import AutoModelForCausalLM, TrainingArguments, logging
+
+    plan = json.loads(sys.argv[1])
+    if plan["piped"]:
+        import cuboid
+        from cuboid import CuboidTrainer as Trainer
+    else:
+        from transformers import Trainer
+
+    logging.set_verbosity_error()
+
+    class Tokens(Dataset):
+        def __len__(self):
+            return 16
+        def __getitem__(self, row):
+            ids = torch.randint(0, 67, (11,), generator=torch.Generator().manual_seed(row))
+            return {"input_ids": ids, "labels": ids}
+
+    def layer_of(name):
+        found = re.search(r"layers\\.(\\d+)\\.", name)
+        return 0 if "embed" in name else int(found[1]) + 1 if found else 5
+
+    def trains(case, name):
+        return {"lower": layer_of(name) > 2, "upper": layer_of(name) <= 2, "norms": "norm" not in name}.get(case, True)
+
+    def optimizers(case, model):
+        rates = {"head": lambda name: "lm_head" in name, "embedding": lambda name: "embed" in name,
+                 "layers": layer_of}
+        if case not in rates:
+            return None, None
+        groups = {}
+        for name, parameter in model.named_parameters():
+            groups.setdefault(int(rates[case](name)), []).append(parameter)
+        groups = [{"params": groups[key], "lr": 1e-3 * 0.7**key} for key in sorted(groups)]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    results = []
+    for number, (case, config) in enumerate(plan["cases"]):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        arguments = TrainingArguments(
+            plan["out"] + str(number), deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=5,
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=1,
+            learning_rate=1e-3, max_grad_norm=0.5, weight_decay=0.1, save_strategy="no",
+        )
+        model = cuboid.from_pretrained(plan["start"], config) if plan["piped"] else None
+        model = model or AutoModelForCausalLM.from_pretrained(plan["start"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains(case, name))
+        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), optimizers=optimizers(case, model))
+        trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        results.append([[entry[key] for key in ("loss", "grad_norm", "learning_rate")] for entry in logged])
+    if int(__import__("os").environ.get("RANK", 0)) == 0:
+        print("RESULT" + json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+ODD_GROUPS = ["lower", "upper", "norms", "head", "embedding", "layers"]
+
+
+@pytest.mark.parametrize(
+    ("groupings", "zeros", "layers"),
+    [
+        (["lower", "head"], [1], [[2, 2]]),
+        pytest.param(ODD_GROUPS, [0, 1], [[2, 2], [1, 3]], marks=pytest.mark.slow),
+    ],
+)
+def test_groups_that_differ_by_stage(root, tmp_path, groupings, zeros, layers):
+    """Frozen stages with the Trainer's own groups and schedule, and groups and schedule of the script's own."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 4}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "start")
+    (tmp_path / "script.py").write_text(textwrap.dedent(GROUPS))
+    cases = []
+    for grouping in groupings:
+        for zero in zeros:
+            for counts in layers:
+                config = {**config_of(2, {}), "zero_optimization": {"stage": zero}}
+                config["pipeline"] |= {"stage_balance": counts}
+                del config["optimizer"]
+                cases.append((grouping, config))
+    plan = {"out": str(tmp_path / "out"), "start": str(tmp_path / "start"), "piped": True, "cases": cases}
+    piped = result_of(*world(2, tmp_path / "script.py", json.dumps(plan)))
+    plan |= {"piped": False, "cases": [(grouping, None) for grouping in groupings]}
+    expected = dict(zip(groupings, result_of(*alone(tmp_path / "script.py", json.dumps(plan))), strict=True))
+    for (grouping, config), steps in zip(cases, piped, strict=True):
+        assert len(steps) == len(expected[grouping]) == 4
+        for step, wanted in zip(steps, expected[grouping], strict=True):
+            assert step == pytest.approx(wanted, rel=2e-4), (
+                grouping,
+                config["zero_optimization"],
+                steps,
+                expected[grouping],
+            )

@@ -11,7 +11,6 @@ from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid.checkpoint.format.state_file import read_state
 from cuboid.errors import CheckpointError, OptimizerError
 from cuboid.optim.param_groups import _common_order, _stage
 from cuboid.optim.schedule_groups import regrouped
@@ -414,7 +413,7 @@ def _without_names(path, root):
     engine.checkpointing.load_scheduler(opened, engine.lr_scheduler)
     # What the first stage alone had: its embedding and its body.
     opened.document["scheduler"]["base_lrs"] = opened.document["scheduler"]["base_lrs"][:2]
-    with pytest.raises(CheckpointError, match="base_lrs has 2 entries, .* but the optimizer has 3"):
+    with pytest.raises(CheckpointError, match=r"base_lrs has 2 entries, .* but the optimizer has 3"):
         engine.checkpointing.load_scheduler(opened, engine.lr_scheduler)
 
 

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
+from cuboid.integrations.handoff import check_schedule
 from cuboid.models.pipeline.pipeline import Pipeline
 
 #: Training arguments that can't be set with a pipeline, and why.
@@ -35,13 +36,17 @@ class CuboidTrainer(Trainer):
     ``train_batch`` of the engine. Everything around it, such as logs, callbacks, schedules and checkpoints, is the
     Trainer's own. The loss is the mean over the label tokens of the whole batch, over all replicas.
 
-    Without a pipeline it is the ``Trainer`` unchanged.
+    Without a pipeline it is the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under which the
+    ``Trainer`` makes its own.
 
     Raises:
         ConfigError: an argument asks for what a pipeline can't do, such as logits.
+        OptimizerError: the schedule is of another optimizer than the one given with it.
     """
 
     deepspeed: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,6 +54,10 @@ class CuboidTrainer(Trainer):
         config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
         self._runs_pipeline = config is not None and config.pipeline is not None
         self._micro_batches: list[Any] = []
+        # Under DeepSpeed, ``train`` forgets what ``optimizers`` gave and makes its own.
+        self._given_optimizer, self._given_schedule = self.optimizer, self.lr_scheduler
+        if plugin is not None and config is not None:
+            self._check_given(plugin.deepspeed_config)
         if config is not None and self._runs_pipeline:
             self._reject_what_has_no_rule(config)
 
@@ -56,6 +65,19 @@ class CuboidTrainer(Trainer):
         """As ``Trainer.train``."""
         self._micro_batches.clear()
         return super().train(*args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As ``Trainer.create_optimizer``; one that the Trainer was given is used under DeepSpeed too."""
+        if self.optimizer is None:
+            self.optimizer = self._given_optimizer
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As ``Trainer.create_scheduler``; see :meth:`create_optimizer`."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self._given_schedule
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -130,6 +152,22 @@ class CuboidTrainer(Trainer):
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
+    def _check_given(self, config: dict[str, Any]) -> None:
+        """Check that a given optimizer and schedule are what is going to be trained with.
+
+        Raises:
+            ConfigError: the config names others.
+            OptimizerError: the schedule is of another optimizer.
+        """
+        given = {"optimizer": self._given_optimizer, "scheduler": self._given_schedule}
+        for section, one in given.items():
+            if one is not None and section in config:
+                raise ConfigError(
+                    f"Trainer(optimizers=…) gives a {type(one).__name__}, but the config has a section {section} too; "
+                    "give one of the two"
+                )
+        check_schedule(self._given_schedule, self._given_optimizer)
 
     def _reject_what_has_no_rule(self, config: CuboidConfig) -> None:
         args: TrainingArguments = self.args
