@@ -9,7 +9,7 @@ others continue joins their next meeting in place of its own, so that all ranks 
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import json
 import math
 import os
@@ -24,6 +24,7 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from cuboid.distributed.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import Mesh, group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
@@ -41,7 +42,8 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
 _LOSS_S = 1.0
 _LOST = re.compile(
     r"closed by (remote )?peer|reset by peer|broken pipe|remote process (has )?(exited|terminated)|socket closed"
-    r"|timed out (waiting|after)|wait timeout|operation timeout|ncclRemoteError|NCCL communicator was aborted",
+    r"|timed out (waiting|after)|wait timeout|operation timeout|application timeout|connection timed out"
+    r"|no route to host|(network|host) is (down|unreachable)|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
 #: Advice for replicas with data of different lengths.
@@ -54,10 +56,12 @@ EQUAL_SHARES = (
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
 #: Interval at which a process checks whether a step has failed elsewhere.
 _LISTEN_S = 0.5
-#: How long an exiting process waits for its listener's last request to the store.
-_LAST_ANSWER_S = 5.0
 #: How long rank 0, which may host the store, waits for the others to read an outcome.
 _LEAVE_S = 5.0
+#: How long a rank that failed may ask the store what happened on the others. Its host may be what was lost.
+POST_MORTEM_S = 10.0
+#: How long a rank that failed waits for the first one that did to decide, before it decides itself.
+_DECISION_S = 2 * _GRACE_S
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ class World:
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size = rank, size
-        self._store = PrefixStore("cuboid/agreement", store)
         timeout = group_timeout()
         self._timeout_s = math.inf if timeout is None else timeout.total_seconds()
+        self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self._timeout_s)
         #: Two ranks of a machine are enough to look around: one of them may have ended.
         self.looks_around = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
         self._numbers: dict[str, int] = {}
@@ -135,7 +139,7 @@ class World:
         #: This replica's number, the number of replicas, and the last optimizer step that this one has begun.
         self._updates = (0, 1, 0)
         self._host, self._members = host_identity("pid"), {rank: os.getpid()}
-        self._store.set(f"member/{rank}", json.dumps([self._host, os.getpid()]))
+        self._store.post(f"member/{rank}", json.dumps([self._host, os.getpid()]))
         #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
         self._heard: tuple[int, Failure] | None = None
         #: Whether this rank must abort its groups itself if another one fails in a step.
@@ -146,35 +150,25 @@ class World:
             self._start_listening()
 
     def _start_listening(self) -> None:
-        ended = threading.Event()
         group = weakref.ref(dist.group.WORLD)
-        thread = threading.Thread(target=self._listen, args=(group, ended), name="cuboid failures", daemon=True)
+        threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
 
-        def end() -> None:
-            ended.set()
-            thread.join(_LAST_ANSWER_S)
-
-        # A daemon thread that returns from C++ during the interpreter's finalization is unwound through frames that may
-        # not throw: "terminate called without an active exception", and the process aborts. So end it before.
-        atexit.register(end)
-        thread.start()
-
-    def _listen(self, group: Callable[[], dist.ProcessGroup | None], ended: threading.Event) -> None:
+    def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Poll the store for a step's failure while the store is there: it may end with rank 0.
 
         The process's other threads may be waiting in a collective. With gloo, they return when the failed rank's
         process ends; with NCCL, only at the timeout. So with NCCL this aborts the groups, and those threads go on.
         """
         try:
-            while not ended.is_set() and group() is not None and group() is dist.group.WORLD:
+            while group() is not None and group() is dist.group.WORLD:
                 step = self._broken_steps
                 if self._heard is None or self._heard[0] != step:
                     key = f"step/{step}/outcome"
-                    failure = Failure.decode(self._store.get(key)) if self._store.check([key]) else None
+                    failure = Failure.decode(self._store.get(key)) if self._store.check(key) else None
                     self._heard = None if failure is None else (step, failure)
                     if failure is not None and not failure.everywhere and failure.rank != self.rank:
                         self._abort(failure)
-                ended.wait(_LISTEN_S)
+                time.sleep(_LISTEN_S)
         except (dist.DistError, RuntimeError):
             # The store is gone: there is nothing more to read.
             return
@@ -191,14 +185,13 @@ class World:
         number = self._numbers.get(lane, 0)
         self._numbers[lane] = number + 1
         try:
-            outcome = Rendezvous(self, self._store, f"{lane}/{number}", what).hold(error)
+            with answers_within(math.inf if error is None else POST_MORTEM_S):
+                outcome = Rendezvous(self, self._store, f"{lane}/{number}", what).hold(error)
         except dist.DistError as lost:
-            # DistError is what torch's stores raise; rank 0 (or the launcher) hosts the store.
+            # DistError is what torch's stores raise.
             if error is not None:
                 return
-            raise PeerLostError(
-                f"{what}: the store of the process group went away, and with it rank 0 or the launcher: {lost}"
-            ).arising_on(0) from lost
+            raise PeerLostError(f"{what}: {_store_lost(lost)}: {lost}").arising_on(0) from lost
         if outcome is not None:
             self._raise(outcome, error)
         if number > 0:
@@ -229,7 +222,7 @@ class World:
     def ended(self, ranks: list[int]) -> list[int]:
         """Those of ``ranks`` whose process ran on this machine and has ended."""
         for rank in ranks:
-            if rank not in self._members and self._store.check([f"member/{rank}"]):
+            if rank not in self._members and self._store.check(f"member/{rank}"):
                 host, pid = json.loads(self._store.get(f"member/{rank}"))
                 self._members[rank] = pid if host == self._host else 0
         return [rank for rank in ranks if self._members.get(rank) and not _runs(self._members[rank])]
@@ -242,12 +235,10 @@ class World:
             return self.aborted_for.error()
         meeting = Rendezvous(self, self._store, f"{_STEP}/{self._broken_steps}", what)
         try:
-            outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
-        except dist.DistError:
-            # Rank 0 is gone, and the store with it.
-            if self._heard is not None and self._heard[0] == self._broken_steps:
-                return self._heard[1].error()
-            return self._loss(what, error).error() if is_lost(error) else error
+            with answers_within(POST_MORTEM_S):
+                outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
+        except dist.DistError as gone:
+            return self._failed_without_store(what, error, gone)
         if self.rank == 0 and not outcome.everywhere:
             # Let the others read the outcome before the store ends with this process.
             time.sleep(2 * _LISTEN_S)
@@ -261,16 +252,32 @@ class World:
         if isinstance(error, CuboidError):
             error.shared = outcome.everywhere
             return error if outcome.alike else error.arising_on(self.rank)
+        if outcome.kind == PeerLostError.__name__:
+            # The backend's own message doesn't say what was waited for.
+            return outcome.error()
         error.add_note(f"in {what} on rank {self.rank}")
         return error
 
+    def _failed_without_store(self, what: str, error: Exception, store_error: dist.DistError) -> Exception:
+        """The error to raise for a failure inside a step if the store is gone, or out of reach."""
+        if self._heard is not None and self._heard[0] == self._broken_steps:
+            return self._heard[1].error()
+        # Collectives that this rank has started would keep its process from ending.
+        self._abort(Failure.of(error, self.rank, what))
+        if not is_lost(error):
+            return error
+        if isinstance(store_error, StoreTimeoutError):
+            who = f"another rank didn't answer in time while rank {self.rank} waited for it in {what}"
+            text = f"{who}, and {_store_lost(store_error)}; see the messages on the other hosts ({error})"
+            return Failure(self.rank, PeerLostError.__name__, text).error()
+        return self._lost([0], "", what, error).error()
+
     def _loss(self, what: str, error: Exception) -> Failure:
         """The failure to report if the connection to another rank was lost."""
-        try:
-            gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
-            behind = self._replicas_behind()
-        except dist.DistError:
-            gone, behind = [0], ""
+        gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
+        return self._lost(gone, self._replicas_behind(), what, error)
+
+    def _lost(self, gone: list[int], behind: str, what: str, error: Exception) -> Failure:
         who = f"rank {_listed(gone)} ended" if gone else "another rank went away or didn't answer in time"
         rank = gone[0] if gone else self.rank
         text = f"{who} while rank {self.rank} waited for it in {what}{behind}; see its own messages ({error})"
@@ -280,13 +287,13 @@ class World:
         """See :func:`cuboid.distributed.rank_agreement.begin_update`."""
         self._updates = (mesh.coordinate.data, mesh.topology.data, number)
         if mesh.rank == mesh.copy_ranks[0]:
-            self._store.set(f"update/{mesh.coordinate.data}", str(number))
+            self._store.post(f"update/{mesh.coordinate.data}", str(number))
 
     def _updates_of_others(self) -> dict[int, int]:
         """By replica, the last optimizer step that each other one has begun, if any."""
         own, replicas, _ = self._updates
         keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own}
-        return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check([key])}
+        return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check(key)}
 
     def break_step(self, failure: Failure) -> None:
         """Set the current step's outcome, for the ranks that are still in it."""
@@ -326,12 +333,12 @@ class Rendezvous:
 
     Args:
         world: the ranks that meet.
-        store: the world's store.
+        store: the world's.
         key: prefix of the meeting's keys in the store.
         what: name of the action, for messages.
     """
 
-    def __init__(self, world: World, store: Store, key: str, what: str) -> None:
+    def __init__(self, world: World, store: BoundedStore, key: str, what: str) -> None:
         self._world, self._store, self._key, self._what = world, store, key, what
         # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
@@ -347,13 +354,14 @@ class Rendezvous:
                     self._decide_failure()
             else:
                 is_last = self._arrive() == self._world.size
-                if is_last and not self._store.check([f"{self._key}/first"]):
+                if is_last and not self._store.check(f"{self._key}/first"):
                     self._decide("ok")
-            return self._await_outcome()
+            return self._await_outcome(self._world.timeout_s if failure is None else _DECISION_S)
         except BaseException as interruption:
             if not isinstance(interruption, dist.DistError):
                 # Such as Ctrl-C: the others needn't wait for a rank that no longer takes part.
-                self._decide(Failure.of(interruption, rank, f"waiting in {self._what}").encode())
+                with contextlib.suppress(dist.DistError), answers_within(POST_MORTEM_S):
+                    self._decide(Failure.of(interruption, rank, f"waiting in {self._what}").encode())
             raise
 
     def report(self, error: Exception) -> Failure:
@@ -361,15 +369,15 @@ class Rendezvous:
         failure = Failure.of(error, self._world.rank, self._what)
         if self._enter_failed(failure):
             self._decide_failure()
-        return self._await_outcome() or failure
+        return self._await_outcome(_DECISION_S) or failure
 
     def hold_after_loss(self, failure: Failure) -> Failure:
         """The failure that the lost rank reported, if it did; else that of the first rank that lost it."""
         deadline = time.monotonic() + _LOSS_S
-        while time.monotonic() < deadline and not self._store.check([f"{self._key}/outcome"]):
+        while time.monotonic() < deadline and not self._store.check(f"{self._key}/outcome"):
             time.sleep(_LONGEST_POLL_S)
         self._decide(failure.encode())
-        return self._await_outcome() or failure
+        return self._await_outcome(_DECISION_S) or failure
 
     def _enter_failed(self, failure: Failure) -> bool:
         """Join with a failure; returns whether this rank, as the first to fail, decides on the outcome."""
@@ -413,7 +421,7 @@ class Rendezvous:
     def _failures(self) -> dict[int, Failure]:
         """What has been reported so far, by the rank that did."""
         keys = {rank: f"{self._key}/failed/{rank}" for rank in range(self._world.size)}
-        found = {rank: Failure.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        found = {rank: Failure.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check(key)}
         return {rank: failure for rank, failure in found.items() if failure is not None}
 
     def _decide_from(self, failures: dict[int, Failure]) -> None:
@@ -423,7 +431,7 @@ class Rendezvous:
         that of the lowest rank, so that the same mistake gives the same error each time.
         """
         key = f"{self._key}/first"
-        first = int(self._store.get(key)) if self._in_step and self._store.check([key]) else None
+        first = int(self._store.get(key)) if self._in_step and self._store.check(key) else None
         # A lost rank is named only if nothing else went wrong.
         named = min(failures, key=lambda rank: (failures[rank].kind == PeerLostError.__name__, rank != first, rank))
         everywhere = len(failures) == self._world.size
@@ -432,20 +440,23 @@ class Rendezvous:
         failure = failures[named]
         self._decide(Failure(failure.rank, failure.kind, failure.text, alike, everywhere).encode())
 
-    def _await_outcome(self) -> Failure | None:
+    def _await_outcome(self, patience_s: float) -> Failure | None:
+        """Wait for the outcome; after so many seconds, see to it that there is one."""
         started, waited_s, pause, look_s = time.monotonic(), 0.0, _SHORTEST_POLL_S, _LOOK_AROUND_S
-        while not self._store.check([f"{self._key}/outcome"]):
+        while not self._store.check(f"{self._key}/outcome"):
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
             waited_s = time.monotonic() - started
-            is_late = waited_s > self._world.timeout_s
+            is_late = waited_s > patience_s
             if is_late or (waited_s > look_s and self._world.looks_around):
                 self._look_around(is_late=is_late)
                 look_s = min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
         outcome = Failure.decode(self._store.get(f"{self._key}/outcome"))
-        self._store.add(f"{self._key}/left", 1)
-        if self._world.rank == 0:
-            self._let_others_leave()
+        # The outcome holds, whatever comes now.
+        with contextlib.suppress(dist.DistError):
+            self._store.add(f"{self._key}/left", 1)
+            if self._world.rank == 0:
+                self._let_others_leave()
         return outcome
 
     def _let_others_leave(self) -> None:
@@ -463,7 +474,7 @@ class Rendezvous:
         """
         # Read before the failures: a rank reports its own before it arrives.
         have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._world.size
-        missing = [r for r in range(self._world.size) if not self._store.check([f"{self._key}/at/{r}"])]
+        missing = [r for r in range(self._world.size) if not self._store.check(f"{self._key}/at/{r}")]
         ended = self._world.ended([rank for rank in range(self._world.size) if rank != self._world.rank])
         failures = self._failures() if ended or is_late else {}
         if failures:
@@ -493,6 +504,16 @@ def _ends_with_rank_0(store: Store) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _store_lost(error: dist.DistError) -> str:
+    """What a request's failure says about the store of the process group, which rank 0 or the launcher hosts."""
+    if isinstance(error, StoreTimeoutError):
+        return (
+            "the store of the process group doesn't answer: rank 0 or the launcher, which hosts it, is stopped, or its "
+            "host can't be reached"
+        )
+    return "the store of the process group went away, and with it rank 0 or the launcher"
 
 
 def is_lost(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from cuboid.distributed.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.errors import CuboidError, PeerLostError, RankError
 
 _POLL_S = 0.02
@@ -51,30 +52,36 @@ class Launch:
         """Whether this process hosts the store: rank 0 does, unless the launcher (torchrun) hosts one."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
-    def open_store(self, timeout_s: float) -> Store:
+    def open_store(self, timeout_s: float) -> BoundedStore:
         """Connect to the store at which the ranks meet, which the process group will use too.
 
         Raises:
             PeerLostError: rank 0 didn't open it in time.
             dist.DistNetworkError: this is rank 0, and it can't.
+            StoreTimeoutError: its host accepted the connection, and didn't answer.
         """
         if not self.hosts_store and not self._answers(timeout_s):
             raise self.missing([0], timeout_s)
-        store = TCPStore(
-            self.address,
-            self.port,
-            is_master=self.hosts_store,
-            timeout=timedelta(seconds=max(timeout_s, 1.0)),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        return PrefixStore("cuboid/start", store)
+
+        def connect() -> Store:
+            store = TCPStore(
+                self.address,
+                self.port,
+                is_master=self.hosts_store,
+                timeout=timedelta(seconds=max(timeout_s, 1.0)),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            return PrefixStore("cuboid/start", store)
+
+        return BoundedStore(connect, max(timeout_s, 1.0))
 
     def _answers(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                socket.create_connection((self.address, self.port), timeout=max(timeout_s, 1.0)).close()
+                remaining_s = deadline - time.monotonic()
+                socket.create_connection((self.address, self.port), timeout=max(remaining_s, 1.0)).close()
             except OSError:
                 if time.monotonic() > deadline:
                     return False
@@ -107,7 +114,7 @@ def timeout_of_environment() -> float:
     return 60.0 * (int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_TIMEOUT_MINUTES)
 
 
-def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None) -> Store | None:
+def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None) -> BoundedStore | None:
     """Wait until all ranks are about to make the process group. Every rank calls this before it makes the group.
 
     Args:
@@ -134,7 +141,7 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
         while store.add("arrived", 0) < launch.size:
             _raise_reported(store)
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(launch.size) if not store.check([f"at/{rank}"])]
+                absent = [rank for rank in range(launch.size) if not store.check(f"at/{rank}")]
                 raise launch.missing(absent or [launch.rank], timeout_s)
             time.sleep(_POLL_S)
     except dist.DistError as error:
@@ -143,15 +150,16 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
                 f"the ranks can't meet at {launch.address}:{launch.port} (MASTER_ADDR:MASTER_PORT): {error}. If "
                 "another job has the port, give the launcher another one, for example deepspeed --master_port 29501"
             ) from error
+        how = "didn't answer" if isinstance(error, StoreTimeoutError) else "went away"
         raise PeerLostError(
-            f"the store at {launch.address}:{launch.port} went away while the ranks were starting; see the messages of "
+            f"the store at {launch.address}:{launch.port} {how} while the ranks were starting; see the messages of "
             f"rank 0: {error}"
         ).arising_on(0) from error
     return store
 
 
-def _raise_reported(store: Store) -> None:
-    if store.check(["failure"]):
+def _raise_reported(store: BoundedStore) -> None:
+    if store.check("failure"):
         rank, text = json.loads(store.get("failure"))
         store.add("raising", 1)
         store.add("told", 1)
@@ -177,24 +185,25 @@ def report_early_failure(text: str) -> bool:
         return False
     deadline = time.monotonic() + _LINGER_S
     try:
-        store = launch.open_store(_LINGER_S)
-        _, first = json.loads(store.compare_set("failure", "", json.dumps([launch.rank, text])))
-        store.add("failing", 1)
-        # A script may try again and fail again; each rank is counted once.
-        if store.add(f"failed/{launch.rank}", 1) == 1:
-            store.add("raising", int(first == text))
-            store.add("told", 1)
-        while store.add("told", 0) < launch.size and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        is_everywhere = first == text and store.add("raising", 0) == launch.size
-        _leave(store, launch)
+        with answers_within(_LINGER_S + _LEAVE_S):
+            store = launch.open_store(_LINGER_S)
+            _, first = json.loads(store.compare_set("failure", "", json.dumps([launch.rank, text])))
+            store.add("failing", 1)
+            # A script may try again and fail again; each rank is counted once.
+            if store.add(f"failed/{launch.rank}", 1) == 1:
+                store.add("raising", int(first == text))
+                store.add("told", 1)
+            while store.add("told", 0) < launch.size and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            is_everywhere = first == text and store.add("raising", 0) == launch.size
+            _leave(store, launch)
     except (dist.DistError, CuboidError, ValueError):
         # No port, or no other rank there: each rank then reports only its own error.
         return False
     return is_everywhere
 
 
-def _leave(store: Store, launch: Launch) -> None:
+def _leave(store: BoundedStore, launch: Launch) -> None:
     """End the use of the store after a failure: it may end with rank 0, which lets the others leave first."""
     left = store.add("left", 1)
     deadline = time.monotonic() + _LEAVE_S
