@@ -66,15 +66,17 @@ $(VENV)/colossalai: $(VENV)/installed $(COLOSSALAI_PINS)
 	@$(BIN)/python -W ignore -c "import colossalai.booster"
 	@touch $@
 
-train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=… SAVE_EVERY=… KEEP_LAST=… RESUME=1
-	@$(if $(RESUME),true,$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
+train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=… SAVE_EVERY=… KEEP_LAST=… RESUME=1 (or auto)
+	@# With RESUME=auto, only a run that has no finished checkpoint yet is prepared.
+	@$(if $(filter-out auto,$(RESUME)),true,$(if $(RESUME),ls "$(RUN)"/checkpoints/*/manifest.json 2>/dev/null | grep -qv '\.incomplete/' || )\
+		$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)"))
 	@# The launcher is shielded from Ctrl-C, which the ranks answer with a checkpoint.
 	@exec $(BIN)/python -P plugin/cuboid/train/launch.py \
 		$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \
-		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),$(if $(filter 1 yes true,$(RESUME)),--resume,--resume-from "$(RESUME)"))
+		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),$(if $(filter 1 yes true,$(RESUME)),--resume,$(if $(filter auto,$(RESUME)),--resume auto,--resume-from "$(RESUME)")))
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
 
 colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 ranks: MODEL=… TEXT=… CONFIG=… RANKS=…

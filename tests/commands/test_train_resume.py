@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 
@@ -20,6 +21,8 @@ from cuboid import CheckpointError, CuboidError
 from cuboid.checkpoint.format.folder import begin, commit, point_latest
 from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
+from cuboid.cli import app
+from cuboid.train import run_lock
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
@@ -27,7 +30,7 @@ from cuboid.train.loop import Goal, History
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
-from launching import ROOT, finish, start
+from launching import ROOT, end, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py")
@@ -197,6 +200,221 @@ def test_for_a_damaged_checkpoint_the_error_names_an_intact_one_and_the_option_t
     (root / "global_step3" / STATE).unlink()
     with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact"):
         plan(options(resume=True))
+
+
+def test_resume_auto_begins_a_run_and_resumes_it(options, interrupted, tmp_path):
+    auto = {"resume": True, "resume_if_any": True}
+    assert plan(options(**auto, steps=40)).resumed is None
+    # Killed in its first save.
+    (tmp_path / "checkpoints" / "global_step7.incomplete").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "global_step7.incomplete" / "manifest.json").write_text("{}")
+    assert plan(options(**auto, steps=40)).resumed is None
+    shutil.rmtree(tmp_path / "checkpoints")
+    state = interrupted()
+    assert plan(options(**auto)).resumed.state == state
+    with pytest.raises(CuboidError, match="--seed 0, not 1"):
+        plan(options(**auto, seed=1))
+
+
+def test_resume_auto_passes_over_a_damaged_checkpoint_and_says_so(options, interrupted, tmp_path, caplog):
+    auto = {"resume": True, "resume_if_any": True}
+    root, state = tmp_path / "checkpoints", interrupted()
+    for step in (9, 11):
+        save(tmp_path, step, state.model_copy(update={"step": step, "train_losses": [1.0] * step}).model_dump())
+    # One ends early, and one's manifest is no JSON.
+    (root / "global_step11" / STATE).write_bytes(b"")
+    (root / "global_step9" / "manifest.json").write_text("{")
+    job = plan(options(**auto))
+    assert job.resumed.path == root / "global_step7"
+    assert "global_step11" in caplog.text
+    assert "Resuming from global_step7" in caplog.text
+    # Without an intact one, no new run takes its place.
+    (root / "global_step7" / STATE).unlink()
+    with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact"):
+        plan(options(**auto))
+    for step in (7, 11):
+        shutil.rmtree(root / f"global_step{step}")
+    with pytest.raises(CheckpointError, match="nothing to resume from"):
+        plan(options(**auto))
+
+
+def test_resume_auto_begins_again_where_the_result_was_being_written(options, tmp_path):
+    auto = {"resume": True, "resume_if_any": True}
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CuboidError, match="has the result of another run"):
+        plan(options(**auto))
+    (tmp_path / ".result.incomplete").touch()
+    assert plan(options(**auto)).resumed is None
+    with pytest.raises(CuboidError, match="has the result of another run"):
+        plan(options())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), (False, False, None)),
+        (("--resume",), (True, False, None)),
+        (("--resume", "auto"), (True, True, None)),
+        (("--resume=auto",), (True, True, None)),
+        (("--resume", "--seed", "3"), (True, False, None)),
+        (("--resume-from", "global_step4"), (True, False, "global_step4")),
+        (("--resume", "--resume-from=a"), (True, False, "a")),
+        (("--resume", "soon"), "unexpected extra argument"),
+        (("--resume=soon",), "'soon' is not one of"),
+    ],
+)
+def test_resume_stands_alone_or_before_auto(arguments, expected, monkeypatch, capsys):
+    seen = []
+
+    def note(options, *_):
+        seen.append((options.resume, options.resume_if_any, options.resume_from))
+        raise CuboidError("seen")
+
+    monkeypatch.setattr("cuboid.train.run.run", note)
+    names = ("--model", "m", "--data", "d", "--config", "c", "--out", "o")
+    monkeypatch.setattr(sys, "argv", ["cuboid", "train", *names, *arguments])
+    with pytest.raises(SystemExit):
+        app()
+    if isinstance(expected, str):
+        assert expected in capsys.readouterr().err
+        assert not seen
+    else:
+        assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    "place", ["checkpoints", "trace", "checkpoints/global_step20", "loss.png/x", "checkpoints/latest/x"]
+)
+def test_what_is_in_the_way_of_a_result_is_found_before_training(options, tmp_path, place):
+    (tmp_path / place).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / place).write_text("mine")
+    with pytest.raises(CheckpointError, match=place.removesuffix("/x").replace(".", r"\.")):
+        plan(options(steps=40, save_every=10))
+    assert (tmp_path / place).read_text() == "mine"
+
+
+def test_what_is_in_the_way_of_tokens_is_found_before_they_are_made(job, tmp_path):
+    (tmp_path / "tokens").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"tokens: can't be written: .* is a file, not a folder"):
+        prepare(tmp_path, model=job / "model", data=job / "text", vocabulary=300, seed=0, say=lambda _: None)
+
+
+# --- two runs in one folder ----------------------------------------------------------------------------------------
+
+_HOLDING = """
+    import sys, time
+    from pathlib import Path
+    from cuboid.train.run_lock import held
+
+    with held(Path(sys.argv[1]), "cuboid train", print):
+        print("held", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def held_elsewhere(tmp_path):
+    """Another process that holds the lock on the folder."""
+    process = start(sys.executable, "-c", textwrap.dedent(_HOLDING), tmp_path)
+    assert process.stdout.readline().strip() == "held"
+    yield process
+    end(process)
+
+
+def test_a_second_run_is_refused_with_the_first_ones_name_and_a_killed_one_is_taken_over(held_elsewhere, tmp_path):
+    def hold():
+        with run_lock.held(tmp_path, "cuboid train", print) as lock:
+            lock.check()
+
+    named = (
+        rf"in use by another run: `cuboid train`, process {held_elsewhere.pid} on host {os.uname().nodename}, begun 2"
+    )
+    for number in (signal.SIGCONT, signal.SIGSTOP):  # a stopped process goes on some time
+        held_elsewhere.send_signal(number)
+        with pytest.raises(CuboidError, match=named):
+            hold()
+    with pytest.raises(CuboidError, match=named):
+        prepare(tmp_path, model=None, data=None, vocabulary=300, seed=0, say=print)
+    # A zombie, as long as nobody waits for it.
+    held_elsewhere.kill()
+    os.waitid(os.P_PID, held_elsewhere.pid, os.WEXITED | os.WNOWAIT)
+    hold()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_id_that_is_another_process_by_now_holds_nothing(tmp_path):
+    here = run_lock.Holder.here("cuboid train")
+    earlier = here.model_copy(update={"id": "a", "started": here.started - 1})
+    (tmp_path / run_lock.LOCK).write_text(earlier.model_dump_json())
+    with (
+        run_lock.held(tmp_path, "cuboid train", print),
+        pytest.raises(CuboidError, match=f"in use by another run: .* process {os.getpid()} on"),
+        run_lock.held(tmp_path, "cuboid train", print),
+    ):
+        pass
+    # Left by a process that ended before it had written anything.
+    (tmp_path / run_lock.LOCK).touch()
+    with run_lock.held(tmp_path, "cuboid train", print):
+        pass
+
+
+def test_another_hosts_lock_is_taken_over_without_a_sign_of_life_and_its_owner_then_stops(tmp_path, monkeypatch):
+    for name, seconds in (("_WATCH_S", 1.5), ("_LOOK_S", 0.1), ("_BEAT_S", 0.3)):
+        monkeypatch.setattr(run_lock, name, seconds)
+    said, there = [], "another boot"
+    with run_lock.held(tmp_path, "cuboid train", said.append) as first, monkeypatch.context() as patch:
+        patch.setattr(run_lock, "_process_table", lambda: there)
+        with (
+            pytest.raises(CuboidError, match="in use by another run"),
+            run_lock.held(tmp_path, "cuboid train", said.append),
+        ):
+            pass
+        assert "watching for" in said[0]
+        first._released.set()  # it is cut off from the file system
+        with run_lock.held(tmp_path, "cuboid train", said.append) as second:
+            with pytest.raises(CuboidError, match="was taken over by another run"):
+                first.check()
+            second.check()
+            first.release()
+            second.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / run_lock.LOCK
+    path.write_text("mine")
+    with pytest.raises(CuboidError, match=r"isn't the lock of a run"), run_lock.held(tmp_path, "cuboid train", print):
+        pass
+    assert path.read_text() == "mine"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CuboidError, match="is a folder"), run_lock.held(tmp_path, "cuboid train", print):
+        pass
+
+
+def test_of_many_that_start_together_one_gets_the_folder(tmp_path):
+    (tmp_path / run_lock.LOCK).write_text(
+        run_lock.Holder.here("cuboid train").model_copy(update={"started": 1.0}).model_dump_json()
+    )
+    got, barrier, done = [], threading.Barrier(8), threading.Event()
+
+    def hold():
+        barrier.wait()
+        try:
+            with run_lock.held(tmp_path, "cuboid train", print):
+                got.append("held")
+                done.wait(20)
+        except CuboidError:
+            got.append("refused")
+        if got.count("refused") == 7:
+            done.set()
+
+    threads = [threading.Thread(target=hold) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == ["held", *["refused"] * 7]
 
 
 def test_an_output_that_cannot_be_written_is_rejected_before_anything_is_read(options, job, tmp_path, monkeypatch):

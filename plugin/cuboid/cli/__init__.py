@@ -17,7 +17,7 @@ from cuboid.cli.plan import plan
 from cuboid.cli.prepare import prepare
 from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
-from cuboid.cli.train import train
+from cuboid.cli.train import TrainCommand, train
 from cuboid.cli.verify import verify
 from cuboid.endings import INTERRUPTED, end_interrupted, tell_launcher
 
@@ -36,7 +36,7 @@ commands.command()(plan)
 commands.command()(prepare)
 commands.command()(profile)
 commands.command()(timeline)
-commands.command()(train)
+commands.command(cls=TrainCommand)(train)
 commands.command()(verify)
 
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from cuboid.cli.limits import LARGEST_SEED
 
 if TYPE_CHECKING:
     from cuboid.train.reporting.report import Report
     from cuboid.train.run import Stopped
+
+
+class TrainCommand(TyperCommand):
+    """The command, whose ``--resume`` may stand alone or before a value; typer's options do one or the other."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a ``--resume`` that stands alone its value."""
+        following = [*args[1:], ""]
+        values = ("auto", "latest")
+        alone = [name == "--resume" and value not in values for name, value in zip(args, following, strict=True)]
+        return super().parse_args(
+            ctx, [f"{name}=latest" if one else name for name, one in zip(args, alone, strict=True)]
+        )
 
 
 def train(
@@ -49,8 +63,14 @@ def train(
         int | None, typer.Option(help="How many checkpoints to keep. Default: the config's checkpoint.keep_last.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the latest checkpoint in OUT/checkpoints.")
-    ] = False,
+        Literal["latest", "auto"] | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Resume from the latest checkpoint in OUT/checkpoints. With auto, for a command that is started again "
+            "and again: begin a new run if there is none, and pass over a damaged one.",
+        ),
+    ] = None,
     resume_from: Annotated[
         str | None,
         typer.Option(
@@ -94,8 +114,9 @@ def train(
             seed=seed,
             save_every=save_every,
             keep_last=keep_last,
-            resume=resume or resume_from is not None,
+            resume=resume is not None or resume_from is not None,
             resume_from=resume_from,
+            resume_if_any=resume == "auto" and resume_from is None,
         )
         result = run(options, world, interrupts)
         if world.is_first:

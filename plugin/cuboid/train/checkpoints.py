@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from cuboid.train.job import Job
 from cuboid.train.loop import History
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import CHECKPOINTS
-from cuboid.train.resume import RunState, with_remedy
+from cuboid.train.resume import RunState, find_run, with_remedy
+from cuboid.train.run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Keeper:
         global_batch: sequences of one optimizer step, over all ranks.
         started: when this process began, by ``time.perf_counter``.
         progress: for messages.
+        lock: on the run's folder; None on all ranks but the first.
     """
 
     engine: Any
@@ -36,6 +38,7 @@ class Keeper:
     global_batch: int
     started: float
     progress: TrainProgress
+    lock: RunLock | None
 
     @property
     def resumed_after(self) -> list[int]:
@@ -51,21 +54,40 @@ class Keeper:
         earlier = 0.0 if self.job.resumed is None else self.job.resumed.state.wall_s
         return earlier + time.perf_counter() - self.started
 
-    def begin(self) -> History:
-        """Restore the engine from the checkpoint to resume from, if any, and return the run's history; collective.
+    def begin(self) -> tuple[Keeper, History]:
+        """Restore the engine from the checkpoint to resume from, if any; collective.
+
+        Returns:
+            The keeper from now on, whose job has the checkpoint that was restored; and the run's history.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model or optimizer.
         """
         if self.job.resumed is None:
-            return History()
+            if self.job.options.resume:
+                self.progress.say(f"nothing to resume from in {self.job.options.out}; beginning a new run")
+            return self, History()
         path, state = self.job.resumed.path, self.job.resumed.state
         try:
             self.engine.load_checkpoint(path)
         except DamagedCheckpointError as error:
+            if self.job.options.resume_if_any and error.whole is not None:
+                self.progress.say(f"{error}. Resuming from that one")
+                earlier = find_run(self.job.options.out, error.whole.name)
+                self.job.resumed.check_same_run(earlier)
+                return replace(self, job=replace(self.job, resumed=earlier)).begin()
             raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
-        return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
+        return self, History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
+
+    def check_lock(self) -> None:
+        """Check that the run's folder still belongs to this run.
+
+        Raises:
+            CuboidError: on the first rank; another run has taken it over.
+        """
+        if self.lock is not None:
+            self.lock.check()
 
     def save(self, history: History) -> Path | None:
         """Write a checkpoint, or start to write it if the config saves asynchronously; collective.
@@ -76,6 +98,7 @@ class Keeper:
         Raises:
             CheckpointError: it could not be written.
         """
+        self.check_lock()
         root, tag = self.job.options.out / CHECKPOINTS, f"global_step{history.step}"
         with self.progress.aside():
             saved = self.engine.save_checkpoint(root, tag=tag, client_state=self._state(history).model_dump())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cuboid import CheckpointError, CuboidError, load_config
-from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.checkpoint.format.bounded_files import check_output, check_output_file
+from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels
-from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
-from cuboid.train.reporting.report import MODEL, REPORT
-from cuboid.train.resume import Resumed, find_run, reject_other_run
+from cuboid.train.data.tokens import TOKENS, Tokens, TokensMeta, fingerprint
+from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
+from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
 from cuboid.train.settings import (
     at_least,
     check_config,
@@ -63,6 +65,8 @@ class TrainOptions:
         keep_last: number of checkpoints to keep; None for the config's.
         resume: whether to resume the run whose checkpoints are in ``out``.
         resume_from: name of the checkpoint to resume from; None for the latest.
+        resume_if_any: with ``resume``: begin a new run if there is none to resume, and resume from an older checkpoint
+            if the latest is damaged.
         arch_config: a model's ``config.json``, or the folder that it is in; None with a ``model``.
         tokenizer: folder of a tokenizer; None for the model's, or the one beside the tokens in ``data``.
     """
@@ -80,6 +84,7 @@ class TrainOptions:
     keep_last: int | None = None
     resume: bool = False
     resume_from: str | None = None
+    resume_if_any: bool = False
     arch_config: Path | None = None
     tokenizer: Path | None = None
 
@@ -138,6 +143,21 @@ class Job:
         return self.micro_batch * self.accumulation * replicas
 
 
+def check_options(options: TrainOptions) -> dict[str, Any]:
+    """Check what can be checked without writing anything, or loading the tokenizer; returns the config.
+
+    Raises:
+        CuboidError, ConfigError: as :func:`plan`.
+    """
+    for name in ("sequence_length", "heldout_blocks", "evaluations"):
+        at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
+    at_least(options.save_every or 0, "--save-every", 0)
+    config = load_config(options.config)
+    check_config(config, is_complete=False)
+    _check_source(options)
+    return config
+
+
 def plan(options: TrainOptions) -> Job:
     """Check everything that doesn't need the other ranks.
 
@@ -146,17 +166,14 @@ def plan(options: TrainOptions) -> Job:
         ConfigError: a key of the config that this job needs is missing or malformed.
         CheckpointError: there is no run to resume, or another one's checkpoints or result are in ``out``.
     """
-    for name in ("sequence_length", "heldout_blocks", "evaluations"):
-        at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
-    at_least(options.save_every or 0, "--save-every", 0)
-    config = load_config(options.config)
-    check_config(config, is_complete=False)
+    config = check_options(options)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
-    _check_source(options)
     settings = model_config(options.architecture)
-    resumed = find_run(options.out, options.resume_from) if options.resume else None
-    if resumed is None:
+    resumed = _find_resumed(options)
+    # A run that was killed while it wrote its result, and had no checkpoint, is begun again.
+    is_unfinished = options.resume_if_any and (options.out / WRITING).exists()
+    if resumed is None and not is_unfinished:
         reject_other_run(options.out, (MODEL, REPORT))
     # --steps, else the resumed run's length, else (None) that of the config's schedule.
     asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
@@ -178,6 +195,7 @@ def plan(options: TrainOptions) -> Job:
     check_output(options.out, size_bytes * (2 if options.save_every else 1))
     if trace is not None:
         check_output(trace)
+    _check_results(options, 0 if resumed is None else resumed.state.step, steps)
     tokens = None
     if Tokens.is_store(options.data):
         tokens = Tokens.open(options.data)
@@ -200,6 +218,25 @@ def plan(options: TrainOptions) -> Job:
         tokens=tokens,
         resumed=resumed,
     )
+
+
+def _find_resumed(options: TrainOptions) -> Resumed | None:
+    if not options.resume:
+        return None
+    return find_run_if_any(options.out) if options.resume_if_any else find_run(options.out, options.resume_from)
+
+
+def _check_results(options: TrainOptions, done: int, steps: int) -> None:
+    """Check that nothing is in the way of what the run will write into its folder, which itself can be written."""
+    for name in (CHECKPOINTS, MODEL, TRACE, TOKENS):
+        if os.path.lexists(options.out / name):
+            check_output(options.out / name)
+    for name in (REPORT, CURVE, BLOCKS, f"{CHECKPOINTS}/{LATEST}"):
+        if os.path.lexists(options.out / name):
+            check_output_file(options.out / name)
+    for step in range(options.save_every or 0, steps + 1, options.save_every or steps + 1):
+        if step > done:
+            check_replaceable(options.out / CHECKPOINTS / f"global_step{step}")
 
 
 def _tokenizer(options: TrainOptions) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,13 @@ from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.initial_model import train_tokenizer, write_llama
-from cuboid.train.data.tokens import Tokens, tokenize
+from cuboid.train.data.tokens import TOKENS, Tokens, tokenize
 from cuboid.train.job import load_tokenizer, tokenizer_in
 from cuboid.train.resume import reject_other_run
+from cuboid.train.run_lock import held
 
-#: Subfolders of a run for the new model and the tokens.
-START, TOKENS = "start", "tokens"
+#: Folder of the new model in that of a run.
+START = "start"
 
 #: A byte-level vocabulary has all 256 bytes and the end-of-text token.
 _LEAST_VOCABULARY = 257
@@ -49,10 +51,28 @@ def prepare(
         raise CuboidError(
             f"--vocabulary is {vocabulary}; it must be at least {_LEAST_VOCABULARY}: every byte, and one more"
         )
-    reject_other_run(out)
-    check_output(out)
     if model is not None and tokenizer_folder is not None:
         raise CuboidError("give --model or --tokenizer: a model has its own tokenizer")
+    with held(out, "cuboid prepare", say):
+        reject_other_run(out)
+        for name in (START, TOKENS):
+            if os.path.lexists(out / name):
+                check_output(out / name)
+        return _prepare(
+            out, model=model, tokenizer_folder=tokenizer_folder, data=data, vocabulary=vocabulary, seed=seed, say=say
+        )
+
+
+def _prepare(
+    out: Path,
+    *,
+    model: Path | None,
+    tokenizer_folder: Path | None,
+    data: Path | None,
+    vocabulary: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> Tokens:
     tokenizer = None if model is None else load_tokenizer(model)
     if tokenizer_folder is not None:
         tokenizer = tokenizer_in(tokenizer_folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cuboid import CheckpointError, CuboidError
 from cuboid.checkpoint.format.bounded_files import is_plain_name
-from cuboid.checkpoint.format.folder import complete, is_intact, others_beside, resolve
+from cuboid.checkpoint.format.folder import complete, has_any, is_intact, others_beside, resolve
 from cuboid.checkpoint.format.manifest import Manifest, check_sizes
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.loader import suggest_intact
 from cuboid.errors import DamagedCheckpointError
 from cuboid.train.reporting.report import CHECKPOINTS, REPORT, HeldoutPoint
+
+logger = logging.getLogger(__name__)
 
 #: Messages for differences between two runs.
 _DIFFERENCES = {
@@ -79,6 +82,14 @@ class Resumed:
     path: Path
     state: RunState
 
+    def check_same_run(self, other: Resumed) -> None:
+        """Check that another checkpoint is of a run with the same settings.
+
+        Raises:
+            CuboidError: names all that differ.
+        """
+        other.reject_differences(**{name: getattr(self.state, name) for name in _DIFFERENCES})
+
     def reject_differences(self, **asked: int | str) -> None:
         """Check that the resumed run has the same settings.
 
@@ -97,6 +108,26 @@ class Resumed:
                 f"--resume: the run in {self.path} had {'; '.join(differing)}. Give the same again, or begin another "
                 "run in another --out"
             )
+
+
+def find_run_if_any(out: Path) -> Resumed | None:
+    """As :func:`find_run`, but None if no checkpoint was ever finished in ``out``.
+
+    Instead of a damaged checkpoint, the newest one beside it that isn't is taken, with a warning.
+
+    Raises:
+        CheckpointError: all are damaged, or the newest intact one isn't one of ``cuboid train``.
+    """
+    if not has_any(out / CHECKPOINTS):
+        return None
+    try:
+        return find_run(out)
+    except CheckpointError as error:
+        intact = getattr(error.__cause__, "whole", None)
+        if intact is None:
+            raise
+        logger.warning("%s. Resuming from %s", error.__cause__, intact.name)
+        return find_run(out, intact.name)
 
 
 def find_run(out: Path, name: str | None = None) -> Resumed:
@@ -124,7 +155,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
     except CheckpointError as error:
         intact = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
         damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)
-        raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from error
+        raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from damaged
     try:
         return Resumed(path, RunState.model_validate(client))
     except ValidationError as error:

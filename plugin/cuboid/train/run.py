@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +21,18 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.train.checkpoints import Keeper
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import read_corpus
-from cuboid.train.data.tokens import Tokens, TokensMeta, tokenize
+from cuboid.train.data.tokens import TOKENS, Tokens, TokensMeta, tokenize
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
 from cuboid.train.interrupt import Interrupts
-from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
+from cuboid.train.job import Job, TrainOptions, check_options, check_size, check_tokens, plan
 from cuboid.train.loop import Goal, History, Loop
-from cuboid.train.process import World, run_at_length
+from cuboid.train.process import World, gather, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
-from cuboid.train.reporting.report import BLOCKS, CURVE, MODEL, REPORT, Report
+from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, Report
+from cuboid.train.run_lock import RunLock, held
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,18 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
     Raises:
         CuboidError: on every rank; before the process group is created, if the cause can be found by then.
     """
-    return run_on_all_ranks(lambda: _run(options, world, interrupts), what="cuboid train")
+
+    def locked() -> Report | Stopped:
+        check_options(options)
+        with ExitStack() as stack:
+            # Before it is decided what to resume, so that nobody writes there from then on.
+            lock = stack.enter_context(held(options.out, "cuboid train", logger.warning)) if world.is_first else None
+            return _run(options, world, interrupts, lock)
+
+    return run_on_all_ranks(locked, what="cuboid train")
 
 
-def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
+def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunLock | None) -> Report | Stopped:
     started = time.perf_counter()
     job = plan(options)
     model = _model(job)
@@ -70,6 +83,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
     if job.tokens is not None:
         check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
+    _check_resumed_alike(job, world)
     tokens = job.tokens or _tokenize(job, share, world)
     if world.is_first:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -82,8 +96,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
     loop = _loop(job, engine, interrupts, tokens, share, device)
     done = 0 if job.resumed is None else job.resumed.state.step
     with TrainProgress(job.steps, shown=world.is_first, done=done) as progress:
-        keeper = Keeper(engine, job, tokens.meta, global_batch, started, progress)
-        history = keeper.begin()
+        keeper, history = Keeper(engine, job, tokens.meta, global_batch, started, progress, lock).begin()
         interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
         goal = Goal(job.steps, options.evaluations, options.save_every or 0, keeper.save)
         loop.run(goal, history, progress)
@@ -91,6 +104,9 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
             return _stop(interrupts.stop, keeper, history)
         interrupts.defer(lambda: progress.say("saving the result; Ctrl-C once more ends it at once"))
         engine.wait_for_checkpoint()
+    keeper.check_lock()
+    if world.is_first:
+        (options.out / WRITING).touch()
     cuboid.save_pretrained(engine, str(options.out / MODEL))
     report = make_report(keeper, loop, history, world, device)
     if world.is_first:
@@ -101,7 +117,24 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
         np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)
         draw(report, options.out / CURVE)
         report.write(options.out)
+        (options.out / WRITING).unlink()
     return report
+
+
+def _check_resumed_alike(job: Job, world: World) -> None:
+    """Check that all ranks found the same checkpoint to resume from, or none; collective.
+
+    Raises:
+        CuboidError: they didn't.
+    """
+    found = gather(None if job.resumed is None else job.resumed.path.name, world)
+    other = next((rank for rank, name in enumerate(found) if name != found[0]), None)
+    if other is not None:
+        first, there = (name or "no checkpoint" for name in (found[0], found[other]))
+        raise CuboidError(
+            f"rank 0 finds {first} to resume from in {job.options.out / CHECKPOINTS}, and rank {other} finds {there}: "
+            "--out has to be on a file system that all hosts share"
+        )
 
 
 def _model(job: Job) -> PreTrainedModel:
@@ -133,11 +166,12 @@ def _tokenize(job: Job, share: Share, world: World) -> Tokens:
         if job.resumed is not None:
             job.resumed.reject_differences(data_fingerprint=meta.data_sha256)
 
-    folder = job.options.out / "tokens"
+    folder = job.options.out / TOKENS
 
     def write() -> None:
+        corpus = read_corpus(job.options.data)
         try:
-            tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
+            tokenize(corpus, job.tokenizer, folder, check)
         except OSError as error:
             raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
 

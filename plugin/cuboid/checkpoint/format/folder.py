@@ -44,20 +44,28 @@ def begin(root: Path, tag: str) -> Path:
             f"tag {tag!r} can't be the name of a checkpoint: it has to be a plain file name, other than {LATEST!r}, "
             f"and not end in {', '.join(_SUFFIXES)}"
         )
-    final = root / tag
-    # Some scripts create the folder themselves before they save into it.
-    is_empty = final.is_dir() and not any(final.iterdir())
-    if final.exists() and not _is_complete(final) and not is_empty:
-        raise CheckpointError(
-            f"{final}: is there and isn't a checkpoint of Cuboid's (it has no {MANIFEST}), so it isn't replaced; save "
-            "under another tag, or move it away"
-        )
+    check_replaceable(root / tag)
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{tag}{INCOMPLETE}"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
     return folder
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that a checkpoint can take this place: nothing is there, or another checkpoint.
+
+    Raises:
+        CheckpointError: something else is there.
+    """
+    # Some scripts create the folder themselves before they save into it.
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if path.exists() and not _is_complete(path) and not is_empty:
+        raise CheckpointError(
+            f"{path}: is there and isn't a checkpoint of Cuboid's (it has no {MANIFEST}), so it isn't replaced; save "
+            "under another tag, or move it away"
+        )
 
 
 def commit(root: Path, tag: str, manifest: Manifest) -> Path:
@@ -136,6 +144,11 @@ def _complete(root: Path) -> list[tuple[int, int, Path]]:
             with contextlib.suppress(CheckpointError):
                 found.append((Manifest.read(path).step, (path / MANIFEST).stat().st_mtime_ns, path))
     return found
+
+
+def has_any(root: Path) -> bool:
+    """Whether a folder has a checkpoint that was finished once, damaged or not."""
+    return os.path.lexists(root / LATEST) or (root.is_dir() and any(map(_is_complete, root.iterdir())))
 
 
 def others_beside(path: Path) -> list[Path]:

@@ -70,7 +70,8 @@ def text_files(root: Path) -> list[Path]:
         CuboidError: no such file or folder.
     """
     if not root.is_dir():
-        raise CuboidError(f"data {str(root)!r} does not exist; name a text file or a folder of text files")
+        problem = "is neither a file nor a folder" if root.exists() else "does not exist"
+        raise CuboidError(f"data {str(root)!r} {problem}; name a text file or a folder of text files")
     return [
         file
         for file in sorted(root.rglob("*"))
@@ -102,9 +103,15 @@ def _split_text(source: str, text: str) -> Corpus:
 
 
 def _read_text(file: Path) -> str | None:
-    """The file's text, or None if it isn't UTF-8 text."""
+    """The file's text, or None if it isn't UTF-8 text.
+
+    Raises:
+        CuboidError: it can't be read.
+    """
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
+    except OSError as error:
+        raise CuboidError(f"--data: {file} can't be read: {error.strerror or error}") from error
     return None if "\0" in text else text

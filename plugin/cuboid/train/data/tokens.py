@@ -20,6 +20,8 @@ from cuboid.train.data.corpus import Corpus
 Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
 
+#: Folder of the tokens in that of a run.
+TOKENS = "tokens"
 _META = "tokens.json"
 #: Parts of a Rust tokenizer's description that decide the ids of a text.
 _RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")

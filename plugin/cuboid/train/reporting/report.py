@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 #: Names of the files and folders that a run writes.
 REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
+#: Is there while a run writes its model and report: if it is there later, the run was killed meanwhile.
+WRITING = ".result.incomplete"
 #: Folder of the checkpoints from which a run can be resumed.
 CHECKPOINTS = "checkpoints"
 
