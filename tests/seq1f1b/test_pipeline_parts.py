@@ -1,5 +1,6 @@
 """What a step of a pipeline is made of: micro-batches in every form, cuts, clocks, and messages."""
 
+import gc
 import math
 import time
 import warnings
@@ -7,10 +8,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForCausalLM
 
 from conftest import TIMEOUT_S
-from cuboid import Pipeline, from_pretrained
+from cuboid import Pipeline, from_pretrained, shard
 from cuboid.config.schema import split_config
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
@@ -400,3 +401,29 @@ def test_sequences_beyond_the_positions_that_rotary_embeddings_were_made_for_are
     assert all(each.startswith("a micro-batch has sequences of 17 tokens, beyond the model's 16") for each in first)
     assert not second
     assert pool.run(2, _warnings_beyond, path, 16, timeout_s=TIMEOUT_S) == [[], []]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use(architecture, segments):
+    def losses(context):
+        torch.manual_seed(0)
+        options = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+        config = AutoConfig.for_model(
+            architecture, vocab_size=67, hidden_size=32, intermediate_size=48, num_attention_heads=4, **options
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        pipeline = Pipeline(shard(model, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": segments}}))
+        batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+        found = []
+        for _ in range(2):
+            with context():
+                found.append(pipeline.evaluate(iter([batch, batch]), 2).item())
+            found.append(pipeline.train(iter([batch, batch]), 2).item())
+        own = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_inference()]
+        return found, [parameter.grad for parameter in model.parameters()], own
+
+    wanted, found = losses(torch.no_grad), losses(torch.inference_mode)
+    assert found[0] == wanted[0]
+    assert all(map(torch.equal, found[1], wanted[1]))
+    assert found[2] == []

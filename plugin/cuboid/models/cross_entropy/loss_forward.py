@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ def forward_with_bounded_loss(
     model: PreTrainedModel,
     forward: Callable[[], Any],
     *,
+    replaced: Callable[[Callable[..., torch.Tensor]], AbstractContextManager[None]],
     unbound: Callable[..., Any],
     mesh: Mesh,
     chunk_bytes: int | None,
@@ -38,6 +39,7 @@ def forward_with_bounded_loss(
     Args:
         model: a sharded model that contains a base model.
         forward: calls the model's own forward, with labels.
+        replaced: returns a context in which that forward finds another ``loss_function``.
         unbound: that forward as its class has it, unbound.
         mesh: the model's mesh.
         chunk_bytes: see :class:`~cuboid.models.cross_entropy.chunked.ChunkedCrossEntropy`.
@@ -48,13 +50,11 @@ def forward_with_bounded_loss(
     Raises:
         UnsupportedModelError: the forward doesn't get its loss from one call of ``self.loss_function``.
     """
-    loss_function = model.loss_function
     with ExitStack() as stack:
         ending = _Ending(model, unbound, mesh, chunk_bytes, stack)
         hook = model.base_model.register_forward_hook(ending.cut)
         stack.callback(hook.remove)
-        stack.callback(setattr, model, "loss_function", loss_function)
-        model.loss_function = ending.loss
+        stack.enter_context(replaced(ending.loss))
         output = forward()
     if not ending.is_done:
         raise UnsupportedModelError(

@@ -151,6 +151,7 @@ class Pipeline:
             return self._total(self._run(programs, step, 1.0, None, training=False))
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None, *, training: bool) -> _Step:
+        self._model.check_loss()
         with ReplicasInStep(self.mesh, self._device) as replicas:
             if training:
                 self._check_ties()

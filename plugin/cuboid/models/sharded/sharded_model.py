@@ -47,6 +47,7 @@ from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
+from cuboid.models.cross_entropy.loss_function import own_loss_of
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
@@ -159,12 +160,25 @@ class Sharding:
     batch: LocalBatch | None = None
     #: During a forward whose loss every rank computes whole: the targets, which may be none. Else None.
     targets: dict[str, Any] | None = None
+    #: During a forward whose loss is computed in parts: what its code finds as the ``loss_function``. Else None.
+    loss: Callable[..., torch.Tensor] | None = None
 
 
 class ShardedModel(WholeInterface):
     """Mixed into the model's own class by :func:`shard_modules`."""
 
     cuboid: Sharding
+    _loss_function: Any
+
+    @property
+    def loss_function(self) -> Any:
+        """As ``PreTrainedModel.loss_function``, which takes whole logits, except to the running forward's own code."""
+        running = self.cuboid.loss
+        return super().loss_function if running is None else running  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        self._loss_function = function
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
         """Save the whole model as ``PreTrainedModel.save_pretrained`` does. Collective; each rank writes its share."""
@@ -217,8 +231,6 @@ def shard_modules(
         # A block that is computed whole has all heads, and sets its own random number generator.
         for config_of_part in configs.values():
             use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
-    if whole.limits.targets.task == "causal":
-        model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
     model.cuboid.head = model.get_output_embeddings()
@@ -228,10 +240,6 @@ def shard_modules(
         inner.cuboid = model.cuboid
         inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
     _guard_ends(model)
-    if parallel_plan.verdict.gathers_logits:
-        head = model.get_output_embeddings()
-        assert head is not None
-        head.register_forward_hook(functools.partial(_gather_logits, model.cuboid))
     hook_heads(model)
     early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
     if early is not None:
@@ -432,6 +440,8 @@ def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
     as_tuple = arguments.pop("return_dict", None) is False
     if arguments.get("input_ids") is not None:
         sharding.whole.limits.targets.check(arguments)
+    if sharding.verdict.counts_items and _own_loss(model, arguments) is not None:
+        return _forward(model, base_forward, {**arguments, "return_dict": not as_tuple})
     with _taken(model, arguments) as batch:
         labels = batch.tensors.pop("labels", None)
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
@@ -468,17 +478,21 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
         labels = batch.tensors.pop("labels", None)
         seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
         own = {f"decoder_{name}": x for name, x in batch.tensors.items()}
-        with _vocabulary_parts(model):
+        gathers = sharding.verdict.counts_items and _own_loss(model, arguments) is not None
+        if gathers:
+            own["labels"] = arguments["labels"]
+        with _gathering_logits(sharding, batch) if gathers else _vocabulary_parts(model):
             output = base_forward(
                 encoder_outputs=encoded, **seen, **own, **source.options, use_cache=False, return_dict=True
             )
-        if labels is not None:
+        if labels is not None and not gathers:
             output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
     known = ("loss", "logits", "encoder_last_hidden_state")
     for name, x in output.items():
         if x is not None and name not in known:
             raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
-    output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
+    if not gathers:
+        output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
     hidden = output.encoder_last_hidden_state
     if hidden is not None and output.logits is not None:
         hidden = gather_hidden(hidden, sharding.mesh, rows=source.rows, length=source.length)
@@ -523,15 +537,17 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     keep = arguments.pop("logits_to_keep", 0)
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
-    gathers = sharding.verdict.gathers_logits
+    gathers = sharding.verdict.gathers_logits or _own_loss(model, arguments) is not None
     with ExitStack() as stack:
         batch = stack.enter_context(_taken(model, arguments))
         bounded = not gathers and _wants_loss_only(model, batch)
         local = _local_arguments(model, batch)
         if gathers:
-            # The model's own code computes the loss from gathered logits, so it needs whole labels too.
-            sharding.batch = batch
+            # The loss is computed from gathered logits, so it needs whole labels too.
+            stack.enter_context(_gathering_logits(sharding, batch))
             local.update({name: arguments[name] for name in LABELS if name in local})
+        elif not bounded:
+            stack.enter_context(_loss_replaced(sharding, functools.partial(sharded_loss, mesh=sharding.mesh)))
         wants_routers = arguments.get("output_router_logits")
         if wants_routers is None:
             wants_routers = getattr(model.config, "output_router_logits", False)
@@ -544,7 +560,12 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         run = functools.partial(base_forward, **local, return_dict=True)
         if bounded:
             output = forward_with_bounded_loss(
-                model, run, unbound=sharding.base.forward, mesh=sharding.mesh, chunk_bytes=sharding.chunk_bytes
+                model,
+                run,
+                replaced=functools.partial(_loss_replaced, sharding),
+                unbound=sharding.base.forward,
+                mesh=sharding.mesh,
+                chunk_bytes=sharding.chunk_bytes,
             )
         else:
             output = run()
@@ -555,9 +576,44 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     return output.to_tuple() if as_tuple else output
 
 
+def _own_loss(model: Any, arguments: dict[str, Any]) -> Callable[..., Any] | None:
+    """The loss function that was put in place of the task's, if a forward's arguments have labels for it; else None."""
+    if all(arguments.get(name) is None for name in LABELS):
+        return None
+    if inspect.getattr_static(type(model), "loss_function") is not ShardedModel.__dict__["loss_function"]:
+        raise UnsupportedModelError(
+            f"loss_function was set on the class of a sharded {type(model).__name__}; set it on the model, "
+            "model.loss_function = …"
+        )
+    return own_loss_of(model, model.cuboid.whole.limits.targets.task)
+
+
+@contextmanager
+def _loss_replaced(sharding: Sharding, function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """In the ``with`` block, the model's code finds ``function`` as its ``loss_function``."""
+    sharding.loss = function
+    try:
+        yield
+    finally:
+        sharding.loss = None
+
+
+@contextmanager
+def _gathering_logits(sharding: Sharding, batch: LocalBatch) -> Iterator[None]:
+    """In the ``with`` block, the head returns whole logits, from which the model's own code then computes the loss."""
+    assert sharding.head is not None
+    sharding.batch = batch
+    hook = sharding.head.register_forward_hook(functools.partial(_gather_logits, sharding))
+    try:
+        yield
+    finally:
+        hook.remove()
+        sharding.batch = None
+
+
 @uncompiled
 def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook of the head that gathers logits, for a model whose own code computes the loss from them."""
+    """A forward hook of the head that gathers logits, for code that computes the loss from whole ones."""
     batch = sharding.batch
     assert batch is not None
     size = head.out_features
@@ -633,7 +689,8 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
             arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
         )
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
-    modes = (model.training, torch.is_grad_enabled())
+    # With a loss function of its own, a rank would gather logits that the others don't.
+    modes = (model.training, torch.is_grad_enabled(), _own_loss(model, arguments) is not None)
     check = BatchCheck({**arguments, **(sharding.targets or {})}, sharding.whole.limits, sharding.mesh, modes)
     check.read_if_there()
     sharding.check = check
@@ -682,9 +739,8 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
 
 
 def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
-    """Whether the chunked loss can be used: logits aren't wanted, and the loss function is :func:`sharded_loss`."""
-    ours = getattr(model.loss_function, "func", None) is sharded_loss
-    return ours and "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
+    """Whether the chunked loss can be used: logits aren't wanted. The loss function must be the task's ordinary one."""
+    return "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
 
 
 def _wants_logits(model: Any) -> bool:

@@ -19,6 +19,7 @@ from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.targets import Targets
+from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
 from cuboid.models.sharded.sharded_model import (
@@ -27,7 +28,6 @@ from cuboid.models.sharded.sharded_model import (
     WholeModel,
     first_position,
     hook_heads,
-    sharded_loss,
 )
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
@@ -114,6 +114,23 @@ class StageModel(ShardedModel):
 
     staging: Staging
 
+    @property
+    def loss_function(self) -> Any:
+        """As ``PreTrainedModel.loss_function``."""
+        return super().loss_function
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        raise own_loss_refused(function)
+
+    def check_loss(self: Any) -> None:
+        """Check that the loss is still the task's ordinary one, since transformers looks it up at each forward.
+
+        Raises:
+            UnsupportedModelError: it isn't.
+        """
+        check_loss_in_pipeline(self, self.staging.outline.task)
+
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """As on any sharded model, without parameters that are counted on another stage."""
         repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
@@ -146,7 +163,12 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
 
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
-    """Remove from a model, in place and on any device, everything that this rank's stages don't need."""
+    """Remove from a model, in place and on any device, everything that this rank's stages don't need.
+
+    Raises:
+        UnsupportedModelError: before the model is changed, if its loss isn't its task's ordinary one.
+    """
+    check_loss_in_pipeline(model, staging.outline.task)
     staging.whole = _whole_of(model, staging)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
@@ -192,8 +214,6 @@ def finish_stage(
             staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
-        if not staging.outline.runs_own_head:
-            model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)

@@ -39,7 +39,9 @@ class KVCachePool:
                 return free.pop(index)
         if free:
             free.pop(0)
-        return torch.empty(shape, dtype=dtype, device=device)
+        # An evaluation in inference mode may take it first, and training afterwards.
+        with torch.inference_mode(mode=False):
+            return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer to the pool. It must not be used afterwards."""

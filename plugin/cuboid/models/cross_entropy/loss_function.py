@@ -1,0 +1,70 @@
+"""Whether a model computes the ordinary loss of its task, which can be summed in parts, or one put in its place.
+
+transformers looks a model's ``loss_function`` up at each forward: it may be set on the model or on its class, and
+``LOSS_MAPPING`` or a function that the ordinary losses call may be replaced. So this is decided at each forward, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss import loss_utils
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import Task
+
+#: The functions in transformers with which models of each task compute their loss.
+_ORDINARY: dict[Task, str] = {
+    "causal": "ForCausalLMLoss",
+    "masked": "ForMaskedLMLoss",
+    "seq2seq": "ForMaskedLMLoss",
+    "sequence": "ForSequenceClassificationLoss",
+    "images": "ForSequenceClassificationLoss",
+    "tokens": "ForTokenClassification",
+    "answers": "ForQuestionAnsweringLoss",
+}
+
+
+def own_loss_of(model: PreTrainedModel, task: Task) -> Callable[..., Any] | None:
+    """The function that computes a model's loss, if it isn't the ordinary one of the task; else None."""
+    if task not in _ORDINARY:
+        return None
+    function: Callable[..., Any] = model.loss_function
+    if not _is_from(loss_utils, function, _ORDINARY[task]):
+        return function
+    # The ordinary losses call these, which scripts and libraries replace, too.
+    for module, name in ((loss_utils, "fixed_cross_entropy"), (nn.functional, "cross_entropy")):
+        part: Callable[..., Any] = getattr(module, name)
+        if not _is_from(module, part, name):
+            return part
+    return None
+
+
+def _is_from(module: Any, function: Any, name: str) -> bool:
+    """Whether a function's code is what the module's file has under a name. A replaced one may have that name, too."""
+    code = getattr(function, "__code__", None)
+    return code is not None and (code.co_filename, code.co_name) == (module.__file__, name)
+
+
+def check_loss_in_pipeline(model: PreTrainedModel, task: Task) -> None:
+    """Check that a model that is cut into stages computes the ordinary loss of its task.
+
+    Raises:
+        UnsupportedModelError: it doesn't.
+    """
+    own = own_loss_of(model, task)
+    if own is not None:
+        raise own_loss_refused(own)
+
+
+def own_loss_refused(own: Any) -> UnsupportedModelError:
+    """The error for a loss function of one's own in a pipeline."""
+    name = getattr(own, "__qualname__", type(own).__qualname__)
+    return UnsupportedModelError(
+        f"loss_function is {getattr(own, '__module__', None)}.{name}, but a pipeline has rules for transformers' own "
+        "losses only: it sums a loss over segments and micro-batches, and divides by the number of all labels. Leave "
+        "the pipeline section out: on a mesh (tensor_parallel.mesh), a loss function of your own gets whole logits"
+    )

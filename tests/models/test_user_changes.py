@@ -1,0 +1,250 @@
+"""What a script changes on a model, before or after it is sharded: as in the whole model, or refused."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+)
+from transformers.loss import loss_utils
+
+import cuboid
+from support.threaded import Threaded, assert_as_alone
+
+VOCABULARY = 67
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+MESHES = ["2x1x1", "1x2x1", "1x1x2"]
+
+
+def causal(architecture="llama", **options):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, **options}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes), dtype=torch.float64).train()
+
+
+def uneven_batch():
+    """Three rows of 13 tokens, which no mesh of two ranks divides, with padding and positions without a label."""
+    ids = torch.randint(3, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, :4] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step_of(batch, change=lambda model: None, **more):
+    def step(model):
+        change(model)
+        loss = model(**batch, use_cache=False, **more).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+# --- loss functions of one's own -----------------------------------------------------------------------------------
+
+
+def weighted(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """Class weights: the mean's divisor is the sum of the labels' weights, so it isn't one of parts."""
+    weights = torch.linspace(0.1, 2.0, vocab_size, dtype=logits.dtype)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weights, reduction=reduction
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def focal_of_rows(logits, labels, vocab_size, strength=2.0, **_):
+    """A mean over rows of means over the row's labels."""
+    rows = []
+    for own, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
+        losses = functional.cross_entropy(own, targets, reduction="none", ignore_index=-100)
+        rows.append(((1 - torch.exp(-losses)) ** strength * losses)[targets != -100].mean())
+    return torch.stack(rows).mean()
+
+
+def unshifted(logits, labels, config=None, **_):
+    """For models whose labels are for the same position; also of classifiers."""
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.3).square()
+
+
+def set_loss(function):
+    def change(model):
+        model.loss_function = function
+
+    return change
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "2x3x2"])
+@pytest.mark.parametrize("function", [weighted, focal_of_rows])
+def test_a_loss_function_of_ones_own_is_as_in_the_plain_model(mesh, function):
+    options = {"num_attention_heads": 6, "hidden_size": 48} if mesh == "2x3x2" else {}
+    model = causal(**options)
+    assert_as_alone(model, mesh, step_of(uneven_batch(), set_loss(function)))
+    model.loss_function = function
+    threaded = assert_as_alone(model, mesh, step_of(uneven_batch()))
+    assert threaded.models[0].loss_function is function
+    # Arguments for the loss, and taking it back.
+    more = {"strength": 1.0, "num_items_in_batch": torch.tensor(40)}
+    assert_as_alone(model, mesh, step_of(uneven_batch(), **more))
+    assert_as_alone(model, mesh, step_of(uneven_batch(), lambda own: vars(own).pop("_loss_function", None)))
+
+
+@pytest.mark.parametrize("mesh", ["2x1x1", "1x2x2"])
+@pytest.mark.parametrize("options", [{"architecture": "gemma2", "head_dim": 8}, {"tie_word_embeddings": True}])
+def test_what_a_model_does_with_logits_precedes_a_loss_of_ones_own(mesh, options):
+    assert_as_alone(causal(**options), mesh, step_of(uneven_batch(), set_loss(focal_of_rows)))
+
+
+def replace_loss(monkeypatch, where):
+    """Replace a model's loss by another way than ``model.loss_function``; returns a change of each model."""
+    if where == "class":
+        monkeypatch.setattr(LlamaForCausalLM, "loss_function", staticmethod(weighted), raising=False)
+    elif where == "every class":
+        monkeypatch.setattr(PreTrainedModel, "loss_function", property(lambda _: weighted))
+    elif where == "mapping":
+        monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", weighted)
+    elif where == "type":
+        return lambda model: setattr(model, "loss_type", "ForMaskedLM")
+    elif where == "part":
+
+        def fixed_cross_entropy(source, target, *_, **__):
+            return functional.cross_entropy(source, target, ignore_index=-100).square()
+
+        monkeypatch.setattr(loss_utils, "fixed_cross_entropy", fixed_cross_entropy)
+    elif where == "torch":
+        plain = functional.cross_entropy
+        smoothed = functools.wraps(plain)(lambda *args, **keys: plain(*args, **{**keys, "label_smoothing": 0.1}))
+        monkeypatch.setattr(functional, "cross_entropy", smoothed)
+    return lambda _: None
+
+
+@pytest.mark.parametrize("where", ["class", "every class", "mapping", "type", "part", "torch"])
+def test_a_loss_replaced_elsewhere_is_as_in_the_plain_model(monkeypatch, where):
+    change = replace_loss(monkeypatch, where)
+    assert_as_alone(causal(), "2x2x1", step_of(uneven_batch(), change))
+    own = causal()
+    change(own)
+    before = [name for name, _ in own.named_parameters()]
+    with pytest.raises(cuboid.UnsupportedModelError, match=r"loss_function is .*Leave the pipeline section out"):
+        cuboid.shard(own, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
+    assert [name for name, _ in own.named_parameters()] == before
+
+
+def test_a_loss_set_on_the_class_of_a_sharded_model_is_refused():
+    threaded = Threaded(causal(), "1x2x1")
+    cls = type(threaded.models[0])
+    cls.loss_function = staticmethod(weighted)
+    try:
+        with pytest.raises(cuboid.UnsupportedModelError, match=r"set it on the model, model.loss_function"):
+            threaded.run(step_of(uneven_batch()))
+    finally:
+        del cls.loss_function
+
+
+def test_ranks_with_different_loss_functions_are_told_apart():
+    threaded = Threaded(causal(), "1x2x1")
+    threaded.models[0].loss_function = weighted
+    with pytest.raises(cuboid.CuboidError, match="must be given the same micro-batch"):
+        threaded.run(step_of(uneven_batch()))
+
+
+def masked(config_class, cls):
+    torch.manual_seed(0)
+    config = config_class(**SIZES, num_hidden_layers=2, max_position_embeddings=32, pad_token_id=0)
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        setattr(config, name, 1)
+    return cls(config).double().train()
+
+
+@pytest.mark.parametrize(
+    "model_of",
+    [
+        lambda: masked(ModernBertConfig, ModernBertForMaskedLM),
+        # Computes its loss without a call of ``loss_function``, so it ignores one.
+        lambda: masked(BertConfig, BertForMaskedLM).eval(),
+    ],
+)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loss_of_ones_own_for_labels_of_the_same_position(mesh, model_of):
+    def step(model):
+        model.loss_function = unshifted
+        loss = model(**uneven_batch()).loss
+        loss.backward()
+        return loss.detach()
+
+    assert_as_alone(model_of(), mesh, step, certified=True)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loss_of_ones_own_in_a_classifier(mesh, auto):
+    torch.manual_seed(0)
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_labels": 5,
+        "pad_token_id": 0,
+        "classifier_dropout": 0.0,
+    }
+    config = AutoConfig.for_model("llama", **sizes)
+    model, batch = auto.from_config(config, dtype=torch.float64).train(), uneven_batch()
+    has_rows = auto is AutoModelForSequenceClassification
+    batch["labels"] = torch.tensor([1, 4, 2]) if has_rows else batch["labels"].clamp(max=4)
+
+    def own(logits, labels, config, pooled_logits=None):
+        return unshifted(logits if pooled_logits is None else pooled_logits, labels)
+
+    assert_as_alone(model, mesh, step_of(batch, set_loss(own)), certified=True)
+
+
+def test_a_stage_takes_no_loss_function():
+    stage = cuboid.shard(causal(), {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 1}})
+    with pytest.raises(cuboid.UnsupportedModelError, match=r"loss_function is .*\.weighted, but a pipeline"):
+        stage.loss_function = weighted
+    pipeline, batch = cuboid.Pipeline(stage), {"input_ids": torch.arange(12).view(2, 6)}
+    batch["labels"] = batch["input_ids"]
+    pipeline.train(iter([batch]), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        replace_loss(patch, "mapping")
+        for call in (pipeline.train, pipeline.evaluate):
+            with pytest.raises(cuboid.UnsupportedModelError, match=r"\.weighted, but a pipeline"):
+                call(iter([batch]), 1)
+
+
+class CallsLossFunction(BartForConditionalGeneration):
+    """An encoder-decoder that calls ``loss_function``, as none of those with rules in transformers does."""
+
+    def forward(self, input_ids=None, decoder_input_ids=None, labels=None, **keys):
+        output = super().forward(input_ids, decoder_input_ids=decoder_input_ids, labels=labels, **keys)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, vocab_size=self.config.vocab_size)
+        return output
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loss_of_ones_own_in_an_encoder_decoder(mesh):
+    torch.manual_seed(0)
+    heads = {f"{part}_{name}": 4 for part in ("encoder", "decoder") for name in ("attention_heads",)}
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, **heads}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=32, max_position_embeddings=32, dropout=0.0, **sizes)
+    model = CallsLossFunction(config).double().train()
+    model.final_logits_bias.normal_()
+    batch = {**uneven_batch(), "labels": uneven_batch()["labels"][:, :7].clamp(min=3)}
+    batch["decoder_input_ids"] = batch["labels"].roll(1, 1)
+    assert_as_alone(model, mesh, step_of(batch, set_loss(unshifted)), certified=True)
