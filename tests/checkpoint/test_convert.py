@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import launching
@@ -83,6 +84,55 @@ def test_tensors_of_integers_are_never_cast(checkpoint, tmp_path):
     assert after["number"] == torch.tensor(1.5, dtype=torch.bfloat16)
 
 
+#: Models that transformers doesn't cast as a whole: routers' biases, for both dtypes; others for float16 alone.
+KEPT = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {torch.bfloat16: 1, torch.float16: 1}),
+    "gpt_oss": ("GptOssForCausalLM", {torch.bfloat16: 0, torch.float16: 5}),
+    "t5": ("T5ForConditionalGeneration", {torch.bfloat16: 0, torch.float16: 4}),
+}
+
+
+@pytest.mark.parametrize("architecture", KEPT)
+def test_a_cast_keeps_in_float32_what_transformers_does(tmp_path, architecture):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "num_local_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    latents = {"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    dims = {"qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    if architecture == "t5":
+        sizes, dims = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}, {"d_kv": 8}
+    config = AutoConfig.for_model(architecture, vocab_size=64, **sizes, **experts, **latents, **dims)
+    name, counts = KEPT[architecture]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(config)
+    for x in (*model.parameters(), *model.buffers()):
+        # Values that 16 bits can't hold.
+        x.data.add_(1.0 + torch.rand_like(x) * 1e-4) if x.is_floating_point() else None
+    model.save_pretrained(tmp_path / "source")
+    for dtype, count in counts.items():
+        text = str(dtype)
+        cls.from_pretrained(tmp_path / "source", dtype=dtype).save_pretrained(tmp_path / "plain" / text)
+        run(tmp_path / "source", tmp_path / text, dtype=dtype)
+        assert same(tmp_path / text, tmp_path / "plain" / text)
+        after = stored(tmp_path / text)
+        assert sum(x.dtype is torch.float32 for x in after.values()) == count
+        assert json.loads((tmp_path / text / "config.json").read_text())["dtype"] == text.removeprefix("torch.")
+        # From 16 bits, too: the loader widens what the model keeps.
+        run(tmp_path / text, tmp_path / "again" / text, dtype=dtype)
+        assert same(tmp_path / "again" / text, tmp_path / text)
+
+
+def test_a_model_without_a_class_is_only_cast_to_what_rounds_nothing(checkpoint, tmp_path):
+    shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    with pytest.raises(CheckpointError, match=r"unheard_of.*; so it isn't known which of its tensors stay in float32"):
+        run(tmp_path / "source", tmp_path / "cast", dtype=torch.bfloat16)
+    assert nothing_left(tmp_path / "cast")
+    run(tmp_path / "source", tmp_path / "wide", dtype=torch.float64)
+    assert {x.dtype for x in stored(tmp_path / "wide").values()} == {torch.float64}
+
+
 def test_a_value_out_of_float16s_range_is_rejected_with_the_tensors_name(checkpoint, tmp_path):
     shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
     whole = stored(tmp_path / "source")
@@ -103,7 +153,8 @@ def test_a_value_out_of_float16s_range_is_rejected_with_the_tensors_name(checkpo
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.sampled_from([torch.float16, torch.bfloat16]))
 def test_a_cast_is_rejected_exactly_if_a_finite_number_becomes_infinite(values, dtype):
     block = torch.tensor(values, dtype=torch.float32)
-    tensors = Tensors({"x": TensorSpec(block.dtype, tuple(block.shape))}, lambda _: iter([block])).cast(dtype)
+    tensors = Tensors({"x": TensorSpec(block.dtype, tuple(block.shape))}, lambda _: iter([block]))
+    tensors = tensors.cast({"x": dtype})
     if (block.to(dtype).isinf() & block.isfinite()).any():
         with pytest.raises(CheckpointError, match="x holds"):
             list(tensors.blocks("x"))

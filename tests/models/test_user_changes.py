@@ -22,6 +22,7 @@ from transformers import (
 from transformers.loss import loss_utils
 
 import cuboid
+from cuboid.models.architectures.certificate import MeshVerdict
 from support.threaded import Threaded, assert_as_alone
 
 VOCABULARY = 67
@@ -172,22 +173,22 @@ def masked(config_class, cls):
 
 
 @pytest.mark.parametrize(
-    "model_of",
+    ("model_of", "verdict"),
     [
-        lambda: masked(ModernBertConfig, ModernBertForMaskedLM),
+        (lambda: masked(ModernBertConfig, ModernBertForMaskedLM), MeshVerdict()),
         # Computes its loss without a call of ``loss_function``, so it ignores one.
-        lambda: masked(BertConfig, BertForMaskedLM).eval(),
+        (lambda: masked(BertConfig, BertForMaskedLM).eval(), MeshVerdict(counts_items=False)),
     ],
 )
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_loss_of_ones_own_for_labels_of_the_same_position(mesh, model_of):
+def test_a_loss_of_ones_own_for_labels_of_the_same_position(mesh, model_of, verdict):
     def step(model):
         model.loss_function = unshifted
         loss = model(**uneven_batch()).loss
         loss.backward()
         return loss.detach()
 
-    assert_as_alone(model_of(), mesh, step, certified=True)
+    assert_as_alone(model_of(), mesh, step, verdict)
 
 
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
@@ -210,7 +211,7 @@ def test_a_loss_of_ones_own_in_a_classifier(mesh, auto):
     def own(logits, labels, config, pooled_logits=None):
         return unshifted(logits if pooled_logits is None else pooled_logits, labels)
 
-    assert_as_alone(model, mesh, step_of(batch, set_loss(own)), certified=True)
+    assert_as_alone(model, mesh, step_of(batch, set_loss(own)), MeshVerdict(head="labels"))
 
 
 def test_a_stage_takes_no_loss_function():
@@ -247,4 +248,4 @@ def test_a_loss_of_ones_own_in_an_encoder_decoder(mesh):
     model.final_logits_bias.normal_()
     batch = {**uneven_batch(), "labels": uneven_batch()["labels"][:, :7].clamp(min=3)}
     batch["decoder_input_ids"] = batch["labels"].roll(1, 1)
-    assert_as_alone(model, mesh, step_of(batch, set_loss(unshifted)), certified=True)
+    assert_as_alone(model, mesh, step_of(batch, set_loss(unshifted)), MeshVerdict(inputs="only ids", splits_late=True))

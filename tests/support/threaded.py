@@ -7,18 +7,18 @@ import torch
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 
 class Threaded:
-    """A copy of a whole model on a mesh, split as a probe found right (``certified``), or wherever there is a rule."""
+    """A copy of a whole model on a mesh, split as a verdict says, or wherever there is a rule."""
 
-    def __init__(self, model, mesh, *, certified=False):
-        self.plan = (certified_plan if certified else make_parallel_plan)(model, MeshShape.parse(mesh))
+    def __init__(self, model, mesh, verdict=None):
+        self.plan = make_parallel_plan(model, MeshShape.parse(mesh), verdict or MeshVerdict())
         self.ranks = ThreadRanks(self.plan.mesh)
         self.models = [self._sharded(copy.deepcopy(model), mesh) for mesh in self.ranks.meshes]
 
@@ -75,7 +75,7 @@ def sent_by_last_layer(model_of, mesh, step):
     ]
 
 
-def assert_as_alone(model, mesh, step, *, certified=False):
+def assert_as_alone(model, mesh, step, verdict=None):
     """A step on a mesh gives the loss and every gradient that it gives on one process.
 
     Returns:
@@ -84,7 +84,7 @@ def assert_as_alone(model, mesh, step, *, certified=False):
     alone = copy.deepcopy(model)
     with KeepFloat64():
         expected = step(alone)
-    threaded = Threaded(model, mesh, certified=certified)
+    threaded = Threaded(model, mesh, verdict)
     for loss in threaded.run(step):
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
     gradients = threaded.gradients()

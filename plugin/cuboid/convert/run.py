@@ -14,6 +14,7 @@ import torch
 from cuboid.checkpoint.format.bounded_files import read_object
 from cuboid.config.schema import MAX_FILE_BYTES, CuboidConfig
 from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.loaded_dtypes import dtypes_when_loaded
 from cuboid.convert.per_rank.plan import RankPlan, plan_ranks
 from cuboid.convert.per_rank.target import write_document, write_rank_files
 from cuboid.convert.sources import Kind, Source, open_source
@@ -38,7 +39,8 @@ class ConvertOptions:
     Args:
         source: the checkpoint.
         target: the new folder.
-        dtype: the dtype to cast all floating-point tensors to; None to keep theirs.
+        dtype: the dtype to cast floating-point tensors to, those excepted that transformers keeps in another one when
+            it loads the model in this dtype; None to keep theirs.
         max_shard_bytes: maximum size of a file of a Hugging Face folder.
         config: write per-rank files for its mesh and pipeline instead of a Hugging Face folder.
         world_size: with ``config``: number of ranks of the job that will load the files.
@@ -88,7 +90,9 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
             checking=functools.partial(progress, what="checking", hidden=options.quiet),
         )
         _check_quantization(source, options)
-        tensors = source.tensors.cast(options.dtype)
+        tensors = source.tensors
+        if options.dtype is not None:
+            tensors = tensors.cast(dtypes_when_loaded(source.auxiliary_files, tensors.specs, options.dtype))
         dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()}))
         size = f"{len(tensors.specs)} tensors in {dtypes}, {size_text(tensors.nbytes)}"
         said = [f"{source.found.folder}: {source.found.kind.value}, {size}", f"checked: {source.checked}"]
@@ -135,7 +139,10 @@ def _write(
 
 def _config_dtype(source: Source, tensors: Tensors, options: ConvertOptions) -> torch.dtype | None:
     """The dtype to write into ``config.json``; None to keep the one in it, because the dtype doesn't change."""
-    if options.dtype is None and not options.master and source.found.kind is not Kind.DEEPSPEED:
+    if options.dtype is not None:
+        # Even if most of the tensors' bytes are of those that stay in float32.
+        return options.dtype
+    if not options.master and source.found.kind is not Kind.DEEPSPEED:
         return None
     floating = [spec for spec in tensors.specs.values() if spec.dtype.is_floating_point]
     return max(floating, key=lambda spec: spec.nbytes).dtype if floating else None

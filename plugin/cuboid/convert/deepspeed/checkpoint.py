@@ -70,7 +70,8 @@ def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | Non
         found = found.renamed(model_names(model, found.specs, folder))
     shared = {name for each in states for name in each.shared}
     checked = _checked(model, found, shared, folder)
-    return as_stored(model, checked.cast(torch.float32) if masters else checked)
+    floating = [name for name, spec in checked.specs.items() if spec.dtype.is_floating_point]
+    return as_stored(model, checked.cast(dict.fromkeys(floating, torch.float32)) if masters else checked)
 
 
 def _masters(

@@ -36,17 +36,12 @@ class Tensors:
         """Select and rename tensors; ``names`` maps each new name to the present one."""
         return Tensors({new: self.specs[old] for new, old in names.items()}, lambda new: self.blocks(names[new]))
 
-    def cast(self, dtype: torch.dtype | None) -> Tensors:
-        """Cast all floating-point tensors while they are read; None for no cast.
+    def cast(self, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+        """Cast tensors while they are read, each to the dtype that ``dtypes`` has for it; others stay as they are.
 
         Reading raises a :class:`CheckpointError` if a finite number would become infinite.
         """
-        if dtype is None:
-            return self
-        specs = {
-            name: TensorSpec(dtype if spec.dtype.is_floating_point else spec.dtype, spec.shape)
-            for name, spec in self.specs.items()
-        }
+        specs = {name: TensorSpec(dtypes.get(name, spec.dtype), spec.shape) for name, spec in self.specs.items()}
 
         def blocks(name: str) -> Iterator[torch.Tensor]:
             for block in self.blocks(name):
