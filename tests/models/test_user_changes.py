@@ -177,7 +177,7 @@ def masked(config_class, cls):
     [
         (lambda: masked(ModernBertConfig, ModernBertForMaskedLM), MeshVerdict()),
         # Computes its loss without a call of ``loss_function``, so it ignores one.
-        (lambda: masked(BertConfig, BertForMaskedLM).eval(), MeshVerdict(counts_items=False)),
+        (lambda: masked(BertConfig, BertForMaskedLM).eval(), MeshVerdict(inputs="ids", counts_items=False)),
     ],
 )
 @pytest.mark.parametrize("mesh", MESHES)
