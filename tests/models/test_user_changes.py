@@ -249,3 +249,23 @@ def test_a_loss_of_ones_own_in_an_encoder_decoder(mesh):
     batch = {**uneven_batch(), "labels": uneven_batch()["labels"][:, :7].clamp(min=3)}
     batch["decoder_input_ids"] = batch["labels"].roll(1, 1)
     assert_as_alone(model, mesh, step_of(batch, set_loss(unshifted)), MeshVerdict(inputs="only ids", splits_late=True))
+
+
+# --- gradients of gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("of", ["loss", "logits", "last_hidden_state"])
+def test_a_gradient_penalty_is_refused_before_the_backward(mesh, of):
+    ids = uneven_batch()["input_ids"]
+
+    def step(model):
+        part = model.base_model if of == "last_hidden_state" else model
+        output = part(input_ids=ids, **({"labels": ids} if of == "loss" else {}))
+        loss = output[of].square().mean()
+        with pytest.raises(cuboid.UnsupportedModelError, match=r"create_graph=True: .* plain model on one rank"):
+            torch.autograd.grad(loss, list(part.parameters()), create_graph=True, allow_unused=True)
+        # The usual kind is as before.
+        part(input_ids=ids)[0].square().mean().backward()
+
+    Threaded(causal(), mesh).run(step)

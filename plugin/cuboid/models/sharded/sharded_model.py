@@ -362,7 +362,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         _reject_compiling(self, torch.compiler.is_compiling())
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
-            return _forward_of(self.cuboid)(self, run, arguments)
+            return _differentiable_once(_forward_of(self.cuboid)(self, run, arguments), self.cuboid.mesh)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedModel, base), members)
@@ -380,10 +380,29 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
         # The forward of a classifier around it has a guard, too; the outer one leaves alone what this one has reported.
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
-            return _base_forward(self, run, arguments)
+            return _differentiable_once(_base_forward(self, run, arguments), self.cuboid.mesh)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedBase, base), members)
+
+
+def _differentiable_once(output: Any, mesh: Mesh) -> Any:
+    """The same output of a forward, whose backward raises an error if it is to be differentiated itself."""
+    if mesh.shape.size > 1 and torch.is_grad_enabled():
+        for x in output if isinstance(output, tuple) else output.values():
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(_check_differentiated_once)
+    return output
+
+
+def _check_differentiated_once(_: torch.Tensor) -> None:
+    # A backward that runs with gradients enabled is one with create_graph. Before any of its collectives.
+    if torch.is_grad_enabled():
+        raise UnsupportedModelError(
+            "create_graph=True: the gradients of a sharded model can't be differentiated again, since its backward has "
+            "collectives and fused kernels without a second derivative; gradient penalties and Hessians need a plain "
+            "model on one rank"
+        )
 
 
 def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
