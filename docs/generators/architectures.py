@@ -7,7 +7,7 @@ Without ``--probe``, which takes minutes for all of them, only the page is writt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,20 @@ from transformers.models.auto.modeling_auto import (
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, MeshVerdict
 from cuboid.models.architectures.supported_tasks import check_class
-from cuboid.models.certification.certificates import TABLE, digest_of, entry_of, features_of, find_out
+from cuboid.models.certification.certificates import (
+    SOURCES_TABLE,
+    TABLE,
+    certified_files,
+    digest_of,
+    entry_of,
+    features_of,
+    find_out,
+)
 from cuboid.models.certification.check import CannotProbe
+from cuboid.models.certification.code_identity import code_of
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.certification.small_config import small_config
 from generators.marked import table
 
 _ROPE = {"rope_theta": 10000.0}
@@ -184,6 +194,46 @@ def probe(model_types: list[str]) -> None:
             write_entry(MESH_TABLE, case, key, entry, part="heads")
             if staged is not None:
                 write_entry(TABLE, case, key, staged, part="heads")
+        known = {} if not model_types else certified_files()
+        files = [*pool.map(_sources_of, cases), *pool.map(_sources_of_head, heads)]
+    write_sources(files, known)
+
+
+def write_sources(files: Sequence[Mapping[str, str]], known: Mapping[str, str]) -> None:
+    """Write down with which files of transformers the tables' entries were found.
+
+    Args:
+        files: digests by file, for each case that was probed.
+        known: those of cases that weren't probed again.
+
+    Raises:
+        ValueError: some of these have other digests now, so that their cases must be probed, too.
+    """
+    found = {name: digest for each in files for name, digest in each.items()}
+    stale = sorted(name for name, digest in found.items() if known.get(name, digest) != digest)
+    if stale:
+        raise ValueError(f"{', '.join(stale)} changed since the other architectures were probed: probe all")
+    content = json.dumps({**known, **found}, indent=1, sort_keys=True)
+    SOURCES_TABLE.write_text(content + "\n", encoding="utf-8")
+
+
+def _sources_of(case: tuple[str, str]) -> Mapping[str, str]:
+    """Digests of the files whose code a case runs; none if no small model can be made."""
+    try:
+        cls, config = config_of(*case)
+        return _checked_sources(cls, config)
+    except Exception:
+        return {}
+
+
+def _sources_of_head(case: tuple[str, str]) -> Mapping[str, str]:
+    return _checked_sources(*head_of(case))
+
+
+def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str]:
+    code = code_of(cls, small_config(config))
+    # What a process patches must not get into the tables.
+    return code.files if code.is_stock else {}
 
 
 def head_cases(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str]]:

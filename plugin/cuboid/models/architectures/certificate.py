@@ -69,10 +69,12 @@ class Certificate:
     Args:
         verdict: of the probe; None if the model couldn't be probed.
         obstacle: why it couldn't be probed.
+        changes: what the probed code differs in from the code that the model's libraries ship, in words.
     """
 
     verdict: Verdict | None
     obstacle: str = ""
+    changes: tuple[str, ...] = ()
 
     def check_model(self, name: str, modes: tuple[Mode, ...], *, verified: bool) -> None:
         """Check that a model can be used in some modes.
@@ -89,14 +91,17 @@ class Certificate:
             if verified:
                 return
             raise UnsupportedModelError(
-                f"{name} can't be probed before its weights are read: {self.obstacle}. Run `cuboid verify --model … "
+                f"{name} can't be probed before its weights are read: {self.obstacle}"
+                f"{words_of_changes(self.changes)}. Run `cuboid verify --model … "
                 '--config …` on your checkpoint, and once that passes, write "certification": "verified" into the '
                 "pipeline section of the config"
             )
         for mode in modes:
             reason = self.verdict.reason_against(mode)
             if reason is not None:
-                raise UnsupportedModelError(f"{name} isn't right {_WORDS[mode]}: {reason}{self._hint(mode)}")
+                raise UnsupportedModelError(
+                    f"{name} isn't right {_WORDS[mode]}: {reason}{words_of_changes(self.changes)}{self._hint(mode)}"
+                )
 
     def _hint(self, mode: Mode) -> str:
         assert self.verdict is not None
@@ -155,6 +160,7 @@ class MeshVerdict:
         head: how modules after the base model are computed; see :data:`HeadPlan`.
         counts_items: whether the loss is divided by ``num_items_in_batch`` where that is given.
         token_types: whether a micro-batch may have ``token_type_ids``.
+        changes: as in :class:`Certificate`.
     """
 
     refused: dict[Kind, str] = field(default_factory=dict)
@@ -168,6 +174,7 @@ class MeshVerdict:
     head: HeadPlan = "split"
     counts_items: bool = True
     token_types: bool = False
+    changes: tuple[str, ...] = ()
 
     def check_model(self, name: str, mode: Mode | None = None) -> None:
         """Check that a model can be used on a mesh at all.
@@ -181,11 +188,13 @@ class MeshVerdict:
         """
         reason = self.refused.get("whole rows")
         if reason is not None:
-            raise UnsupportedModelError(f"{name} isn't right on a mesh: {reason}")
+            raise UnsupportedModelError(f"{name} isn't right on a mesh: {reason}{words_of_changes(self.changes)}")
         reason = None if mode is None else self.with_stages.get(mode)
         if reason is not None:
             assert mode is not None
-            raise UnsupportedModelError(f"{name} isn't right on a mesh {_WORDS[mode]}: {reason}")
+            raise UnsupportedModelError(
+                f"{name} isn't right on a mesh {_WORDS[mode]}: {reason}{words_of_changes(self.changes)}"
+            )
 
     def check_batch(self, batch: Mapping[str, torch.Tensor], name: str) -> None:
         """Check that a micro-batch is of no kind that the probe found wrong.
@@ -200,6 +209,17 @@ class MeshVerdict:
                 f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {self.refused[kind]}"
                 f"{_advice(kind)}"
             )
+
+
+_MOST_CHANGES = 4
+
+
+def words_of_changes(changes: tuple[str, ...]) -> str:
+    """The end of an error about a model whose code isn't what its libraries ship."""
+    if not changes:
+        return ""
+    more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+    return f" (its code was replaced: {', '.join(changes[:_MOST_CHANGES])}{more}; the probe ran the replacement)"
 
 
 _WORDS: dict[Mode, str] = {

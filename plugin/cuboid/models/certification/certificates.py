@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,13 +23,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
 from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.batch.targets import Targets
-from cuboid.models.certification.check import CannotProbe, check
+from cuboid.models.certification.check import CannotProbe, check, small_for_probe
+from cuboid.models.certification.code_identity import CodeIdentity, code_of
 from cuboid.models.certification.head_check import check_head
 from cuboid.models.certification.small_config import meaningful_fields, small_config
 
 T = TypeVar("T")
 
 TABLE = Path(__file__).with_name("certified.json")
+#: Digests of transformers' files whose code the tables' entries were found with.
+SOURCES_TABLE = Path(__file__).with_name("certified_sources.json")
+FOLDER = "certificates"
 #: Sources that results depend on. They are part of the cache's keys, but not of the table's, which the tests check.
 _SOURCES = (Path(__file__).parents[1], *(Path(__file__).parents[2] / name for name in ("seq1f1b", "tensor3d")))
 _LARGEST_CACHE_FILE_BYTES = 100_000
@@ -47,13 +51,13 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
         config: of the model to be loaded.
     """
     try:
-        features = features_of(cls, config)
+        question = Question.of(cls, config)
     except CannotProbe as error:
         return Certificate(None, str(error))
-    known = entries_of(TABLE).get(digest_of(features))
+    known = question.known(TABLE)
     if known is not None:
         return _read(known)
-    return _found(Question(cache_file(features), cls, config))
+    return replace(_found(question), changes=question.code.changes)
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,46 @@ class Question:
 
     Args:
         file: of the cache, whose name is a digest of all that the answer depends on.
+        key: of the features, as in the table.
+        code: the identity of the code that is probed.
         cls: the architecture's class.
         config: of the model to be loaded.
     """
 
     file: Path
+    key: str = field(compare=False)
+    code: CodeIdentity = field(compare=False)
     cls: type[PreTrainedModel] = field(compare=False)
     config: PretrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, architecture: type[PreTrainedModel], config: PretrainedConfig, folder: str = FOLDER) -> Question:
+        """The question about an architecture's class with a config, answered in a folder of the cache.
+
+        Raises:
+            CannotProbe: the config can't be made small.
+        """
+        features = features_of(architecture, config)
+        code = code_of(architecture, small_for_probe(config))
+        file = _cache_file({**features, "code": code.digest}, folder)
+        return cls(file, digest_of(features), code, architecture, config)
+
+    def known(self, table: Path) -> Any:
+        """What a table that ships with Cuboid has about it; None if it has nothing about this code."""
+        certified = certified_files()
+        is_certified = all(certified.get(name) == digest for name, digest in self.code.files.items())
+        return entries_of(table).get(self.key) if self.code.is_stock and is_certified else None
+
+    def answer(self, find: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], dict[str, Any]]) -> T:
+        """The result of ``find``, or what the cache has of it; see :func:`found_once`."""
+        # What can't be identified has another address in each process.
+        return find() if self.code.unknown else found_once(self.file, find, read, written)
 
 
 # In this process, too, because files can't be written everywhere, and a load asks several times.
 @cache
 def _found(question: Question) -> Certificate:
-    return found_once(question.file, lambda: find_out(question.cls, question.config), _read, _written)
+    return question.answer(lambda: find_out(question.cls, question.config), _read, _written)
 
 
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
@@ -129,6 +160,13 @@ def entries_of(file: Path) -> Mapping[str, Any]:
 
 
 @cache
+def certified_files() -> Mapping[str, str]:
+    """Digests of the files of transformers that the tables that ship with Cuboid hold for."""
+    files: dict[str, str] = json.loads(SOURCES_TABLE.read_text(encoding="utf-8"))
+    return files
+
+
+@cache
 def _sources_digest() -> str:
     total = hashlib.sha256()
     for folder in _SOURCES:
@@ -137,7 +175,7 @@ def _sources_digest() -> str:
     return total.hexdigest()
 
 
-def cache_file(features: Mapping[str, Any], folder: str = "certificates") -> Path:
+def _cache_file(features: Mapping[str, Any], folder: str) -> Path:
     """Where this machine keeps the results of this version of Cuboid for such a model."""
     base = os.environ.get("XDG_CACHE_HOME")
     own = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder

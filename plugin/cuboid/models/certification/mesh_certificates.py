@@ -21,17 +21,9 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.mesh import current_rank
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, MeshVerdict, Mode, words_of_changes
 from cuboid.models.attention.interface import check_attention
-from cuboid.models.certification.certificates import (
-    KINDS,
-    Question,
-    cache_file,
-    digest_of,
-    entries_of,
-    features_of,
-    found_once,
-)
+from cuboid.models.certification.certificates import KINDS, Question
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.plain_construction import plain_construction
@@ -95,27 +87,29 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         UnsupportedModelError: no small model of it can be run.
     """
     try:
-        features = features_of(cls, config)
+        question = Question.of(cls, config, _FOLDER)
     except CannotProbe as error:
         raise _cannot_probe(cls, str(error)) from error
-    known = entries_of(MESH_TABLE).get(digest_of(features))
+    known = question.known(MESH_TABLE)
     if known is not None:
         return read_verdict(known)
-    found = _found(Question(cache_file(features, _FOLDER), cls, config))
+    found = _found(question)
     if isinstance(found, MeshVerdict):
-        return found
-    raise _cannot_probe(cls, found)
+        return replace(found, changes=question.code.changes)
+    raise _cannot_probe(cls, found, question.code.changes)
 
 
-def _cannot_probe(cls: type[PreTrainedModel], obstacle: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{cls.__name__} can't be probed before its weights are read: {obstacle}")
+def _cannot_probe(cls: type[PreTrainedModel], obstacle: str, changes: tuple[str, ...] = ()) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{cls.__name__} can't be probed before its weights are read: {obstacle}{words_of_changes(changes)}"
+    )
 
 
 # As for pipelines, in this process, too.
 @cache
 def _found(question: Question) -> MeshVerdict | str:
     """The verdict, or why there is none."""
-    return found_once(question.file, lambda: _find_out(question.cls, question.config), _read, _written)
+    return question.answer(lambda: _find_out(question.cls, question.config), _read, _written)
 
 
 def _find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict | str:

@@ -1,0 +1,750 @@
+"""The code that a model of a class runs, and whether it is the libraries' own.
+
+A verdict holds for the code that was probed. Scripts and libraries replace functions, methods, classes and entries of
+registries, so a class's name doesn't say which code that is. This follows the names from the classes of a small model's
+modules through the functions that they call, and notes whatever isn't what its module's source defines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.models.certification.module_source import Statement, source_of
+from cuboid.models.plain_construction import plain_construction
+
+#: Packages whose code is known by its version, and isn't followed.
+_FIXED = frozenset(
+    {
+        *sys.stdlib_module_names,
+        *("numpy", "scipy", "triton", "einops", "torch", "torchvision", "typing_extensions", "huggingface_hub"),
+    }
+)
+_OURS = frozenset({"cuboid", "cuboid_patches"})
+#: Code of transformers that loads, saves, initializes and generates, but has no part in a step. Its loader replaces
+#: some of it for a while.
+_NO_PART_MODULES = (
+    *("transformers.initialization", "transformers.generation", "transformers.utils.logging", "torch.nn.init"),
+    *("transformers.utils.import_utils", "transformers.utils.auto_docstring", "transformers.utils.doc"),
+    *("transformers.core_model_loading", "transformers.conversion_mapping", "transformers.trainer"),
+    *("transformers.integrations.deepspeed", "transformers.integrations.fsdp", "transformers.integrations.peft"),
+    *("transformers.distributed", "transformers.integrations.tensor_parallel", "transformers.integrations.accelerate"),
+    # Of object detection and speech.
+    "transformers.loss.loss_",
+    *("torch.distributed", "torch._", "torch.compiler", "torch.fx", "torch.cuda", "torch.export", "torch.onnx"),
+)
+_NO_PART = frozenset(
+    {
+        *("post_init", "init_weights", "_init_weights", "_initialize_weights", "initialize_weights", "tie_weights"),
+        *("from_pretrained", "_from_config", "from_config", "save_pretrained", "generate", "push_to_hub"),
+        *("prepare_inputs_for_generation", "resize_token_embeddings", "reset_parameters"),
+    }
+)
+#: Methods of torch's modules that run without being named.
+_CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__init__", "__getattr__"})
+#: Those that all modules are made of; what these call is known by torch's version.
+_BASES = frozenset({"torch.nn.modules.module", "torch.nn.modules.container", "torch.nn.modules.lazy"})
+#: What decides how a model is split is looked up without being named by its code.
+_LOOKED_UP = frozenset({"base_model_tp_plan", "_tp_plan"})
+#: Decorators whose wrapper is a function of another name.
+_WRAPPERS = {
+    "context_decorator": frozenset({"no_grad", "enable_grad", "inference_mode", "autocast"}),
+    "get_nonrecursive_disable_wrapper": frozenset({"disable"}),
+}
+_CONSTANTS = (
+    *(int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device, torch.Size),
+    *(PurePath, re.Pattern, torch.memory_format, enum.Enum),
+)
+#: Attributes that Python or a metaclass makes.
+_MADE = frozenset({"__doc__", "__dict__", "__weakref__", "__module__", "__qualname__", "__annotations__", "__slots__"})
+_MOST_OBJECTS = 20_000
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a walk saw, to tell in a millisecond whether it would see the same again.
+
+    Args:
+        bindings: names of modules with their values.
+        classes: with their attributes.
+        functions: with their code and defaults.
+        tables: registries with their entries.
+    """
+
+    bindings: Mapping[str, Mapping[str, Any]]
+    classes: Mapping[type, Mapping[str, Any]]
+    functions: Mapping[FunctionType, tuple[Any, ...]]
+    tables: list[tuple[Any, Mapping[Any, Any]]]
+
+    def is_current(self) -> bool:
+        """Whether all of it is as it was."""
+        for home, names in self.bindings.items():
+            content = vars(sys.modules.get(home, sys))
+            if any(content.get(name) is not value for name, value in names.items()):
+                return False
+        return (
+            all(_is_alike(_attributes(cls), attributes) for cls, attributes in self.classes.items())
+            and all((f.__code__, f.__defaults__) == kept for f, kept in self.functions.items())
+            and all(_is_alike(_entries(table), entries) for table, entries in self.tables)
+        )
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if name not in _NO_PART}
+
+
+def _is_alike(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """The identity of the code that a model of a class runs.
+
+    Args:
+        digest: of all of it.
+        files: digests of transformers' files that it is in, by their paths inside the package.
+        changes: what isn't as its module's source has it, in words.
+        unknown: what can't be identified, such as a tensor in a closure; a verdict on it holds in this process only.
+        is_stock: whether all of it is transformers' and torch's own, as installed.
+        seen: what it was found from.
+        held: all objects whose addresses the digest may contain, so that no others get these.
+    """
+
+    digest: str
+    files: Mapping[str, str]
+    changes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    is_stock: bool = True
+    seen: _Seen | None = field(default=None, compare=False, repr=False)
+    held: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+
+def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
+    """The identity of the code that a model of a class runs with a config.
+
+    Args:
+        cls: the architecture's class.
+        config: a small one.
+    """
+    kept = _kept(cls, json.dumps(config.to_dict(), sort_keys=True, default=str))
+    if not kept or not kept[0].is_stock or kept[0].seen is None or not kept[0].seen.is_current():
+        kept[:] = [_walked(cls, config)]
+    return kept[0]
+
+
+@functools.lru_cache(maxsize=32)
+def _kept(cls: type[PreTrainedModel], config: str) -> list[CodeIdentity]:
+    """Where the identity that was found last is kept."""
+    return []
+
+
+def _walked(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
+    walk = _Walk(set(_strings(config.to_dict())))
+    walk.root(cls)
+    walk.root(type(config))
+    try:
+        with plain_construction(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            kinds = {type(module): None for module in cls(copy.deepcopy(config)).modules()}
+    except Exception as error:
+        # The probe's error says why.
+        walk.parts.add(f"not made: {type(error).__name__}")
+        kinds = {}
+    for kind in kinds:
+        walk.root(kind)
+    walk.finish()
+    return walk.identity()
+
+
+class _Walk:
+    """A walk over the code that names lead to.
+
+    Args:
+        chosen: all strings in the config, by which it chooses among entries of registries.
+    """
+
+    def __init__(self, chosen: Set[str]) -> None:
+        self._chosen = chosen
+        self._seen: dict[int, str] = {}
+        self._held: list[Any] = []
+        self._bound: set[tuple[str, str]] = set()
+        self._bindings: dict[str, dict[str, Any]] = {}
+        self._functions: dict[FunctionType, tuple[Any, ...]] = {}
+        self._tables: list[tuple[Any, Mapping[Any, Any]]] = []
+        self._pending: collections.deque[tuple[Any, str]] = collections.deque()
+        #: Names in all code so far, and classes of which only what is named has a part.
+        self._names: set[str] = set(_LOOKED_UP)
+        self._by_name: dict[type, set[str]] = {}
+        self.files: dict[str, str] = {}
+        self.parts: set[str] = set()
+        self.changes: dict[str, None] = {}
+        self.unknown: dict[str, Any] = {}
+        self.is_foreign = False
+
+    def root(self, cls: type) -> None:
+        """Start from a class."""
+        self._value(cls, cls.__name__)
+        home = sys.modules.get(cls.__module__)
+        if _root(cls.__module__) in ("transformers", "torch") and home is not None and "." not in cls.__qualname__:
+            self._binding(home, cls.__qualname__, cls)
+
+    def finish(self) -> None:
+        """Follow all names."""
+        while self._pending or self._follow_names():
+            if not self._pending:
+                continue
+            value, place = self._pending.popleft()
+            if len(self._seen) > _MOST_OBJECTS:
+                self.unknown["it is too much to follow"] = None
+                return
+            if isinstance(value, type):
+                self._class(value)
+            elif isinstance(value, FunctionType):
+                self._function(value, place)
+
+    def identity(self) -> CodeIdentity:
+        """What the walk found."""
+        named = [f"{name} {id(value)}" for name, value in self.unknown.items()]
+        files = [f"{name} {digest}" for name, digest in self.files.items()]
+        text = "\n".join(sorted([*self.parts, *files, *self.changes, *named]))
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
+        is_stock = not (self.is_foreign or self.changes or self.unknown)
+        seen = _Seen(self._bindings, {cls: _attributes(cls) for cls in self._by_name}, self._functions, self._tables)
+        changes, unknown = tuple(sorted(self.changes)), tuple(sorted(self.unknown))
+        return CodeIdentity(digest, self.files, changes, unknown, is_stock, seen, tuple(self._held))
+
+    def _watch(self, home: ModuleType, name: str, value: Any) -> None:
+        self._bindings.setdefault(home.__name__, {})[name] = value
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def _follow_names(self) -> bool:
+        """Visit the attributes of classes that code names since the last time; whether there were any."""
+        more = False
+        for cls, done in list(self._by_name.items()):
+            called = _CALLED if issubclass(cls, torch.nn.Module) else frozenset()
+            for name in ((self._names | called) & vars(cls).keys()) - done:
+                done.add(name)
+                if name not in _NO_PART:
+                    self._attribute(cls, name, vars(cls)[name])
+                    more = True
+        return more
+
+    def _binding(self, home: ModuleType, name: str, value: Any, names: Set[str] = frozenset()) -> None:
+        """A name of a module that some code uses."""
+        if isinstance(value, ModuleType):
+            self._watch(home, name, value)
+            is_imported = _root(home.__name__) != "transformers" or _is_imported(home, name, value)
+            if not is_imported:
+                self._change(f"{home.__name__}.{name}", value)
+            # Other packages' modules that transformers imports are known by their names.
+            if _root(home.__name__) != "transformers" or not is_imported or _is_library(value):
+                self._module(value, names)
+            return
+        key = (home.__name__, name)
+        if key in self._bound or _has_no_part(home.__name__):
+            return
+        self._bound.add(key)
+        self._watch(home, name, value)
+        root, place = _root(home.__name__), f"{home.__name__.removeprefix('transformers.models.')}.{name}"
+        if root in ("transformers", "torch"):
+            self._library_name(home, name, value, place)
+        elif root not in _FIXED and root not in _OURS:
+            self.parts.add(f"{place} = {self._value(value, place)}")
+        elif value is os.environ:
+            self.unknown[place] = value
+        elif isinstance(value, (list, *_CONSTANTS)):
+            self.parts.add(f"{place} = {self._value(value, place)}")
+
+    def _library_name(self, home: ModuleType, name: str, value: Any, place: str) -> None:
+        source = source_of(home.__name__)
+        statements = [] if source is None else source.statements(name)
+        for origin, there in _origins(statements, value):
+            if type(origin) is ModuleType and _root(origin.__name__) in ("transformers", "torch"):
+                self._binding(origin, there, value)
+            return
+        if statements and all(statement.imported for statement in statements):
+            self._change(place, value)
+        elif isinstance(value, Mapping) or _is_registry(value):
+            self._registry(home, name, "", value, place)
+        elif isinstance(value, type):
+            is_own = (value.__module__, value.__qualname__) == (home.__name__, name)
+            if _root(home.__name__) == "torch":
+                is_own = _root(value.__module__) == "torch"
+            if not is_own and _is_code(statements, value.__module__):
+                self._change(place, value)
+            self._value(value, place)
+        elif _functions_in(value) or _is_code(statements, ""):
+            if not (_is_torchs if _root(home.__name__) == "torch" else _is_written)(value, statements, name, home):
+                self._change(place, value)
+            self._value(value, place)
+        elif isinstance(value, _CONSTANTS):
+            literals = [statement.constants for statement in statements if statement.is_constant]
+            if len(literals) == len(statements) == 1 and [value] not in literals:
+                self._change(place, value)
+            self.parts.add(f"{place} = {self._value(value, place)}")
+
+    def _module(self, module: ModuleType, names: Set[str]) -> None:
+        """The attributes of a module that code names."""
+        if _has_no_part(module.__name__) or type(module) is not ModuleType:
+            return
+        content = vars(module)
+        for name in names & content.keys():
+            value = content[name]
+            if isinstance(value, ModuleType) and (value is module or name != value.__name__.rpartition(".")[2]):
+                continue
+            self._binding(module, name, value, names if not isinstance(value, ModuleType) else names - {name})
+
+    def _registry(self, home: ModuleType, name: str, scope: str, value: Any, place: str) -> None:
+        """A table of functions or classes, from which configs choose."""
+        source = source_of(home.__name__)
+        written = None if source is None else source.table(name, scope)
+        entries = _entries(value)
+        self._tables.append((value, entries))
+        if not isinstance(value, dict):
+            self._value(type(value), place)
+        for key, entry in entries.items():
+            inside = f"{place}[{key!r}]"
+            if not callable(entry) and not isinstance(entry, (tuple, list, *_CONSTANTS)):
+                continue
+            is_written = written is not None and key in written
+            if is_written and not _same(written[key], entry):  # type: ignore[index]
+                self._change(inside, entry)
+            elif not is_written and not isinstance(value, dict):
+                # A model's module may register its own.
+                if key in getattr(value, "_global_mapping", ()) or not all(map(_is_of_library, _functions_in(entry))):
+                    self._change(inside, entry)
+            elif not is_written and isinstance(key, str) and key not in self._chosen:
+                continue
+            for item in entry if isinstance(entry, tuple) else (entry,):
+                if _functions_in(item) or isinstance(item, type):
+                    self._value(item, inside)
+
+    # --- code ----------------------------------------------------------------------------------------------------
+
+    def _class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            root = _root(base.__module__)
+            if base in self._by_name or root in (_FIXED - {"torch"}) or _has_no_part(base.__module__):
+                continue
+            if issubclass(base, type | enum.Enum):
+                continue
+            done = self._by_name.setdefault(base, set())
+            is_followed = root not in ("torch", *_OURS, "transformers") or (
+                base.__module__.startswith("transformers.models.") and issubclass(base, torch.nn.Module)
+            )
+            home = sys.modules.get(base.__module__)
+            if root == "transformers" and home is not None and "." not in base.__qualname__:
+                self._binding(home, base.__qualname__, vars(home).get(base.__qualname__))
+            if is_followed:
+                for name, value in list(vars(base).items()):
+                    done.add(name)
+                    if name not in _MADE and name not in _NO_PART:
+                        self._attribute(base, name, value)
+            if root not in ("transformers", "torch", *_OURS):
+                self.is_foreign |= root not in _FIXED
+                bases = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in base.__bases__)
+                self.parts.add(f"class {base.__module__}.{base.__qualname__}({bases})")
+
+    def _attribute(self, cls: type, name: str, value: Any) -> None:
+        place, root = f"{cls.__qualname__}.{name}", _root(cls.__module__)
+        if root in _OURS:
+            return
+        if root not in ("transformers", "torch"):
+            self.parts.add(f"{cls.__module__}.{place} = {self._value(value, place)}")
+            return
+        home, source = sys.modules.get(cls.__module__), source_of(cls.__module__)
+        statements = [] if source is None else source.statements(name, cls.__qualname__)
+        if isinstance(value, dict) and home is not None:
+            self._registry(home, name, cls.__qualname__, value, place)
+        elif _functions_in(value) or (root != "torch" and _is_code(statements, "")):
+            is_own = _is_torchs if root == "torch" else _is_written
+            if not is_own(value, statements, name, cls):
+                self._change(place, value)
+            self._value(value, place)
+        elif isinstance(value, _CONSTANTS) and not name.startswith("__"):
+            self.parts.add(f"{cls.__module__}.{place} = {value!r}")
+
+    def _function(self, function: FunctionType, place: str) -> None:
+        code, home = function.__code__, function.__globals__.get("__name__", "")
+        root, names = _root(home), _names_in(code)
+        self._functions[function] = (code, function.__defaults__)
+        self.is_foreign |= root not in (*_FIXED, *_OURS, "transformers") and not _is_generated(code)
+        source = source_of(home) if root in ("transformers", "torch") else None
+        if root == "transformers" and source is not None and source.has(code):
+            self.files[home.removeprefix("transformers.").replace(".", "/")] = source.digest
+        elif root in ("transformers", "torch") and not _is_generated(code) and (source is None or not source.has(code)):
+            self._change(place, function)
+        module = sys.modules.get(home)
+        if home.startswith("torch.nn.modules.") and home not in _BASES and module is not None:
+            for name in names & function.__globals__.keys():
+                self._binding(module, name, function.__globals__[name], names)
+        if root in _FIXED or root in _OURS or _has_no_part(home) or module is None:
+            return
+        self._names |= names
+        for name in names:
+            if name in function.__globals__:
+                self._binding(module, name, function.__globals__[name], names)
+            elif root != "transformers" and name in sys.modules:
+                self._module(sys.modules[name], names)
+
+    # --- identities ----------------------------------------------------------------------------------------------
+
+    def _change(self, place: str, value: Any) -> None:
+        self.changes[f"{place} is {_words(value)}"] = None
+        self.parts.add(f"{place} is {self._value(value, place)}")
+
+    def _value(self, value: Any, place: str, depth: int = 0) -> str:
+        """The identity of a value as text. The code in it will be followed."""
+        if isinstance(value, _CONSTANTS):
+            return f"{type(value).__name__} {value!r}"
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        self._held.append(value)
+        self._seen[id(value)] = "itself"
+        self._seen[id(value)] = text = self._identify(value, place, depth)
+        return text
+
+    def _identify(self, value: Any, place: str, depth: int) -> str:
+        if isinstance(value, FunctionType):
+            return self._identify_function(value, place, depth)
+        if isinstance(value, type):
+            self._pending.append((value, place))
+            return f"class {value.__module__}.{value.__qualname__}"
+        if isinstance(value, ModuleType):
+            return f"module {value.__name__}"
+        if isinstance(value, BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):
+            return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+        inner = _inner(value)
+        if inner:
+            return f"{type(value).__name__}({', '.join(self._value(each, place, depth + 1) for each in inner)})"
+        if isinstance(value, functools.partial):
+            state: Any = (value.func, value.args, value.keywords)
+        elif isinstance(value, MethodType):
+            state = (value.__func__, value.__self__)
+        elif isinstance(value, Mapping) and isinstance(value, dict | types.MappingProxyType):
+            state = [each for pair in value.items() for each in pair]
+        elif isinstance(value, list | tuple | collections.deque):
+            state = value
+        elif isinstance(value, set | frozenset):
+            return f"set {sorted(self._value(each, place, depth + 1) for each in value)}"
+        elif isinstance(value, logging.Logger | typing.TypeVar) or typing.get_origin(value) is not None:
+            return "no code"
+        elif _has_plain_state(value):
+            state = (type(value), vars(value))
+        else:
+            self.unknown[f"{place}, a {type(value).__name__}"] = value
+            return f"unknown {type(value).__qualname__} {id(value)}"
+        if depth > 8:
+            self.unknown[f"{place}, which is nested too deeply"] = value
+            return "deep"
+        return f"{type(value).__name__} [{', '.join(self._value(each, place, depth + 1) for each in state)}]"
+
+    def _identify_function(self, function: FunctionType, place: str, depth: int) -> str:
+        self._pending.append((function, place))
+        home = function.__globals__.get("__name__", "")
+        label = f"{home}.{function.__code__.co_qualname}"
+        is_library = _root(home) in (*_FIXED, *_OURS, "transformers")
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        inside: dict[str, Any] = {}
+        for name, cell in cells.items():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # It is empty, as of a function that calls itself and is being made.
+                continue
+            if name != "__class__" and (not is_library or _functions_in(content) or isinstance(content, type)):
+                inside[name] = content
+        if not is_library:
+            inside["defaults"] = (function.__defaults__ or (), function.__kwdefaults__ or {})
+            label += f" {_digest_of(function.__code__)}"
+        wrapped = vars(function).get("__wrapped__")
+        if wrapped is not None:
+            inside["wrapped"] = wrapped
+        texts = [f"{name}={self._value(content, f'{place}, {name}', depth + 1)}" for name, content in inside.items()]
+        return f"function {label} ({', '.join(texts)})"
+
+
+# --- what is written in sources --------------------------------------------------------------------------------------
+
+
+def _origins(statements: list[Statement], value: Any) -> Iterator[tuple[ModuleType, str]]:
+    """Where a name is imported from, and the name there, if its value is what is found there."""
+    for statement in statements:
+        if statement.imported is None or statement.imported[1] is None:
+            continue
+        home, name = sys.modules.get(statement.imported[0]), statement.imported[1]
+        if home is None or not _same(getattr(home, name, None), value):
+            continue
+        # Packages collect names that their modules define.
+        if type(home) is not ModuleType or name not in vars(home):
+            home = sys.modules.get(getattr(value, "__module__", None) or "", home)
+        yield home, name
+
+
+def _is_imported(home: ModuleType, name: str, value: ModuleType) -> bool:
+    """Whether a module is what another one's source imports under a name."""
+    source = source_of(home.__name__)
+    for statement in [] if source is None else source.statements(name):
+        if statement.imported is None:
+            return True
+        origin, inside = statement.imported
+        package = sys.modules.get(origin)
+        inner = (getattr(package, inside, None), sys.modules.get(f"{origin}.{inside}")) if inside else ()
+        if value in (package, sys.modules.get(_root(origin)), *inner):
+            return True
+    return source is None or not source.statements(name)
+
+
+def _is_code(statements: list[Statement], module: str) -> bool:
+    """Whether a name is bound to a function or a class by a definition or an import; ``module`` is the value's."""
+    return any(statement.codes or statement.imported for statement in statements) or (
+        bool(module) and _root(module) not in ("transformers", "torch", "builtins")
+    )
+
+
+def _is_torchs(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
+    """Whether a function is one of torch, under one of its names."""
+    functions = _functions_in(value)
+    names = {name, *(each for statement in statements for each in statement.names)}
+    if not functions:
+        return getattr(value, "__name__", name) in names
+    return all(map(_is_of_library, functions)) and any(each.__name__ in names for each in functions)
+
+
+def _is_written(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
+    """Whether a function is what one of the statements that define its name makes, with the decorators there.
+
+    Args:
+        value: the function, wrapped or not.
+        statements: which bind the name.
+        name: of the function.
+        owner: the class or module whose attribute it is.
+    """
+    functions = _functions_in(value)
+    if not functions:
+        # A function of C under its own name, or one that torch compiled.
+        own = getattr(value, "__name__", None)
+        return own == name or any("jit" in statement.names or "script" in statement.names for statement in statements)
+    if not all(map(_is_of_library, functions)):
+        return False
+    around = _decorators_of(owner)
+    if not statements:
+        return all(_comes_from(function, around) or function.__code__.co_name == name for function in functions)
+    codes = [function.__code__ for function in functions]
+    return any(_makes(statement, functions, codes, around) for statement in statements)
+
+
+def _makes(statement: Statement, functions: list[FunctionType], codes: list[CodeType], around: Set[str]) -> bool:
+    names = statement.names | around
+    if not any(code in codes for code in statement.codes):
+        # An alias: ``forward = other``, or a call that makes a function.
+        return not statement.codes and any(
+            _comes_from(function, names) or function.__name__ in statement.names for function in functions
+        )
+    return all(
+        _has_defaults(function, statement)
+        if function.__code__ in statement.codes
+        else _maker(function) is None or _comes_from(function, names)
+        for function in functions
+    )
+
+
+def _has_defaults(function: FunctionType, statement: Statement) -> bool:
+    """Whether a function has the defaults that its statement gives it, as far as these are literals."""
+    given = function.__defaults__
+    literals = [each for each in statement.constants if isinstance(each, tuple)]
+    if given is None or not all(isinstance(each, int | float | str | None) for each in given):
+        return True
+    return given in literals or not any(len(each) == len(given) for each in literals)
+
+
+def _decorators_of(owner: type | ModuleType) -> set[str]:
+    """The names of what may replace the methods of a class while it is made: its decorators and bases."""
+    if isinstance(owner, ModuleType):
+        return set()
+    source = source_of(owner.__module__)
+    statements = [] if source is None else source.statements(owner.__qualname__)
+    hooks = {f"{base.__qualname__}.__init_subclass__" for base in owner.__mro__ if "__init_subclass__" in vars(base)}
+    return hooks.union(*(statement.names for statement in statements))
+
+
+def _comes_from(function: FunctionType, names: Set[str]) -> bool:
+    """Whether one of the decorators with these names puts a function in place of another."""
+    home, maker = function.__globals__.get("__name__", ""), _maker(function)
+    if _root(home) in _OURS:
+        return True
+    if maker is None:
+        # A default that a decorator gives to a class, from the decorator's own module.
+        return _root(home) == "transformers" and not names.isdisjoint(_defined_in(home))
+    return maker in names or maker.rpartition(".")[2] in names or not _WRAPPERS.get(maker, frozenset()).isdisjoint(names)
+
+
+@functools.cache
+def _defined_in(home: str) -> frozenset[str]:
+    """The names of the functions that a module defines."""
+    source = source_of(home)
+    return frozenset() if source is None else frozenset(name for name in source.codes if "." not in name)
+
+
+def _maker(function: FunctionType) -> str | None:
+    """The name of the function inside which another was made; None if a module or class defines it."""
+    first, _, rest = function.__code__.co_qualname.partition(".<locals>")
+    return first if rest else None
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    """Whether a function is code of an installed package that is known by its version, as its file has it."""
+    home, code = function.__globals__.get("__name__", ""), function.__code__
+    if _root(home) in ("transformers", "torch"):
+        source = source_of(home)
+        return (source is not None and source.has(code)) or _is_generated(code)
+    return _root(home) in (*_FIXED, *_OURS) or home.startswith("namedtuple_")
+
+
+def _is_generated(code: CodeType) -> bool:
+    """Whether a function was made from text, as by dataclasses."""
+    return code.co_filename == "<string>"
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """A function and those that it wraps; none if it isn't one of Python."""
+    found: list[FunctionType] = []
+    pending, seen = [value], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):
+            found.append(each)
+            pending += [vars(each)["__wrapped__"]] if "__wrapped__" in vars(each) else []
+            for cell in each.__closure__ or ():
+                try:
+                    pending += [cell.cell_contents] if callable(cell.cell_contents) else []
+                except ValueError:
+                    continue
+        elif not isinstance(each, type | ModuleType):
+            pending += _inner(each)
+    return found
+
+
+def _inner(value: Any) -> list[Any]:
+    """The functions inside a descriptor or wrapper."""
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [value.__wrapped__]
+    if isinstance(value, functools.partial | MethodType):
+        return []
+    made = getattr(type(value), "__module__", "")
+    if _root(made) == "triton" and isinstance(getattr(value, "fn", None), FunctionType):
+        return [value.fn]
+    return []
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _is_registry(value: Any) -> bool:
+    return "_local_mapping" in getattr(value, "__dict__", {})
+
+
+def _entries(value: Any) -> Mapping[Any, Any]:
+    """The entries of a registry as they are stored; reading some makes instances."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    return dict(vars(value).get("_local_mapping", {}))
+
+
+def _same(written: Any, entry: Any) -> bool:
+    if isinstance(written, tuple | list) and type(written) is type(entry) and len(written) == len(entry):
+        return all(map(_same, written, entry))
+    if written is entry:
+        return True
+    return not callable(written) and type(written) is type(entry) and bool(written == entry)
+
+
+def _has_plain_state(value: Any) -> bool:
+    """Whether an object is nothing but its class and its attributes."""
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return True
+    root = _root(type(value).__module__)
+    is_library = root in _FIXED or isinstance(value, torch.nn.Module | os.PathLike)
+    return not is_library and hasattr(value, "__dict__") and not isinstance(value, Mapping)
+
+
+def _words(value: Any) -> str:
+    """What stands in a place, for a person."""
+    functions = _functions_in(value)
+    if functions:
+        outer = functions[0]
+        return f"{outer.__globals__.get('__name__', '?')}.{outer.__code__.co_qualname}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value) if isinstance(value, _CONSTANTS) else f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _root(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _is_library(module: ModuleType) -> bool:
+    return _root(module.__name__) in ("transformers", "torch")
+
+
+def _has_no_part(module: str) -> bool:
+    return module.startswith(_NO_PART_MODULES) and module != "transformers.loss.loss_utils"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(each)
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """All names that a function and those inside it use."""
+    inside = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inside))
+
+
+@functools.cache
+def _digest_of(code: CodeType) -> str:
+    """Digest of what a function does, the same in all processes."""
+    constants = [
+        _digest_of(each)
+        if isinstance(each, CodeType)
+        else repr(sorted(map(repr, each)))
+        if isinstance(each, frozenset)
+        else repr(each)
+        for each in code.co_consts
+    ]
+    parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)
+    return hashlib.sha256(repr((parts, code.co_kwonlyargcount, constants)).encode()).hexdigest()[:16]

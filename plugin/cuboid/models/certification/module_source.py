@@ -1,0 +1,167 @@
+"""What a module's source binds to its names, read from its compiled code, which is there without parsing the source."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+_LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF"})
+_ENDS = frozenset({"STORE_SUBSCR", "STORE_ATTR", "POP_TOP"})
+#: What a table of functions or classes may be written with, to be evaluated again.
+_PLAIN = (ast.Dict, ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.UnaryOp, ast.USub, ast.Load)
+
+
+@dataclass
+class Statement:
+    """A statement that binds a name.
+
+    Args:
+        names: all names in it: decorators, bases, functions that are called.
+        codes: of the function or class that it makes.
+        constants: values in it.
+        imported: module and name, if it is an import.
+        lines: its first and last line.
+    """
+
+    names: set[str] = field(default_factory=set)
+    codes: list[CodeType] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+    imported: tuple[str, str | None] | None = None
+    lines: tuple[int, int] = (sys.maxsize, 0)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it binds a literal."""
+        return len(self.constants) == 1 and not self.names and not self.codes and self.imported is None
+
+
+class ModuleSource:
+    """The source of an imported module.
+
+    Args:
+        module: which has a file.
+        code: of the file as it is now.
+        file: its path.
+    """
+
+    def __init__(self, module: ModuleType, code: CodeType, file: Path) -> None:
+        self.module, self._code, self._file = module, code, file
+        self._statements: dict[str, Mapping[str, list[Statement]]] = {}
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the file."""
+        return hashlib.sha256(self._file.read_bytes()).hexdigest()[:16]
+
+    @cached_property
+    def codes(self) -> Mapping[str, list[CodeType]]:
+        """All functions and class bodies by their qualified names, of which there may be several definitions."""
+        found: dict[str, list[CodeType]] = {}
+        for code in _inside(self._code):
+            found.setdefault(code.co_qualname, []).append(code)
+        return found
+
+    def has(self, code: CodeType) -> bool:
+        """Whether a code object is one of this file."""
+        return code in self.codes.get(code.co_qualname, ())
+
+    def statements(self, name: str, scope: str = "") -> list[Statement]:
+        """The statements that bind a name in the module, or in the body of one of its classes."""
+        if scope not in self._statements:
+            found: dict[str, list[Statement]] = {}
+            for code in self.codes.get(scope, ()) if scope else (self._code,):
+                for bound, statement in _statements(code, self.module.__package__ or ""):
+                    found.setdefault(bound, []).append(statement)
+            self._statements[scope] = found
+        return self._statements[scope].get(name, [])
+
+    def table(self, name: str, scope: str = "") -> Mapping[Any, Any] | None:
+        """The dict that a name is bound to, made again as the source has it; None if it isn't written out there."""
+        statement = next(reversed(self.statements(name, scope)), None)
+        value = None if statement is None else _value_of(self._file, statement)
+        if isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name):
+            return self.table(value.args[0].id)
+        if not isinstance(value, ast.Dict) or not all(isinstance(node, _PLAIN) for node in ast.walk(value)):
+            return None
+        try:
+            return eval(compile(ast.Expression(value), str(self._file), "eval"), vars(self.module))
+        except Exception:
+            return None
+
+
+@cache
+def source_of(name: str) -> ModuleSource | None:
+    """The source of an imported module; None if it has no file."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    get_code = getattr(getattr(spec, "loader", None), "get_code", None)
+    if module is None or spec is None or get_code is None or not isinstance(spec.origin, str):
+        return None
+    try:
+        code = get_code(name)
+    except (ImportError, OSError, SyntaxError):
+        return None
+    return ModuleSource(module, code, Path(spec.origin)) if code is not None else None
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield constant
+            yield from _inside(constant)
+
+
+def _statements(code: CodeType, package: str) -> Iterator[tuple[str, Statement]]:
+    """The statements of a module or of a class body that bind names, in order."""
+    current, origin = Statement(), None
+    for step in dis.get_instructions(code):
+        line, last = (step.positions.lineno, step.positions.end_lineno) if step.positions else (None, None)
+        if line is not None and last is not None:
+            current.lines = min(current.lines[0], line), max(current.lines[1], last)
+        if step.opname in _LOADS:
+            current.names.add(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            level, listed = current.constants[-2:]
+            origin, current = (_absolute(step.argval, level, package), bool(listed)), Statement()
+        elif step.opname == "IMPORT_FROM":
+            current.imported = (step.argval, None)
+        elif inspect.iscode(step.argval):
+            current.codes.append(step.argval)
+        elif step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            current.constants.append(step.argval)
+        elif step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+            if origin is not None:
+                asked = current.imported[0] if current.imported and origin[1] else None
+                current.imported = (origin[0], asked)
+            yield step.argval, current
+            # After `from x import a, b`, which binds more names, comes a POP_TOP.
+            origin, current = (origin if origin and origin[1] else None), Statement()
+        elif step.opname in _ENDS and not (origin is not None and not origin[1]):
+            # `import a.b as c` pops `a` before it stores.
+            origin, current = None, Statement()
+
+
+def _absolute(name: str, level: int, package: str) -> str:
+    return importlib.util.resolve_name("." * level + name, package) if level else name
+
+
+def _value_of(file: Path, statement: Statement) -> ast.expr | None:
+    first, last = statement.lines
+    text = textwrap.dedent("".join(linecache.getlines(str(file))[first - 1 : last]))
+    try:
+        (node,) = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return None
+    return node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
