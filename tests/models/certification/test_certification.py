@@ -401,9 +401,9 @@ def test_verify_judges_a_model_without_a_probe_by_its_weights(tmp_path, monkeypa
     config = transformers.LlamaConfig(**{**SIZES, "mlp_bias": True, "hidden_act": "gelu"})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     config = AutoConfig.from_pretrained(tmp_path / "model")
-    features = certificates.features_of(transformers.LlamaForCausalLM, config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    certificates.remember(certificates.cache_file(features), Certificate(None, "it is too odd"))
+    file = certificates.Question.of(transformers.LlamaForCausalLM, config).file
+    certificates.remember(file, Certificate(None, "it is too odd"))
     assert certificates.certificate_of(transformers.LlamaForCausalLM, config).verdict is None
     command = [sys.executable, "-m", "cuboid.cli", "verify", "--model", tmp_path / "model", "--stages", "1"]
     command += ["--segments", "2", "--no-engine", "--steps", "1"]
@@ -449,7 +449,7 @@ def test_a_process_probes_once_where_the_cache_cannot_be_written(tmp_path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for module, name in ((certificates, "check"), (mesh_certificates, "check_meshes")):
         monkeypatch.setattr(module, name, probe)
-        monkeypatch.setattr(module, "entries_of", lambda _: {})
+    monkeypatch.setattr(certificates, "entries_of", lambda _: {})
     for _ in range(2):
         config = transformers.LlamaConfig()
         assert certificates.certificate_of(transformers.LlamaForCausalLM, config).obstacle == "it is too odd"
@@ -579,7 +579,7 @@ def test_what_is_probed_in_a_load_is_tied_as_the_model_is(tmp_path, monkeypatch)
         raise CannotProbe("that was all")
 
     monkeypatch.setattr(mesh_check, "_Probe", look)
-    monkeypatch.setattr(mesh_certificates, "entries_of", lambda _: {})
+    monkeypatch.setattr(certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")

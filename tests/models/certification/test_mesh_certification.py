@@ -18,7 +18,7 @@ from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures import roles
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.certification import mesh_certificates
+from cuboid.models.certification import certificates, mesh_certificates
 from cuboid.models.certification.certificates import digest_of, entries_of, features_of
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_certificates import mesh_verdict, read_verdict, written_verdict
@@ -160,7 +160,7 @@ def test_what_was_found_out_is_remembered(tmp_path, monkeypatch, obstacle):
             return str(error)
 
     monkeypatch.setattr(mesh_certificates, "check_meshes", probe)
-    monkeypatch.setattr(mesh_certificates, "entries_of", lambda _: {})
+    monkeypatch.setattr(certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = known()
     assert known() == first

@@ -219,7 +219,7 @@ def words_of_changes(changes: tuple[str, ...]) -> str:
     if not changes:
         return ""
     more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-    return f" (its code was replaced: {', '.join(changes[:_MOST_CHANGES])}{more}; the probe ran the replacement)"
+    return f" (its code was replaced: {', '.join(changes[:_MOST_CHANGES])}{more})"
 
 
 _WORDS: dict[Mode, str] = {

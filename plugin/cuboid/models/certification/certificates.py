@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
@@ -20,7 +20,8 @@ from typing import Any, TypeVar, get_args
 from filelock import FileLock
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict, words_of_changes
 from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check, small_for_probe
@@ -57,7 +58,23 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
     known = question.known(TABLE)
     if known is not None:
         return _read(known)
-    return replace(_found(question), changes=question.code.changes)
+    with naming_changes(cls, config):
+        return replace(_found(question), changes=question.code.changes)
+
+
+@contextmanager
+def naming_changes(cls: type[PreTrainedModel], config: PretrainedConfig) -> Iterator[None]:
+    """Context whose errors about a class name what was replaced in its code."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        try:
+            words = words_of_changes(Question.of(cls, config).code.changes)
+        except CannotProbe:
+            words = ""
+        if words in str(error):
+            raise
+        raise UnsupportedModelError(f"{error}{words}") from error
 
 
 @dataclass(frozen=True)

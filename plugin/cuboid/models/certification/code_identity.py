@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -38,6 +37,7 @@ _FIXED = frozenset(
     {
         *sys.stdlib_module_names,
         *("numpy", "scipy", "triton", "einops", "torch", "torchvision", "typing_extensions", "huggingface_hub"),
+        "pybind11_builtins",
     }
 )
 _OURS = frozenset({"cuboid", "cuboid_patches"})
@@ -64,6 +64,8 @@ _NO_PART = frozenset(
 _CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__init__", "__getattr__"})
 #: Those that all modules are made of; what these call is known by torch's version.
 _BASES = frozenset({"torch.nn.modules.module", "torch.nn.modules.container", "torch.nn.modules.lazy"})
+#: What ``torch.nn.Module`` has under other names.
+_ALIASES = {"__call__": "_wrapped_call_impl", "forward": "_forward_unimplemented"}
 #: What decides how a model is split is looked up without being named by its code.
 _LOOKED_UP = frozenset({"base_model_tp_plan", "_tp_plan"})
 #: Decorators whose wrapper is a function of another name.
@@ -147,16 +149,22 @@ def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentit
         cls: the architecture's class.
         config: a small one.
     """
-    kept = _kept(cls, json.dumps(config.to_dict(), sort_keys=True, default=str))
-    if not kept or not kept[0].is_stock or kept[0].seen is None or not kept[0].seen.is_current():
-        kept[:] = [_walked(cls, config)]
-    return kept[0]
+    last = _last((cls, json.dumps(config.to_dict(), sort_keys=True, default=str)))
+    known = last.identity
+    if known is None or known.seen is None or not known.is_stock or not known.seen.is_current():
+        known = last.identity = _walked(cls, config)
+    return known
 
 
-@functools.lru_cache(maxsize=32)
-def _kept(cls: type[PreTrainedModel], config: str) -> list[CodeIdentity]:
-    """Where the identity that was found last is kept."""
-    return []
+@dataclass
+class _Last:
+    """The identity that was found last for a class and a config."""
+
+    key: tuple[Any, str]
+    identity: CodeIdentity | None = None
+
+
+_last = functools.lru_cache(maxsize=32)(_Last)
 
 
 def _walked(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
@@ -277,10 +285,13 @@ class _Walk:
             self.parts.add(f"{place} = {self._value(value, place)}")
 
     def _library_name(self, home: ModuleType, name: str, value: Any, place: str) -> None:
+        if _root(home.__name__) == "torch":
+            self._torchs_name(name, value, place)
+            return
         source = source_of(home.__name__)
         statements = [] if source is None else source.statements(name)
         for origin, there in _origins(statements, value):
-            if type(origin) is ModuleType and _root(origin.__name__) in ("transformers", "torch"):
+            if type(origin) is ModuleType and _is_library(origin):
                 self._binding(origin, there, value)
             return
         if statements and all(statement.imported for statement in statements):
@@ -289,13 +300,11 @@ class _Walk:
             self._registry(home, name, "", value, place)
         elif isinstance(value, type):
             is_own = (value.__module__, value.__qualname__) == (home.__name__, name)
-            if _root(home.__name__) == "torch":
-                is_own = _root(value.__module__) == "torch"
             if not is_own and _is_code(statements, value.__module__):
                 self._change(place, value)
             self._value(value, place)
         elif _functions_in(value) or _is_code(statements, ""):
-            if not (_is_torchs if _root(home.__name__) == "torch" else _is_written)(value, statements, name, home):
+            if not _is_written(value, statements, name, home):
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS):
@@ -303,6 +312,17 @@ class _Walk:
             if len(literals) == len(statements) == 1 and [value] not in literals:
                 self._change(place, value)
             self.parts.add(f"{place} = {self._value(value, place)}")
+
+    def _torchs_name(self, name: str, value: Any, place: str) -> None:
+        """As :meth:`_library_name`, for torch, whose own code isn't followed."""
+        if isinstance(value, type):
+            if _root(value.__module__) not in ("torch", *_FIXED):
+                self._change(place, value)
+            self._value(value, place)
+        elif callable(value):
+            if not _is_torchs(value, name):
+                self._change(place, value)
+            self._value(value, place)
 
     def _module(self, module: ModuleType, names: Set[str]) -> None:
         """The attributes of a module that code names."""
@@ -338,7 +358,9 @@ class _Walk:
                 continue
             for item in entry if isinstance(entry, tuple) else (entry,):
                 if _functions_in(item) or isinstance(item, type):
-                    self._value(item, inside)
+                    text = self._value(item, inside)
+                    if not is_written:
+                        self.parts.add(f"{inside} = {text}")
 
     # --- code ----------------------------------------------------------------------------------------------------
 
@@ -373,13 +395,16 @@ class _Walk:
         if root not in ("transformers", "torch"):
             self.parts.add(f"{cls.__module__}.{place} = {self._value(value, place)}")
             return
+        if root == "torch":
+            if _functions_in(value):
+                self._torchs_name(name, value, place)
+            return
         home, source = sys.modules.get(cls.__module__), source_of(cls.__module__)
         statements = [] if source is None else source.statements(name, cls.__qualname__)
         if isinstance(value, dict) and home is not None:
             self._registry(home, name, cls.__qualname__, value, place)
-        elif _functions_in(value) or (root != "torch" and _is_code(statements, "")):
-            is_own = _is_torchs if root == "torch" else _is_written
-            if not is_own(value, statements, name, cls):
+        elif _functions_in(value) or _is_code(statements, ""):
+            if not _is_written(value, statements, name, cls):
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS) and not name.startswith("__"):
@@ -522,12 +547,13 @@ def _is_code(statements: list[Statement], module: str) -> bool:
     )
 
 
-def _is_torchs(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
-    """Whether a function is one of torch, under one of its names."""
+def _is_torchs(value: Any, name: str) -> bool:
+    """Whether a function is one of torch, under its own name."""
     functions = _functions_in(value)
-    names = {name, *(each for statement in statements for each in statement.names)}
     if not functions:
-        return getattr(value, "__name__", name) in names
+        # `torch.linalg.norm` is `linalg_norm` in C.
+        return name.replace("_", "") in getattr(value, "__name__", name).replace("_", "")
+    names = {name, _ALIASES.get(name)}
     return all(map(_is_of_library, functions)) and any(each.__name__ in names for each in functions)
 
 
@@ -596,7 +622,9 @@ def _comes_from(function: FunctionType, names: Set[str]) -> bool:
     if maker is None:
         # A default that a decorator gives to a class, from the decorator's own module.
         return _root(home) == "transformers" and not names.isdisjoint(_defined_in(home))
-    return maker in names or maker.rpartition(".")[2] in names or not _WRAPPERS.get(maker, frozenset()).isdisjoint(names)
+    return (
+        maker in names or maker.rpartition(".")[2] in names or not _WRAPPERS.get(maker, frozenset()).isdisjoint(names)
+    )
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from cuboid.errors import ConfigError
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.batch import granule
-from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.certification.certificates import certificate_of, naming_changes
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.models.stages.stage_model import SegmentChoice, Staging
 from cuboid.models.stages.stages import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
@@ -48,7 +48,8 @@ def plan_staging(
     check_attention(hf_config)
     _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
-    outline = draw_outline(cls, hf_config)
+    with naming_changes(cls, hf_config):
+        outline = draw_outline(cls, hf_config)
     certificate = certificate_of(cls, hf_config)
     # Padding of non-causal models on a mesh is covered by the mesh's own certificate.
     is_filled = granule(mesh) > 1 and outline.is_causal
