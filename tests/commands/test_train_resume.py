@@ -27,6 +27,7 @@ from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import Goal, History
+from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
@@ -122,6 +123,32 @@ def test_a_resumed_run_keeps_its_length_unless_steps_is_given(options, interrupt
     assert plan(options(resume=True, steps=7)).steps == 7
     with pytest.raises(CuboidError, match=r"--steps is 6, but the run in .*global_step7 is 7 steps long already"):
         plan(options(resume=True, steps=6))
+
+
+def test_losses_of_a_run_are_read_back_to_the_last_bit_or_not_at_all(tmp_path):
+    path, losses = tmp_path / LOSSES, [1 / (n + 3) for n in range(9)]
+    write_losses(path, losses[:4], present=0)
+    write_losses(path, losses, present=4)
+    assert path.read_text().splitlines()[:2] == ["step,loss", f"1,{1 / 3!r}"]
+    assert read_losses(path, 9, digest_of(losses)) == losses
+    # After resuming from an earlier step, the later ones are replaced.
+    assert read_losses(path, 6, digest_of(losses[:6])) == losses[:6]
+    write_losses(path, [*losses[:6], 0.5], present=0)
+    assert read_losses(path, 7, digest_of([*losses[:6], 0.5])) == [*losses[:6], 0.5]
+    # Of another run, too short, damaged, or gone.
+    assert read_losses(path, 7, digest_of(losses[:7])) is None
+    assert read_losses(path, 9, digest_of(losses)) is None
+    path.write_bytes(b"step,loss\n1,0.3" + bytes(200) + b"\n2,x")
+    assert read_losses(path, 2, digest_of(losses[:2])) is None
+    assert read_losses(tmp_path / "none.csv", 2, None) is None
+
+
+def test_a_file_that_is_no_list_of_losses_is_not_replaced(tmp_path):
+    path = tmp_path / LOSSES
+    path.write_text("mine")
+    with pytest.raises(CheckpointError, match="isn't a file of losses"):
+        write_losses(path, [1.0], present=0)
+    assert path.read_text() == "mine"
 
 
 def test_the_trace_step_is_within_the_remaining_steps(options, interrupted):

@@ -1,6 +1,7 @@
 """The DeepSpeed engine on a mesh computes the same as plain transformers with torch's AdamW."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import MeshShape
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
+from training import make_engine, settings, train
 
 Compare = Callable[..., PassReport]
 
@@ -87,3 +89,23 @@ def test_bfloat16(parity: Compare) -> None:
 def test_every_stage_on_many_meshes(parity: Compare, mesh: str, stage: int, data_parallel: int) -> None:
     architecture: Architecture = "gpt2" if mesh == "1x2x2" else "llama"
     parity(mesh, architecture, zero(stage), data_parallel=data_parallel)
+
+
+def _monitored(path: str, config: dict[str, Any]) -> list[float]:
+    return train(make_engine(path, config), 3)
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x1", 2)])
+def test_monitors_get_the_loss_of_each_step(
+    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path, mesh: str, stages: int | None
+) -> None:
+    config = settings(mesh, stages)
+    config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    losses = pool.run(
+        2, _monitored, checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2)), config, timeout_s=TIMEOUT_S
+    )[0]
+    header, *lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()
+    assert header == "step,train_loss"
+    # Eight rows in each step.
+    assert [int(line.split(",")[0]) for line in lines] == [8, 16, 24]
+    assert [float(line.split(",")[1]) for line in lines] == pytest.approx(losses, rel=1e-6)

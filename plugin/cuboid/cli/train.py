@@ -129,7 +129,7 @@ def train(
 def _done(report: Report, out: Path) -> str:
     losses = report.losses
     text = (
-        f"loss {losses.first:.3f} -> {losses.last:.3f}, held-out {losses.heldout_last:.4f}; "
+        f"loss {_shown(losses.first)} -> {_shown(losses.last)}, held-out {losses.heldout_last:.4f}; "
         f"{report.speed.tokens_per_s:,.0f} tokens/s; model, report and curve in {out}"
     )
     if report.pipeline is not None and report.pipeline.trace is not None:
@@ -139,6 +139,10 @@ def _done(report: Report, out: Path) -> str:
             f"{trace.simulated_bubble:.1%} simulated; drawn in {trace.picture}"
         )
     return text
+
+
+def _shown(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.3f}"
 
 
 def _stopped(stopped: Stopped) -> str:

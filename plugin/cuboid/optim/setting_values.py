@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
+from itertools import islice
 from typing import Any
 
 import torch
 
 #: How deep values inside of values are described; schedules nest a partial, its function and that one's closure.
 _DEPTH = 6
+#: How many parts of a value are described: functions may refer to long lists, such as their data.
+_PARTS = 16
 
 
 def described(value: Any, depth: int = _DEPTH) -> str:
@@ -23,13 +26,14 @@ def described(value: Any, depth: int = _DEPTH) -> str:
         return repr(value)
     deeper = functools.partial(described, depth=depth - 1)
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}{value.detach().flatten()[:16].tolist()}"
+        return f"{value.dtype}{list(value.shape)}{value.detach().flatten()[:_PARTS].tolist()}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{deeper(key)}: {deeper(part)}' for key, part in value.items())}}}"
+        return f"{len(value)} of {deeper([*islice(value.items(), _PARTS)])}"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(deeper, value)))}}}"
+        # Sorted, since strings have another order in each process; of many, only their number.
+        return f"{len(value)} of {sorted(map(deeper, value)) if len(value) <= _PARTS else []}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(deeper, value))}]"
+        return f"{len(value)} of [{', '.join(map(deeper, islice(value, _PARTS)))}]"
     if isinstance(value, functools.partial):
         return f"partial{deeper([value.func, value.args, value.keywords])}"
     if isinstance(value, types.MethodType):

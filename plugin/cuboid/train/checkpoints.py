@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import cuboid
+from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import Job
 from cuboid.train.loop import History
+from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import CHECKPOINTS
 from cuboid.train.resume import RunState, find_run, with_remedy
@@ -78,7 +81,7 @@ class Keeper:
                 return replace(self, job=replace(self.job, resumed=earlier)).begin()
             raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
-        return self, History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
+        return self, History(self._losses_before(state), list(state.heldout_losses), earlier_step_s=state.step_s)
 
     def check_lock(self) -> None:
         """Check that the run's folder still belongs to this run.
@@ -100,6 +103,8 @@ class Keeper:
         """
         self.check_lock()
         root, tag = self.job.options.out / CHECKPOINTS, f"global_step{history.step}"
+        if not self._write_losses(history):
+            return None
         with self.progress.aside():
             saved = self.engine.save_checkpoint(root, tag=tag, client_state=self._state(history).model_dump())
         if not saved:
@@ -107,6 +112,42 @@ class Keeper:
         begun = cuboid.parse_config(self.job.config).checkpoint.asynchronous
         self.progress.say(f"checkpoint after {history.step} steps{' begun' if begun else ''}: {root / tag}")
         return root / tag
+
+    def _losses_before(self, state: RunState) -> list[float]:
+        """The loss of each step until the checkpoint; NaN where it is lost."""
+        if state.train_losses is not None:
+            return list(state.train_losses)
+        path = self.job.options.out / LOSSES
+        losses = read_losses(path, state.step, state.losses_digest)
+        if losses is None:
+            self.progress.say(f"{path} doesn't have the losses of the steps until {state.step}; the report lacks them")
+            return [math.nan] * state.step
+        return losses
+
+    def _write_losses(self, history: History) -> bool:
+        """Bring the run's file of losses up to date; collective.
+
+        Returns:
+            False if it can't be written and the config lets training continue.
+
+        Raises:
+            CheckpointError: it can't be written.
+        """
+        mesh, path = cuboid.mesh_of(self.engine), self.job.options.out / LOSSES
+
+        def write() -> None:
+            if mesh.rank == 0:
+                write_losses(path, history.losses, present=history.losses_in_file)
+
+        try:
+            run_on_all_ranks(write, mesh, what="save of the losses")
+        except CheckpointError as error:
+            if cuboid.parse_config(self.job.config).checkpoint.on_failure == "raise":
+                raise
+            self.progress.say(f"no checkpoint was written, and training continues: {error}")
+            return False
+        history.losses_in_file = len(history.losses)
+        return True
 
     def _state(self, history: History) -> RunState:
         options = self.job.options
@@ -119,7 +160,7 @@ class Keeper:
             heldout_blocks=options.heldout_blocks,
             model_sha256=self.job.model_sha256,
             data_fingerprint=self.data.data_sha256,
-            train_losses=history.losses,
+            losses_digest=digest_of(history.losses),
             heldout_losses=history.heldout,
             step_s=history.mean_step_s,
             wall_s=self.wall_s,

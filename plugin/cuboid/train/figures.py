@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
         micro_batch=job.micro_batch,
         gradient_accumulation=job.accumulation,
         losses=Losses(
-            first=history.losses[0],
-            last=history.losses[-1],
+            first=_known(history.losses[0]),
+            last=_known(history.losses[-1]),
             heldout_first=history.heldout[0].loss,
             heldout_last=history.heldout[-1].loss,
         ),
@@ -63,11 +64,15 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
         // loop.share.replicas,
         memory_kind=memory.kind(),
         ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
-        train_losses=history.losses,
+        train_losses=list(map(_known, history.losses)),
         heldout_losses=history.heldout,
         config=job.config,
         versions=versions(),
     )
+
+
+def _known(loss: float) -> float | None:
+    return None if math.isnan(loss) else loss
 
 
 def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:

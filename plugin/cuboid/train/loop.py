@@ -25,11 +25,12 @@ class History:
     """Records of the run; including the time before it was resumed, unless stated otherwise.
 
     Attributes:
-        losses: of each optimizer step, in nats per token, mean over all replicas.
+        losses: of each optimizer step, in nats per token, mean over all replicas; NaN where a resumed run has lost it.
         heldout: held-out losses, the first before any step.
         step_s: seconds of each optimizer step of this process, without evaluations.
         earlier_step_s: mean seconds of a step before the run was resumed; None if it wasn't.
         sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
+        losses_in_file: how many losses this process has written into the run's file of losses.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class History:
     step_s: list[float] = field(default_factory=list)
     earlier_step_s: float | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    losses_in_file: int = 0
 
     @property
     def step(self) -> int:

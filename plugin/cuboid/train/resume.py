@@ -45,7 +45,8 @@ class RunState(BaseModel):
         heldout_blocks: maximum number of blocks for the held-out loss.
         model_sha256: hash of the model's architecture.
         data_fingerprint: hash of the tokens.
-        train_losses: the loss of each step so far.
+        losses_digest: of the loss of each step so far; see :mod:`cuboid.train.loss_file`.
+        train_losses: these losses themselves, in checkpoints of earlier versions.
         heldout_losses: the held-out losses so far.
         step_s: mean seconds of a step.
         wall_s: seconds so far, including earlier processes.
@@ -63,7 +64,8 @@ class RunState(BaseModel):
     heldout_blocks: int
     model_sha256: str
     data_fingerprint: str
-    train_losses: list[float]
+    losses_digest: str | None = None
+    train_losses: list[float] | None = None
     heldout_losses: list[HeldoutPoint]
     step_s: float
     wall_s: float

@@ -13,8 +13,8 @@ from cuboid.train.reporting.report import Report
 
 def draw(report: Report, path: Path) -> None:
     """Plot train and held-out losses, and where the run was resumed, to a PNG; needs no display."""
-    losses = np.asarray(report.train_losses)
-    steps = np.arange(1, len(losses) + 1)
+    known = [(step, loss) for step, loss in enumerate(report.train_losses, start=1) if loss is not None]
+    steps, losses = np.asarray(known, dtype=float).reshape(-1, 2).T
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

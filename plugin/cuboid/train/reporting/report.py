@@ -38,14 +38,14 @@ class HeldoutPoint(_Section):
 
 
 class Losses(_Section):
-    """Losses in nats per token.
+    """Losses in nats per token. The first two are None if the run was resumed without its file of losses.
 
     The last two fields are None until a separate process has loaded the result with plain transformers and computed
     the held-out loss on the same blocks.
     """
 
-    first: float
-    last: float
+    first: float | None
+    last: float | None
     heldout_first: float
     heldout_last: float
     heldout_transformers: float | None = None
@@ -100,7 +100,8 @@ class PipelineFigures(_Section):
 class Report(_Section):
     """The contents of ``report.json``.
 
-    Losses are of the whole run, which was resumed after each of the steps in ``resumed_after``.
+    Losses are of the whole run, which was resumed after each of the steps in ``resumed_after``. They are None for the
+    steps before a resumption without the run's file of losses.
     """
 
     model: str
@@ -122,7 +123,7 @@ class Report(_Section):
     memory_kind: str
     ranks: list[RankFigures]
     sample: str | None = None
-    train_losses: list[float]
+    train_losses: list[float | None]
     heldout_losses: list[HeldoutPoint]
     config: dict[str, Any]
     versions: dict[str, str]
