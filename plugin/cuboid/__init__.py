@@ -15,6 +15,7 @@ from cuboid.config.schema import CuboidConfig, parse_config, split_config
 from cuboid.config.config_file import load_config
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, OptimizerError, UnsupportedModelError
 from cuboid.weights.api import from_config, from_pretrained, save_pretrained, scope, shard
+from cuboid.models.sharded.customizations import local_hook
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.weights.save import full_gradients, full_state_dict
@@ -41,6 +42,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "load_config",
+    "local_hook",
     "mesh_of",
     "parse_config",
     "register",

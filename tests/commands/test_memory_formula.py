@@ -77,7 +77,7 @@ class Keepers:
             layer = name.partition("layers.")[2] or name.partition(".h.")[2]
             self._watch(module, layer.partition(".")[0], _kind(name, module))
             if name.endswith(("attn", "mlp")):
-                module.register_forward_pre_hook(self._note_input, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(cuboid.local_hook(self._note_input), prepend=True, with_kwargs=True)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.x)
 
     def _watch(self, module, *account):
@@ -87,8 +87,8 @@ class Keepers:
         def leave(*_):
             self._running.pop()
 
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+        module.register_forward_pre_hook(cuboid.local_hook(enter), prepend=True)
+        module.register_forward_hook(cuboid.local_hook(leave))
 
     def _note_input(self, _, args, kwargs):
         # Of the "up" projections behind it, before the sequence is gathered.

@@ -80,7 +80,7 @@ def overflow_on_one(path, config, rank):
         train(engine, 1)
         scale = engine.optimizer.loss_scale
         factor = float("inf") if cuboid.mesh_of(engine).rank == rank else 1.0
-        handle = next(engine.module.parameters()).register_hook(lambda gradient: gradient * factor)
+        handle = next(engine.module.parameters()).register_hook(cuboid.local_hook(lambda gradient: gradient * factor))
         first = moved(1)
         handle.remove()
         return engine.skipped_steps, float(engine.optimizer.loss_scale / scale), first, moved(2)

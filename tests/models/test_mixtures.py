@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import cuboid
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
@@ -209,7 +210,7 @@ def test_ties_are_broken_alike_on_all_ranks():
         return lambda _, __, output: chosen.__setitem__(rank, output[2])
 
     for rank, own in enumerate(threaded.models):
-        own.model.layers[0].mlp.gate.register_forward_hook(note(rank))
+        own.model.layers[0].mlp.gate.register_forward_hook(cuboid.local_hook(note(rank)))
     threaded.run(step_of(**batch))
     coordinates = [mesh.coordinate for mesh in threaded.ranks.meshes]
     for rank, at in enumerate(coordinates):

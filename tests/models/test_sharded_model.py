@@ -138,8 +138,9 @@ def collectives_over_sequence(small, mesh):
     traffic = cuboid.mesh_of(model).comm_counter
     layer = model.model.layers[0]
     entered = []
-    layer.self_attn.register_forward_pre_hook(lambda *_: entered.append(traffic.calls()["sequence"]), prepend=True)
-    layer.self_attn.register_forward_hook(lambda *_: entered.append(traffic.calls()["sequence"]))
+    note = cuboid.local_hook(lambda *_: entered.append(traffic.calls()["sequence"]))
+    layer.self_attn.register_forward_pre_hook(note, prepend=True)
+    layer.self_attn.register_forward_hook(note)
     ids = tokens(small)
     model(input_ids=ids)
     before, after = entered
@@ -161,8 +162,10 @@ def sharded_states(small, mesh):
         seen[when] = [param.state for param in params[0]]
 
     first, last = (layer.mlp.act_fn for layer in model.model.layers)
-    first.register_forward_hook(lambda *_: look("forward"))
-    last.register_full_backward_hook(lambda *_: look("backward"))
+    first.register_forward_hook(cuboid.local_hook(lambda *_: look("forward")))
+    last.register_forward_hook(
+        cuboid.local_hook(lambda _, __, out: out.register_hook(lambda _: look("backward")) and None)
+    )
     ids = tokens(small)
     model(input_ids=ids, labels=ids).loss.backward()
     look("after")
@@ -267,7 +270,7 @@ def base_that_fails_on_one_rank(mesh, failing):
         raise ValueError("boom")
 
     if cuboid.mesh_of(model).rank == failing:
-        model.model.layers[0].register_forward_pre_hook(fail)
+        model.model.layers[0].register_forward_pre_hook(cuboid.local_hook(fail))
     model.base_model(input_ids=tokens(WIDE))
 
 

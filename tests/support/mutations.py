@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+import cuboid
 from cuboid.models.attention import interface
 from cuboid.models.attention.whole_sequence import Replay
 from cuboid.models.batch.broadcast import ReplicasInStep
@@ -378,7 +379,7 @@ def transposed_file(original: Any, model: Any, *args: Any) -> None:
 def lengthen(factor: float, ending: str, model: nn.Module) -> None:
     """Let a parameter's gradients be too long."""
     for parameter in found(model, ending):
-        parameter.register_hook(lambda gradient: gradient * factor)
+        parameter.register_hook(cuboid.local_hook(lambda gradient: gradient * factor))
 
 
 def transpose(ending: str, model: nn.Module) -> None:

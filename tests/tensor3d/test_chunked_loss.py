@@ -226,9 +226,11 @@ def hook_calls(small, mesh):
     model = built(small, mesh)
     calls = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+        parameter.register_post_accumulate_grad_hook(cuboid.local_hook(lambda _, name=name: calls.append(name)))
     bases = []
-    model.model.register_forward_hook(lambda _, __, output: bases.append(output.last_hidden_state.shape[1]))
+    model.model.register_forward_hook(
+        cuboid.local_hook(lambda _, __, output: bases.append(output.last_hidden_state.shape[1]))
+    )
     model(**batch(small), use_cache=False).loss.backward()
     return calls, [name for name, _ in model.named_parameters()], bases
 

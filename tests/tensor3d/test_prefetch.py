@@ -304,7 +304,9 @@ def gathers_and_ways_out(path, axes, wanted):
     for layer in model.model.layers:
         for block, way_out in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
             getattr(block, way_out).register_forward_pre_hook(
-                lambda _, args, name=way_out: args[0].register_hook(lambda _: seen.append(name)) and None
+                cuboid.local_hook(
+                    lambda _, args, name=way_out: args[0].register_hook(lambda _: seen.append(name)) and None
+                )
             )
     loss = model(input_ids=tokens(), labels=tokens()).loss
     input_gather.GatherSequence.start = noted
@@ -403,7 +405,7 @@ def test_a_copied_model_prefetches_its_own_layers(pool, path):
 def early_end(path, axes):
     """Gradients after a forward that broke off in the middle of the layers."""
     model = sharded(path, axes).train()
-    broken = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    broken = model.model.layers[1].mlp.register_forward_pre_hook(cuboid.local_hook(lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         model(input_ids=tokens(), labels=tokens())
     broken.remove()
@@ -434,7 +436,7 @@ def inputs_alive_in_backward(path, axes, keep_graph):
             def note(module, args):
                 storages[module.product] = weakref.ref(args[0].untyped_storage())
 
-            way_out.register_forward_pre_hook(note)
+            way_out.register_forward_pre_hook(cuboid.local_hook(note))
     input_gradient = linear_op.LinearOp.input_gradient
 
     def noted(self, *args):

@@ -23,6 +23,7 @@ from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_model
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.models.stages.stage_model import cut_model, finish_stage
@@ -159,8 +160,12 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
+    reference = made_anew(type(model), model.config)
+    check_as_made(model, reference)
     shape = choose_mesh(model, parsed, world_size=current_world_size())
     parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
+    if shape.size > 1 or parsed.pipeline is not None:
+        check_hooks(model, reference, runs_whole=parsed.pipeline is None)
     mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
     if mesh.topology.world_size > 1:
         # Compared once there is a process group; there may be none yet.

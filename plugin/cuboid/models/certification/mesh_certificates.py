@@ -6,15 +6,12 @@ from a probe, which takes seconds.
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import PipelineConfig
@@ -26,7 +23,6 @@ from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import KINDS, Question
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_check import check_meshes
-from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 
 MESH_TABLE = Path(__file__).with_name("certified_meshes.json")
@@ -67,7 +63,6 @@ def certified_plan(
     if pipeline is not None and mesh.size > 1:
         mode = "whole" if pipeline.segments == 1 else "segments"
     verdict.check_model(cls.__name__, mode)
-    _check_modules(model, cls)
     if verdict.blocks and mesh.of("sequence", "hidden") > 1 and current_rank() == 0:
         names = ", ".join(name or "the whole layer" for name in verdict.blocks)
         _logger.warning(
@@ -159,30 +154,3 @@ def read_verdict(entry: Any) -> MeshVerdict:
     if any(value not in values for value, values in ((value, _NEWER[name]) for name, value in newer.items())):
         raise ValueError(f"unknown: {newer}")
     return replace(verdict, **newer)
-
-
-def _check_modules(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
-    """Check that a model has the modules that its architecture was certified with.
-
-    Raises:
-        UnsupportedModelError: one with parameters, or one that normalizes, isn't among them.
-    """
-    expected = _modules_of(cls, model.config)
-    for name, module in model.named_modules():
-        wanted = expected.get(name)
-        if wanted is not type(module) and not isinstance(module, cls) and _matters(module):
-            own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
-            what = f"where {cls.__name__} has a {wanted.__name__}" if wanted else f"which {cls.__name__} hasn't"
-            raise UnsupportedModelError(
-                f"{name!r} is a {type(module).__name__} (parameters: {own}), {what} with this config; only what was "
-                "seen to be right is split over a mesh"
-            )
-
-
-def _matters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False)) or "norm" in type(module).__name__.lower()
-
-
-def _modules_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, type[nn.Module]]:
-    with plain_construction(), torch.device("meta"):
-        return {name: type(module) for name, module in cls(copy.deepcopy(config)).named_modules()}

@@ -18,6 +18,7 @@ from cuboid.models.architectures.attention_heads import (
     plan_key_value_heads,
 )
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
+from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -99,6 +100,7 @@ def parallelize_modules(
             product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
             new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)
         new.train(old.training)
+        carry_over(old, new)
         model.set_submodule(name, new)
     blocks = whole_blocks(parallel_plan)
     images = ImageSplit(mesh) if parallel_plan.verdict.inputs == "pixels" else None
@@ -138,6 +140,7 @@ class _Shards:
             return self._shared[id(whole)]
         with torch.no_grad():
             shard = nn.Parameter(self._shard_of(whole, layout), requires_grad=whole.requires_grad)
+        carry_over_parameter_hooks(whole, shard)
         if self._uses[id(whole)] > 1:
             # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
             self._shared[id(whole)] = shard
@@ -415,4 +418,5 @@ def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Me
             if is_image and not any(name.startswith(f"{layer}.") for layer in layers):
                 # Outside of layers, all ranks of sequence × hidden have the same images whole, and must draw alike.
                 new = ShardedDropout(module.p, mesh, ("batch",))
+            carry_over(module, new)
             model.set_submodule(name, new.train(module.training))

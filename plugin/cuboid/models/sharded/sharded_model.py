@@ -48,6 +48,7 @@ from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.cross_entropy.loss_function import own_loss_of
+from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
@@ -135,11 +136,10 @@ class Sharding:
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
     whole: WholeModel
-    #: The model's modules and their classes after sharding, to detect modules that were replaced or added later.
-    modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
+    #: The model after sharding, to detect what a script changes on it later.
+    made: AsSharded | None = None
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
-    checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
@@ -162,6 +162,11 @@ class Sharding:
     targets: dict[str, Any] | None = None
     #: During a forward whose loss is computed in parts: what its code finds as the ``loss_function``. Else None.
     loss: Callable[..., torch.Tensor] | None = None
+
+    def check_made(self, model: nn.Module) -> None:
+        """Check that nothing was changed on the model since it was sharded."""
+        assert self.made is not None, "a model that isn't sharded yet"
+        self.made.check(model)
 
 
 class ShardedModel(WholeInterface):
@@ -245,7 +250,10 @@ def shard_modules(
     if early is not None:
         model.get_submodule(early).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
-    model.cuboid.modules = {module: type(module) for module in model.modules()}
+    is_cut = mesh.shape.size > 1
+    if is_cut:
+        guard_hooks(model, runs_whole=True)
+    model.cuboid.made = AsSharded(model, is_cut=is_cut)
     return model
 
 
@@ -439,8 +447,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
     if _has_input(arguments):
         sharding.whole.limits.targets.check(arguments)
-    if not sharding.checked:
-        _check_modules(model, sharding.modules)
+    sharding.check_made(model)
     sharding.targets = given
     try:
         return base_forward(**arguments)
@@ -691,8 +698,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective."""
     sharding: Sharding = model.cuboid
     sharding.mesh.connect()
-    if not sharding.checked:
-        _check_modules(model, sharding.modules)
+    sharding.check_made(model)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
@@ -722,7 +728,6 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         check.read()
     finally:
         sharding.check = sharding.batch = None
-    sharding.checked = True
 
 
 def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -733,16 +738,6 @@ def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Ten
     # Positions that the user didn't give count up in one sequence. With a mask, transformers ignores packing.
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
     return positions, find_packed_sequence_indices(positions) if may_be_packed else None
-
-
-def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
-    """Check that no modules with weights were added or replaced after sharding, since those wouldn't be sharded."""
-    for name, module in model.named_modules():
-        if made.get(module) is not type(module) and any(True for _ in module.parameters()):
-            raise UnsupportedModelError(
-                f"{name!r} is a {type(module).__module__}.{type(module).__name__}, which came into the model after it "
-                "was sharded, and isn't split as its neighbours are (adapters of PEFT, for one, have no rules)"
-            )
 
 
 def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:

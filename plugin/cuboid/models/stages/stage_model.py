@@ -20,6 +20,7 @@ from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, r
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.targets import Targets
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
+from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
 from cuboid.models.sharded.sharded_model import (
@@ -243,6 +244,8 @@ def finish_stage(
     inner: Any = model.get_submodule(staging.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
+    guard_hooks(model, runs_whole=False)
+    model.cuboid.made = AsSharded(model, is_cut=True)
     return model
 
 

@@ -1,0 +1,451 @@
+"""What a script has changed on a model since its class made it: carried over to the sharded model, or refused by name.
+
+Certification runs small models of the same class and config. Whatever else a script hangs on a model (hooks, a
+``forward`` of one module, parametrizations, other modules) it can't see: the model is compared with one that its class
+makes anew, on the meta device, before it is sharded; and with what sharding made, in every forward after that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.plain_construction import plain_construction
+
+#: Hooks that run with a module's forward or backward, by the attribute that keeps them.
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+#: Hooks of saving and loading, which go ways of their own for shards.
+_OF_STATE = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+#: Says of forward and backward hooks whether they take keywords, and whether they are called after an error.
+_FLAGS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+#: Packages whose hooks on a sharded model are known: their own, for what they are asked to do.
+_KNOWN_PACKAGES = ("cuboid", "cuboid_patches", "deepspeed", "transformers", "accelerate", "colossalai")
+#: Every module's own attributes.
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+#: What transformers' own methods set on an instance.
+_SET_BY_METHODS = frozenset({"_gradient_checkpointing_func", "gradient_checkpointing", "name_or_path"})
+
+
+@dataclass(frozen=True)
+class LocalHook:
+    """A hook that may be given a rank's part of an activation; see :func:`local_hook`."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook itself."""
+        return self.hook(*args, **kwargs)
+
+
+def local_hook(hook: Callable[..., Any]) -> LocalHook:
+    """Mark a forward hook of a module, or a gradient hook of a parameter, as one that may be given a rank's part.
+
+    Inside a sharded model, modules take and return this rank's part: ``[B/b, S/s, H/h]`` of the residual stream on a
+    mesh, one segment of a micro-batch in a pipeline; and parameters' gradients are shards. Other hooks are refused
+    there, since what they compute of a part could differ from what they compute of the whole.
+
+    Args:
+        hook: takes what the ``register_…_hook`` that it is given to passes on.
+    """
+    return LocalHook(hook)
+
+
+def made_anew(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A model of a class and a config as the class makes it, on the meta device."""
+    with plain_construction(), torch.device("meta"):
+        return cls(copy.deepcopy(config))
+
+
+def check_as_made(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Check that a whole model is what its class makes of its config, but for values.
+
+    Args:
+        model: whole, before it is sharded.
+        reference: the result of :func:`made_anew`.
+
+    Raises:
+        UnsupportedModelError: a module, a method or an option is another; names it.
+    """
+    cls = type(reference)
+    expected = dict(reference.named_modules(remove_duplicate=False))
+    present = dict(model.named_modules(remove_duplicate=False))
+    for name, module in present.items():
+        wanted = expected.get(name)
+        if wanted is None or (type(module) is not type(wanted) and module is not model):
+            raise _other_module(name, module, wanted, cls)
+    for name, wanted in expected.items():
+        # Encoders can be made without their pooler, whose attribute is None then.
+        parent, _, child = name.rpartition(".")
+        if name not in present and parent in present and child not in present[parent]._modules:
+            raise UnsupportedModelError(
+                f"{name!r} ({type(wanted).__name__}) was taken out of the model; set the config's sizes to what the "
+                "model has, so that what is certified is what runs"
+            )
+    for name, module in present.items():
+        _check_parameters(name, module, expected[name])
+        _check_attributes(name or cls.__name__, module, expected[name])
+        _check_state_hooks(name or cls.__name__, module, expected[name])
+    _check_ties(model, reference)
+
+
+def _other_module(
+    name: str, module: nn.Module, wanted: nn.Module | None, cls: type[PreTrainedModel]
+) -> UnsupportedModelError:
+    own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
+    what = f"where {cls.__name__} has a {type(wanted).__name__}" if wanted else f"which {cls.__name__} hasn't"
+    has = f" (parameters: {own})" if own else ""
+    remedy = "only what was seen to be right is sharded; make it a part of a class of your own, which is certified"
+    if "parametri" in type(module).__name__.lower():
+        remedy = "torch.nn.utils.parametrize.remove_parametrizations leaves a plain weight"
+    return UnsupportedModelError(f"{name!r} is a {type(module).__name__}{has}, {what} with this config; {remedy}")
+
+
+def _check_parameters(name: str, module: nn.Module, wanted: nn.Module) -> None:
+    """Check a module's own parameters. Pruning and ``weight_norm`` have put others in their place."""
+    own, expected = dict(module._parameters), dict(wanted._parameters)
+    for key in own.keys() ^ expected.keys():
+        if own.get(key) is None and expected.get(key) is None:
+            continue
+        side = "has a parameter" if key in own else "has no parameter"
+        raise UnsupportedModelError(
+            f"{name!r} ({type(module).__name__}) {side} {key!r}, unlike what its class makes: its weight is computed "
+            "from others in a hook, as pruning, weight_norm and spectral_norm do, for which shards have no rule. Make "
+            "it permanent (torch.nn.utils.prune.remove, remove_weight_norm, …) before the model is sharded"
+        )
+    for key, parameter in own.items():
+        whole = expected[key]
+        if (parameter is None) is not (whole is None) or (
+            parameter is not None and whole is not None and parameter.shape != whole.shape
+        ):
+            shapes = " and ".join("none" if x is None else str(tuple(x.shape)) for x in (parameter, whole))
+            raise UnsupportedModelError(
+                f"{name}.{key} and what the config implies differ in shape: {shapes}; set the config's sizes to the "
+                "model's, so that what is certified is what runs"
+            )
+
+
+def _check_attributes(name: str, module: nn.Module, wanted: nn.Module) -> None:
+    """Check an instance's own methods and options."""
+    expected = vars(wanted)
+    for key, value in vars(module).items():
+        if key in _OF_ANY_MODULE or key in _SET_BY_METHODS:
+            continue
+        if callable(value):
+            shadows = hasattr(type(module), key) and not isinstance(inspect.getattr_static(type(module), key), property)
+            if (shadows or key in expected) and not _is_same_code(value, expected.get(key)):
+                raise UnsupportedModelError(
+                    f"{name}.{key} was replaced on this instance, so what was certified isn't what would run; make it "
+                    "a method of a class of your own (which is certified), or assign it to the sharded model"
+                )
+        elif key in expected and _is_option(key, value, module) and value != expected[key]:
+            raise UnsupportedModelError(
+                f"{name}.{key} is {value!r} on this instance, where its config makes it {expected[key]!r}; set it in "
+                "the config, so that what is certified is what runs"
+            )
+
+
+def _is_option(key: str, value: object, module: nn.Module) -> bool:
+    """Whether an attribute decides what is computed. Rates of dropout don't, nor which token pads."""
+    if key.startswith("_") or "drop" in key or "pad" in key or isinstance(module, _DropoutNd):
+        return False
+    return isinstance(value, str | int | float | tuple)
+
+
+def _is_same_code(value: Any, other: Any) -> bool:
+    if other is None:
+        return False
+    if isinstance(value, functools.partial) and isinstance(other, functools.partial):
+        return _is_same_code(value.func, other.func)
+    own, others = (getattr(x, "__func__", x) for x in (value, other))
+    if own is others:
+        return True
+    codes = [getattr(x, "__code__", None) for x in (own, others)]
+    # Objects with a ``__call__``, such as modules of functions.
+    return codes[0] is codes[1] if codes[0] is not None else type(own) is type(others) and codes[1] is None
+
+
+def _check_state_hooks(name: str, module: nn.Module, wanted: nn.Module) -> None:
+    for kind in _OF_STATE:
+        own, expected = getattr(module, kind), getattr(wanted, kind)
+        if len(own) > len(expected) and any(_package_of(hook) not in _KNOWN_PACKAGES for hook in own.values()):
+            raise UnsupportedModelError(
+                f"{name} has a hook of its state dict ({kind}), which isn't called where shards are saved and loaded; "
+                "remove it, and change the checkpoint itself"
+            )
+
+
+def _check_ties(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """Check that the same parameters are one, since saving and stages go by the config."""
+    own, expected = _tied_names(model), _tied_names(reference)
+    for names in own ^ expected:
+        what = "are one parameter" if names in own else "aren't one parameter, as its config says"
+        raise UnsupportedModelError(
+            f"{' and '.join(sorted(names))} {what} in this {type(reference).__name__}, unlike in what its class makes; "
+            "set tie_word_embeddings in the config to what the model has"
+        )
+
+
+def _tied_names(model: nn.Module) -> set[frozenset[str]]:
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def check_hooks(model: PreTrainedModel, reference: PreTrainedModel, *, runs_whole: bool) -> None:
+    """Check a whole model's hooks, before it is cut over ranks or into segments.
+
+    Args:
+        model: whole, before it is sharded.
+        reference: the result of :func:`made_anew`; hooks that the class registers are certified with it.
+        runs_whole: whether the model itself, unlike its modules, will be given whole micro-batches.
+
+    Raises:
+        UnsupportedModelError: a hook would be given a part of what it is given now, or not be called; names the module.
+    """
+    _check_global_hooks()
+    expected = dict(reference.named_modules())
+    for name, module in model.named_modules():
+        for kind in (*_FORWARD, *_BACKWARD):
+            strange = [hook for hook in getattr(module, kind).values() if not _is_known(hook, kind)]
+            if len(strange) > len(getattr(expected[name], kind)) and (name or not runs_whole):
+                raise _hook_refused(name or type(model).__name__, kind, strange[-1])
+    check_parameter_hooks(model)
+
+
+def _check_global_hooks() -> None:
+    for kind in (*_FORWARD, *_BACKWARD):
+        for hook in getattr(global_hooks, f"_global{kind}").values():
+            if not _is_known(hook, kind):
+                raise _hook_refused("every module (torch.nn.modules.module)", kind, hook)
+
+
+def check_parameter_hooks(model: nn.Module) -> None:
+    """Check that a model's parameters have no hooks of a script.
+
+    Raises:
+        UnsupportedModelError: one has; names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        for kind in _OF_PARAMETERS:
+            for hook in (getattr(parameter, kind, None) or {}).values():
+                if not isinstance(hook, LocalHook) and _package_of(hook) not in _KNOWN_PACKAGES:
+                    raise UnsupportedModelError(
+                        f"{name} has a gradient hook ({_words_of(hook)}), which would be given this rank's shard of "
+                        "the gradient, not the whole; mark a hook that works on shards with cuboid.local_hook, or "
+                        "remove it"
+                    )
+
+
+def carry_over(old: nn.Module, new: nn.Module) -> None:
+    """Give a module that replaces another one the hooks of the other's forward and backward."""
+    for kind in (*_FORWARD, *_BACKWARD):
+        getattr(new, kind).update(getattr(old, kind))
+        for flags in _FLAGS.get(kind, ()):
+            getattr(new, flags).update(getattr(old, flags))
+    new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a parameter's shard the parameter's hooks."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
+class GuardedHooks(OrderedDict[int, Any]):
+    """A module's hooks of one kind. Registering one that would be given a part raises.
+
+    Args:
+        present: the hooks that are there already.
+        module: the module's name in the model; empty to accept every hook, as a recorder's copy of a module does.
+        kind: the attribute that keeps the hooks.
+    """
+
+    def __init__(self, present: Any = (), module: str = "", kind: str = "") -> None:
+        self._module = ""
+        super().__init__(present)
+        self._module, self._kind = module, kind
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        if self._module and not _is_known(hook, self._kind):
+            raise _hook_refused(self._module, self._kind, hook)
+        super().__setitem__(key, hook)
+
+    def __reduce__(self) -> Any:
+        # By default, a copy would be filled after it is guarded.
+        return GuardedHooks, (list(self.items()), self._module, self._kind)
+
+
+def guard_hooks(model: nn.Module, *, runs_whole: bool) -> None:
+    """Make a sharded model's modules refuse hooks that would be given a part, or not be called.
+
+    Args:
+        model: sharded.
+        runs_whole: as in :func:`check_hooks`.
+    """
+    for name, module in model.named_modules():
+        for kind in (*_FORWARD, *_BACKWARD) if name or not runs_whole else ():
+            setattr(module, kind, GuardedHooks(getattr(module, kind), name or type(model).__name__, kind))
+
+
+def _is_known(hook: Any, kind: str) -> bool:
+    # The products' backwards aren't nodes of their modules, so not even a marked backward hook would be called there.
+    return (isinstance(hook, LocalHook) and kind in _FORWARD) or _package_of(hook) in _KNOWN_PACKAGES
+
+
+def _package_of(hook: Any) -> str:
+    """The package that defines a hook; that of its class if it is an object."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = getattr(hook, "hook", hook) if type(hook).__module__.startswith("torch.") else hook
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0]
+
+
+def _hook_refused(module: str, kind: str, hook: Any) -> UnsupportedModelError:
+    what = "a backward hook" if kind in _BACKWARD else "a forward hook"
+    remedy = "mark a hook that works on parts with cuboid.local_hook, or remove it"
+    if kind in _BACKWARD:
+        remedy = "remove it, and use tensors' own register_hook in a forward hook that cuboid.local_hook marks"
+    return UnsupportedModelError(
+        f"{module!r} has {what} ({_words_of(hook)}), which would be given this rank's part of a micro-batch, not the "
+        f"whole; {remedy}"
+    )
+
+
+def _words_of(hook: Any) -> str:
+    name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
+    return f"{getattr(hook, '__module__', None) or type(hook).__module__}.{name}"
+
+
+# --- after sharding -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a module was made of."""
+
+    name: str
+    cls: type[nn.Module]
+    children: list[nn.Module | None]
+    parameters: list[int]
+    methods: frozenset[str]
+
+
+class AsSharded:
+    """A model as sharding made it, to see what a script changes on it later.
+
+    Args:
+        model: after sharding.
+        is_cut: whether modules are given parts, of which methods and gradient hooks of a script don't know.
+    """
+
+    def __init__(self, model: nn.Module, *, is_cut: bool) -> None:
+        self._is_cut, self._is_first = is_cut, True
+        self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
+        #: By ``id``. Only to be kept alive, so that no other parameter has the same one.
+        self._parameters = list(model.parameters())
+
+    def check(self, model: nn.Module) -> None:
+        """Check that nothing was changed; in every forward, which takes 1 µs a module.
+
+        Raises:
+            UnsupportedModelError: something was added, replaced or given a method or hook of its own; names it.
+        """
+        for module, part in self._parts.items():
+            own = module.__dict__
+            if (
+                type(module) is not part.cls
+                or ("forward" in own and part.name and self._is_cut)
+                or list(own["_modules"].values()) != part.children
+                or [id(x) for x in own["_parameters"].values()] != part.parameters
+            ):
+                self._check_part(module, part)
+        if not self._is_cut:
+            return
+        for parameter in self._parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                check_parameter_hooks(model)
+        if self._is_first:
+            _check_global_hooks()
+            for module, part in self._parts.items():
+                added = set(_own_methods(module)) - part.methods
+                if added and part.name:
+                    raise _method_replaced(part.name, added.pop())
+            self._is_first = False
+
+    def _check_part(self, module: nn.Module, part: _Part) -> None:
+        if type(module) is not part.cls:
+            raise UnsupportedModelError(
+                f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
+                "parametrizations do), which has no rule"
+            )
+        if "forward" in vars(module) and "forward" not in part.methods and part.name and self._is_cut:
+            raise _method_replaced(part.name, "forward")
+        kept = {id(child) for child in part.children}
+        for key, child in module._modules.items():
+            # A loss function that a script hangs on the model itself computes nothing inside of it.
+            harmless = child is None or (not part.name and not any(True for _ in child.parameters()))
+            if id(child) not in kept and not harmless:
+                raise UnsupportedModelError(
+                    f"{f'{part.name}.{key}'.lstrip('.')!r} is a {type(child).__module__}.{type(child).__name__}, which "
+                    "came into the model after it was sharded, and isn't split as its neighbours are (adapters of "
+                    "PEFT, for one, have no rules)"
+                )
+        present = {id(child) for child in module._modules.values()}
+        if not kept <= present:
+            raise UnsupportedModelError(
+                f"{part.name or type(module).__name__!r} lost one of its modules after it was sharded"
+            )
+        if [id(x) for x in module._parameters.values()] != part.parameters:
+            raise UnsupportedModelError(
+                f"{part.name or type(module).__name__!r} was given another parameter after it was sharded, which isn't "
+                "what is multiplied by; change values in place (with torch.no_grad(): parameter.copy_(shard))"
+            )
+
+
+def _part_of(name: str, module: nn.Module) -> _Part:
+    parameters = [id(x) for x in module._parameters.values()]
+    return _Part(name, type(module), list(module._modules.values()), parameters, frozenset(_own_methods(module)))
+
+
+def _own_methods(module: nn.Module) -> Iterator[str]:
+    """Names of an instance's attributes that hide a method of its class."""
+    cls = type(module)
+    for key, value in vars(module).items():
+        if key not in _OF_ANY_MODULE and key not in _SET_BY_METHODS and callable(value) and hasattr(cls, key):
+            yield key
+
+
+def _method_replaced(name: str, method: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name}.{method} was replaced after the model was sharded: it would be given this rank's part of a "
+        "micro-batch. Make it a method of a class of your own, which is certified when it is loaded"
+    )
