@@ -265,7 +265,8 @@ FAILURE = """
             os._exit(1)
 
     if engine.stage_id == 1:
-        engine.module.model.layers[-1 if engine.is_last_stage() else 2].register_forward_pre_hook(cuboid.local_hook(fail))
+        layer = engine.module.model.layers[-1 if engine.is_last_stage() else 2]
+        layer.register_forward_pre_hook(cuboid.local_hook(fail))
     engine.train_batch(batches)
     print("never printed", flush=True)
 """

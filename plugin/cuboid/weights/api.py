@@ -161,7 +161,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     reference = made_anew(type(model), model.config)
-    check_as_made(model, reference)
+    check_as_made(model, reference, stages=parsed.pipeline is not None)
     shape = choose_mesh(model, parsed, world_size=current_world_size())
     parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
     if shape.size > 1 or parsed.pipeline is not None:

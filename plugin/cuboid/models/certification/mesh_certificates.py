@@ -53,7 +53,7 @@ def certified_plan(
         pipeline: the config's section about stages.
 
     Raises:
-        UnsupportedModelError: it isn't right or can't be probed, or the model isn't what its config implies.
+        UnsupportedModelError: it isn't right or can't be probed.
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     cls = cls or type(model)

@@ -153,7 +153,7 @@ class Pipeline:
     def _prepare(self, batches: Iterator[Any] | None, count: int | None, *, training: bool) -> _Step:
         self._model.check_loss()
         with ReplicasInStep(self.mesh, self._device) as replicas:
-            self._model.cuboid.check_made(self._model)
+            self._model.cuboid.made.check(self._model)
             if training:
                 self._check_ties()
             given = share_micro_batches(batches, count, self.limits, self.mesh, self._device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,8 +45,10 @@ _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _KNOWN_PACKAGES = ("cuboid", "cuboid_patches", "deepspeed", "transformers", "accelerate", "colossalai")
 #: Every module's own attributes.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-#: What transformers' own methods set on an instance.
-_SET_BY_METHODS = frozenset({"_gradient_checkpointing_func", "gradient_checkpointing", "name_or_path"})
+#: What methods of torch and transformers set on an instance.
+_SET_BY_METHODS = frozenset(
+    {"_gradient_checkpointing_func", "gradient_checkpointing", "name_or_path", "_compiled_call_impl"}
+)
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,13 @@ def made_anew(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return cls(copy.deepcopy(config))
 
 
-def check_as_made(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+def check_as_made(model: PreTrainedModel, reference: PreTrainedModel, *, stages: bool) -> None:
     """Check that a whole model is what its class makes of its config, but for values.
 
     Args:
         model: whole, before it is sharded.
         reference: the result of :func:`made_anew`.
+        stages: whether it is going to be cut into stages, which are planned from its class and config alone.
 
     Raises:
         UnsupportedModelError: a module, a method or an option is another; names it.
@@ -104,10 +108,16 @@ def check_as_made(model: PreTrainedModel, reference: PreTrainedModel) -> None:
                 "model has, so that what is certified is what runs"
             )
     for name, module in present.items():
+        if _has_other_bias(module, expected[name]) and not stages:
+            continue  # split as any other: phi's head, for one, has a bias, and Llama's hasn't
         _check_parameters(name, module, expected[name])
         _check_attributes(name or cls.__name__, module, expected[name])
         _check_state_hooks(name or cls.__name__, module, expected[name])
     _check_ties(model, reference)
+
+
+def _has_other_bias(module: nn.Module, wanted: nn.Module) -> bool:
+    return type(module) is nn.Linear and (module.bias is None) is not (wanted.bias is None)
 
 
 def _other_module(
@@ -125,7 +135,7 @@ def _other_module(
 def _check_parameters(name: str, module: nn.Module, wanted: nn.Module) -> None:
     """Check a module's own parameters. Pruning and ``weight_norm`` have put others in their place."""
     own, expected = dict(module._parameters), dict(wanted._parameters)
-    for key in own.keys() ^ expected.keys():
+    for key in sorted(own.keys() ^ expected.keys()):
         if own.get(key) is None and expected.get(key) is None:
             continue
         side = "has a parameter" if key in own else "has no parameter"
@@ -199,7 +209,7 @@ def _check_state_hooks(name: str, module: nn.Module, wanted: nn.Module) -> None:
 def _check_ties(model: PreTrainedModel, reference: PreTrainedModel) -> None:
     """Check that the same parameters are one, since saving and stages go by the config."""
     own, expected = _tied_names(model), _tied_names(reference)
-    for names in own ^ expected:
+    for names in sorted(own ^ expected, key=sorted):
         what = "are one parameter" if names in own else "aren't one parameter, as its config says"
         raise UnsupportedModelError(
             f"{' and '.join(sorted(names))} {what} in this {type(reference).__name__}, unlike in what its class makes; "
@@ -294,7 +304,11 @@ class GuardedHooks(OrderedDict[int, Any]):
         self._module, self._kind = module, kind
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        if self._module and not _is_known(hook, self._kind):
+        # A forward registers hooks of ours, so the usual case is cheap.
+        is_ours = str(getattr(hook, "__module__", "")).startswith("cuboid.")
+        # Pruning ends in a KeyError if it can't register its hook. Its parameters are refused by the next forward.
+        replaces = type(hook).__module__.startswith("torch.nn.utils.")
+        if self._module and not is_ours and not replaces and not _is_known(hook, self._kind):
             raise _hook_refused(self._module, self._kind, hook)
         super().__setitem__(key, hook)
 
@@ -355,8 +369,8 @@ class _Part:
     name: str
     cls: type[nn.Module]
     children: list[nn.Module | None]
-    parameters: list[int]
     methods: frozenset[str]
+    parameters: dict[str, nn.Parameter | None]
 
 
 class AsSharded:
@@ -370,7 +384,6 @@ class AsSharded:
     def __init__(self, model: nn.Module, *, is_cut: bool) -> None:
         self._is_cut, self._is_first = is_cut, True
         self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
-        #: By ``id``. Only to be kept alive, so that no other parameter has the same one.
         self._parameters = list(model.parameters())
 
     def check(self, model: nn.Module) -> None:
@@ -381,13 +394,16 @@ class AsSharded:
         """
         for module, part in self._parts.items():
             own = module.__dict__
+            present, made = own["_parameters"], part.parameters
+            # By identity: dicts of tensors would compare their elements.
+            same = present.keys() == made.keys() and all(map(operator.is_, present.values(), made.values()))
             if (
-                type(module) is not part.cls
+                not same
+                or type(module) is not part.cls
                 or ("forward" in own and part.name and self._is_cut)
                 or list(own["_modules"].values()) != part.children
-                or [id(x) for x in own["_parameters"].values()] != part.parameters
             ):
-                self._check_part(module, part)
+                self._check_part(module, part, same_parameters=same)
         if not self._is_cut:
             return
         for parameter in self._parameters:
@@ -401,7 +417,7 @@ class AsSharded:
                     raise _method_replaced(part.name, added.pop())
             self._is_first = False
 
-    def _check_part(self, module: nn.Module, part: _Part) -> None:
+    def _check_part(self, module: nn.Module, part: _Part, *, same_parameters: bool) -> None:
         if type(module) is not part.cls:
             raise UnsupportedModelError(
                 f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
@@ -424,16 +440,17 @@ class AsSharded:
             raise UnsupportedModelError(
                 f"{part.name or type(module).__name__!r} lost one of its modules after it was sharded"
             )
-        if [id(x) for x in module._parameters.values()] != part.parameters:
+        if not same_parameters:
             raise UnsupportedModelError(
-                f"{part.name or type(module).__name__!r} was given another parameter after it was sharded, which isn't "
-                "what is multiplied by; change values in place (with torch.no_grad(): parameter.copy_(shard))"
+                f"{part.name or type(module).__name__!r} was given other parameters after it was sharded (as pruning "
+                "and weight_norm do), which aren't what is multiplied by; change values in place (with "
+                "torch.no_grad(): parameter.copy_(shard))"
             )
 
 
 def _part_of(name: str, module: nn.Module) -> _Part:
-    parameters = [id(x) for x in module._parameters.values()]
-    return _Part(name, type(module), list(module._modules.values()), parameters, frozenset(_own_methods(module)))
+    children, parameters = list(module._modules.values()), dict(module._parameters)
+    return _Part(name, type(module), children, frozenset(_own_methods(module)), parameters)
 
 
 def _own_methods(module: nn.Module) -> Iterator[str]:

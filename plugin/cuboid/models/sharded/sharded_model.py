@@ -137,7 +137,9 @@ class Sharding:
     attention: dict[str, nn.Module]
     whole: WholeModel
     #: The model after sharding, to detect what a script changes on it later.
-    made: AsSharded | None = None
+    made: AsSharded = field(init=False)
+    #: Runs a whole forward; by the model's task.
+    forward: Callable[[Any, Any, dict[str, Any]], Any] = field(init=False)
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
     former: FormerParameters = field(default_factory=FormerParameters)
@@ -162,11 +164,6 @@ class Sharding:
     targets: dict[str, Any] | None = None
     #: During a forward whose loss is computed in parts: what its code finds as the ``loss_function``. Else None.
     loss: Callable[..., torch.Tensor] | None = None
-
-    def check_made(self, model: nn.Module) -> None:
-        """Check that nothing was changed on the model since it was sharded."""
-        assert self.made is not None, "a model that isn't sharded yet"
-        self.made.check(model)
 
 
 class ShardedModel(WholeInterface):
@@ -239,6 +236,7 @@ def shard_modules(
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
     model.cuboid.head = model.get_output_embeddings()
+    model.cuboid.forward = _forward_of(model.cuboid)
     model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
     inner: Any = model.base_model
     if inner is not model:
@@ -367,10 +365,14 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Trainers read this signature to learn which columns and loss arguments the model takes.
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _reject_compiling(self, torch.compiler.is_compiling())
+        if torch.compiler.is_compiling():
+            _reject_compiling(self)
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
             return _differentiable_once(_forward_of(self.cuboid)(self, run, arguments), self.cuboid.mesh)
+
+
+            return self.cuboid.forward(self, run, arguments)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedModel, base), members)
@@ -423,10 +425,9 @@ def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: di
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _reject_compiling(model: Any, is_compiling: bool) -> None:
+def _reject_compiling(model: Any) -> None:
     # torch.compile runs `assume_constant_result` functions eagerly, so the user sees this error instead of its own.
-    if is_compiling:
-        raise compiling_refused(model)
+    raise compiling_refused(model)
 
 
 def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]:
@@ -447,7 +448,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
     if _has_input(arguments):
         sharding.whole.limits.targets.check(arguments)
-    sharding.check_made(model)
+    sharding.made.check(model)
     sharding.targets = given
     try:
         return base_forward(**arguments)
@@ -698,7 +699,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective."""
     sharding: Sharding = model.cuboid
     sharding.mesh.connect()
-    sharding.check_made(model)
+    sharding.made.check(model)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"

@@ -1,0 +1,282 @@
+"""What a script changes on a model, before or after it is sharded: right, or refused by name."""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.verify import SmallModel
+from cuboid.weights.save import full_gradients
+
+LLAMA = SmallModel("llama", heads=4, kv_heads=4)
+ROWS, LENGTH = 4, 12
+MESHES = {"1x2x1": (1, 2, 1), "2x1x1": (2, 1, 1), "1x1x2": (1, 1, 2)}
+STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2, "partition": "even"}}
+
+
+def built():
+    torch.manual_seed(0)
+    config = LLAMA.config()
+    # Tied by some cases below.
+    config.tie_word_embeddings = False
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+
+
+def batch():
+    ids = torch.randint(0, LLAMA.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class Shifted(nn.Module):
+    """Takes the place of an activation; mixes neighbouring tokens."""
+
+    def forward(self, x):
+        return nn.functional.silu(x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
+class OtherLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def layer(model):
+    return model.model.layers[0]
+
+
+def replace(owner, name, make):
+    old = getattr(owner, name)
+    new = make(old)
+    if isinstance(old, nn.Module) and not isinstance(new, nn.Module):
+        raise TypeError(name)
+    setattr(owner, name, new)
+
+
+def widened(linear):
+    other = OtherLinear(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
+    other.weight = linear.weight
+    return other
+
+
+def own_forward(module):
+    plain = type(module).forward
+    module.forward = types.MethodType(lambda self, *args, **kwargs: plain(self, *args, **kwargs) * 2, module)
+
+
+def centred(_, __, out):
+    return out - out.mean(-1, keepdim=True)
+
+
+def lengthened(parameter):
+    parameter.grad.mul_(parameter.grad.norm())
+
+
+#: Every kind of hook, on every kind of module.
+HOOKS = {
+    "forward hook of a projection": lambda m: layer(m).self_attn.q_proj.register_forward_hook(centred),
+    "forward hook of a norm": lambda m: layer(m).input_layernorm.register_forward_hook(centred),
+    "forward hook of the embedding": lambda m: m.model.embed_tokens.register_forward_hook(centred),
+    "forward hook of the head": lambda m: m.lm_head.register_forward_hook(centred),
+    "forward hook of a layer": lambda m: m.model.layers[1].register_forward_hook(centred),
+    "forward hook with keywords": lambda m: layer(m).self_attn.register_forward_hook(
+        lambda _, args, kwargs, out: (out[0] - out[0].mean(), *out[1:]), with_kwargs=True
+    ),
+    "forward pre-hook": lambda m: layer(m).mlp.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(),)),
+    "forward pre-hook of a projection": lambda m: layer(m).mlp.up_proj.register_forward_pre_hook(
+        lambda _, args: (args[0] * 2,), prepend=True
+    ),
+    "backward hook": lambda m: layer(m).mlp.down_proj.register_full_backward_hook(
+        lambda _, grads, __: tuple(g * 2 for g in grads)
+    ),
+    "backward pre-hook": lambda m: layer(m).register_full_backward_pre_hook(
+        lambda _, grads: tuple(g * 2 for g in grads)
+    ),
+    "gradient hook": lambda m: layer(m).mlp.up_proj.weight.register_hook(lambda g: g / g.norm()),
+    "gradient hook of the embedding": lambda m: m.model.embed_tokens.weight.register_hook(
+        lambda g: g * (torch.arange(len(g)) >= 10).unsqueeze(1)
+    ),
+    "hook of the accumulated gradient": lambda m: m.model.norm.weight.register_post_accumulate_grad_hook(lengthened),
+}
+#: Everything else that a script can change on an instance.
+CHANGES = {
+    "forward of a block": lambda m: own_forward(layer(m).mlp),
+    "forward of a projection": lambda m: own_forward(layer(m).mlp.up_proj),
+    "forward of a norm": lambda m: own_forward(layer(m).post_attention_layernorm),
+    "forward of the embedding": lambda m: own_forward(m.model.embed_tokens),
+    "forward of the head": lambda m: own_forward(m.lm_head),
+    "a module without parameters": lambda m: setattr(layer(m).mlp, "act_fn", Shifted()),
+    "a subclass of a projection": lambda m: replace(layer(m).mlp, "up_proj", widened),
+    "a head of several modules": lambda m: replace(m, "lm_head", lambda old: nn.Sequential(old, nn.Identity())),
+    "a subclass of the head": lambda m: replace(m, "lm_head", widened),
+    "parametrization": lambda m: parametrize.register_parametrization(layer(m).mlp.up_proj, "weight", Halved()),
+    "parametrized embedding": lambda m: parametrize.register_parametrization(m.model.embed_tokens, "weight", Halved()),
+    "weight_norm, by parametrization": lambda m: parametrizations.weight_norm(layer(m).mlp.up_proj),
+    "weight_norm": lambda m: weight_norm(layer(m).mlp.up_proj),
+    "spectral_norm": lambda m: nn.utils.spectral_norm(layer(m).mlp.down_proj),
+    "pruning": lambda m: prune.l1_unstructured(layer(m).mlp.up_proj, "weight", 0.3),
+    "an option of a block": lambda m: setattr(layer(m).self_attn, "scaling", 0.9),
+    "a layer less": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
+    "a shared layer": lambda m: m.model.layers.__setitem__(1, layer(m)),
+    "a tied head": lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+}
+#: Which of them can't be seen after sharding, since the sharded modules don't read them; "right" is as without them.
+ONLY_BEFORE = {"an option of a block"}
+
+
+def expected(change=None):
+    """Loss and gradients by name of plain transformers, with a change."""
+    model = built()
+    if change is not None:
+        change(model)
+    loss = model(**batch(), use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def verdict(config, change, *, before):
+    """``"refused: …"``, ``"right"``, or what is wrong with a step of a sharded model with a change."""
+    try:
+        model = built()
+        if before:
+            change(model)
+        model = cuboid.shard(model, config)
+        refused = None if before else attempted(change, model)
+        if refused is not None:
+            return refused
+        if "pipeline" in config:
+            loss = cuboid.Pipeline(model).train(iter([batch()]), 1)
+        else:
+            loss = model(**batch()).loss
+            loss.backward()
+        found = full_gradients(model)
+    except cuboid.CuboidError as error:
+        return f"refused: {error}"
+    if cuboid.mesh_of(model).rank:
+        return "right"  # the first rank is given the gradients
+    wanted, gradients = expected(change)
+    errors = [float((loss.detach() - wanted).abs())]
+    errors += [float((found[name] - gradients[name]).abs().max()) for name in found.keys() & gradients.keys()]
+    return "right" if max(errors) < 1e-6 and len(errors) > 1 else f"WRONG: {max(errors)}"
+
+
+def attempted(change, model):
+    """Why a change of a sharded model is refused on some rank; None if it isn't, or not before a forward."""
+    why = None
+    try:
+        change(model)
+        if cuboid.mesh_of(model).topology.pipe > 1:
+            # As a step does first. There it ends the job, if other stages haven't the module.
+            model.cuboid.made.check(model)
+    except cuboid.CuboidError as error:
+        why = f"refused: {error}"
+    except Exception:
+        # The module may be on another stage.
+        if cuboid.mesh_of(model).topology.pipe == 1:
+            raise
+    return next((other for other in gathered(why) if other is not None), None)
+
+
+def gathered(value):
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def verdicts(config, cases, before):
+    return {name: verdict(config, (HOOKS | CHANGES)[name], before=before) for name in cases}
+
+
+def section(mesh):
+    return {
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), mesh, strict=True))}
+    }
+
+
+CONFIGS = {**{name: section(mesh) for name, mesh in MESHES.items()}, "stages": STAGES}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_what_a_script_changed_before_is_refused_by_name(pool, config):
+    for rank in pool.run(2, verdicts, config, [*HOOKS, *CHANGES], True):
+        assert [name for name, found in rank.items() if not found.startswith("refused: ")] == []
+        assert "'model.layers.0.self_attn.q_proj' has a forward hook" in rank["forward hook of a projection"]
+        assert "model.embed_tokens.weight has a gradient hook" in rank["gradient hook of the embedding"]
+        assert "model.layers.0.mlp.forward was replaced on this instance" in rank["forward of a block"]
+        assert "prune.remove" in rank["pruning"]
+        assert "remove_weight_norm" in rank["weight_norm"]
+        assert "remove_parametrizations" in rank["parametrization"]
+        assert "model.layers.0.self_attn.scaling is 0.9" in rank["an option of a block"]
+        assert "'model.layers.1' (LlamaDecoderLayer) was taken out" in rank["a layer less"]
+        assert "tie_word_embeddings" in rank["a tied head"]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_what_a_script_changes_after_is_refused_by_name(pool, config):
+    cases = [name for name in (*HOOKS, *CHANGES) if name not in ONLY_BEFORE]
+    for rank, found in enumerate(pool.run(2, verdicts, config, cases, False)):
+        # On the stage that hasn't a module, the script itself fails.
+        wrong = [name for name, said in found.items() if not said.startswith("refused: ")]
+        assert wrong == [], f"rank {rank}: {wrong}"
+
+
+def alone(_):
+    """On one rank without a pipeline nothing is cut, and hooks are carried over to the modules that replace others."""
+    return verdicts(section((1, 1, 1)), HOOKS, True) | {
+        f"{name}, after": verdict(section((1, 1, 1)), hook, before=False) for name, hook in HOOKS.items()
+    }
+
+
+def test_hooks_are_carried_over_where_nothing_is_cut(pool):
+    (found,) = pool.run(1, alone, None)
+    assert set(found.values()) == {"right"}, found
+
+
+def marked(config):
+    """Hooks that say that they work on parts: what they see, and that they are called where the model computes."""
+    seen, model = [], built()
+    gradients = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(
+        cuboid.local_hook(lambda _, __, out: seen.append(tuple(out.shape)))
+    )
+    model.model.embed_tokens.weight.register_hook(cuboid.local_hook(lambda g: gradients.append(g.shape) or g * 2))
+    sharded = cuboid.shard(model, config)
+    sharded.model.layers[1].register_forward_hook(cuboid.local_hook(lambda _, __, out: seen.append(tuple(out.shape))))
+    sharded(**batch()).loss.backward()
+    copied = copy.deepcopy(sharded)
+    copied(**batch())
+    return seen, gradients, full_gradients(sharded)
+
+
+def test_a_hook_that_is_marked_as_local_is_given_parts(pool):
+    _, wanted = expected()
+    for rank, (seen, shapes, gradients) in enumerate(pool.run(2, marked, section((1, 2, 1)))):
+        features = LLAMA.config().intermediate_size
+        assert seen == [(ROWS, LENGTH, features // 2), (ROWS, LENGTH // 2, LLAMA.config().hidden_size)] * 2
+        assert shapes == [(-(-LLAMA.vocabulary // 2), LLAMA.config().hidden_size)]
+        if rank == 0:
+            for name, gradient in gradients.items():
+                factor = 2 if name == "model.embed_tokens.weight" else 1
+                torch.testing.assert_close(gradient, factor * wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def a_base_model_of_its_own(config):
+    model = cuboid.shard(built(), config)
+    own_forward(model.model)
+    with pytest.raises(cuboid.UnsupportedModelError, match=r"model\.forward was replaced after the model was sharded"):
+        cuboid.Pipeline(model).train(iter([batch()]), 1)
+
+
+def test_a_step_of_a_pipeline_checks_first(pool):
+    pool.run(2, a_base_model_of_its_own, STAGES)
