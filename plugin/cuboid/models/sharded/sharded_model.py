@@ -371,7 +371,6 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
             return _differentiable_once(_forward_of(self.cuboid)(self, run, arguments), self.cuboid.mesh)
 
-
             return self.cuboid.forward(self, run, arguments)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
