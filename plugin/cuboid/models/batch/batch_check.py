@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
 from cuboid.models.batch.batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
+from cuboid.models.batch.generator_check import Library, generator_numbers, generators_differ, shared_number
 from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
@@ -123,16 +124,26 @@ class Limits:
 class BatchCheck:
     """A check of one micro-batch: started on the device, read later by the host.
 
-    Collective over the mesh. A rank sends 56 bytes to each other one, and 8 for each further kind of tensor.
+    It also compares the ranks' random number generators; see :class:`cuboid.tensor3d.layers.dropout.Generators`.
+
+    Collective over the mesh. A rank sends 72 bytes to each other one, and 8 for each further kind of tensor.
 
     Args:
         arguments: arguments of the model's forward: whole tensors, which should be equal on all ranks of the mesh.
         limits: the model's limits.
         mesh: the model's mesh.
         modes: settings of the host that must be equal on all ranks, such as whether the model is training.
+        libraries: whose generators the model draws from.
     """
 
-    def __init__(self, arguments: dict[str, Any], limits: Limits, mesh: Mesh, modes: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        limits: Limits,
+        mesh: Mesh,
+        modes: tuple[bool, ...],
+        libraries: Collection[Library] = (),
+    ) -> None:
         self._names = limits.names
         self._tensors = {name: arguments[name] for name in self._names if arguments.get(name) is not None}
         self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
@@ -147,8 +158,13 @@ class BatchCheck:
         out_of_range = {name: limits.out_of_range(name, x, self._ignore_index) for name, x in self._tensors.items()}
         self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
         found = [outside.any() for outside in out_of_range.values() if outside is not None]
+        #: Each rank's generators, and a number of the first one if they differ; known once the check has been read.
+        self._states: torch.Tensor | None = None
+        self._number: int | None = None
         if mesh.shape.size > 1:
-            sums = all_gather(self._summary(arguments, modes, device), mesh.along(*AXES))
+            sums = all_gather(self._summary(arguments, modes, libraries, device), mesh.along(*AXES))
+            # Threads of one process share their generators.
+            self._states = None if mesh.in_threads else sums[:, -2:]
             found += (sums != sums[0]).any(0).unbind()
         # ``found`` is empty on one rank, which has nothing to compare, for images without classes.
         self._verdict = _OnHost(torch.stack(found) if found else torch.zeros(0, dtype=torch.bool, device=device))
@@ -168,6 +184,9 @@ class BatchCheck:
             return
         tensors, self._tensors = self._tensors, {}
         verdict = self._verdict.read()
+        if self._states is not None and verdict[-2]:
+            self._number = shared_number(self._states.tolist())
+        # The generators, which come last, may differ.
         names = (_CALL, _ITEMS, *self._names)
         differing = [name for name, bad in zip(names, verdict[len(self._bounded) :], strict=False) if bad]
         if differing:
@@ -180,7 +199,20 @@ class BatchCheck:
             if bad:
                 raise self._limits.error(name, tensors[name], self._ignore_index)
 
-    def _summary(self, arguments: dict[str, Any], modes: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+    def number_if_differing(self) -> int | None:
+        """A number of the first rank's generators if the ranks' differ, else None. Waits for the check."""
+        self.read()
+        return self._number
+
+    def require_equal(self) -> None:
+        """Raise an error, on all ranks, if their generators differ."""
+        if self.number_if_differing() is not None:
+            assert self._states is not None
+            raise generators_differ(self._states.tolist(), self._mesh)
+
+    def _summary(
+        self, arguments: dict[str, Any], modes: tuple[bool, ...], libraries: Collection[Library], device: torch.device
+    ) -> torch.Tensor:
         items = arguments.get("num_items_in_batch")
         call: list[Any] = [*modes, self._ignore_index, {name: tuple(x.shape) for name, x in self._tensors.items()}]
         if isinstance(items, torch.Tensor):
@@ -196,6 +228,7 @@ class BatchCheck:
             x = self._tensors.get(name)
             is_mask = name.endswith("attention_mask")
             numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places, is_mask=is_mask))
+        numbers += [torch.full((), number, dtype=torch.int64, device=device) for number in generator_numbers(libraries)]
         return torch.stack(numbers)
 
 

@@ -20,9 +20,9 @@ from cuboid.models.architectures.attention_heads import (
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
 from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.sharded.random_modules import ModelDraws, seed_random_modules
 from cuboid.tensor3d.experts.experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
-from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
 from cuboid.tensor3d.layers.head_bias import HeadBias, PerHeadParameters
 from cuboid.tensor3d.layers.labels_head import LabelsHead
@@ -60,7 +60,7 @@ def parallelize_modules(
     config: TensorParallelConfig,
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
-) -> LateSplit | ImageSplit | None:
+) -> tuple[LateSplit | ImageSplit | None, ModelDraws]:
     """Replace every module of the parallel plan and all dropouts, and adapt the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are replaced.
@@ -74,7 +74,8 @@ def parallelize_modules(
         stages: on a pipeline rank, the layers' names of each of its stages; the stages run separately.
 
     Returns:
-        The hooks that split activations at the first layer; None if the embedding splits them.
+        The hooks that split activations at the first layer, None if the embedding splits them; and what the model's own
+        code draws.
     """
     _split_attributes(model, parallel_plan, mesh)
     _split_widths(model, parallel_plan, mesh)
@@ -117,11 +118,11 @@ def parallelize_modules(
         _fuse_projections(model, parallel_plan)
         _prefetch_layers(model, parallel_plan, stages)
     _share_key_value_heads(model, parallel_plan, mesh)
-    _swap_dropouts(model, parallel_plan, mesh)
+    draws = seed_random_modules(model, parallel_plan, mesh, late)
     set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
-    return late
+    return late, draws
 
 
 class _Shards:
@@ -405,18 +406,3 @@ def _split_images(model: PreTrainedModel, images: ImageSplit) -> None:
             model.get_submodule(name).register_forward_pre_hook(images.enter, with_kwargs=True)
         if f"{group}.{int(number) + 1}" not in layers:
             model.get_submodule(name).register_forward_hook(images.leave)
-
-
-def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Replace dropouts, except in blocks that are computed whole, which set their own random number generator."""
-    blocks, base, layers = whole_blocks(parallel_plan), f"{model.base_model_prefix}.", layer_names(model)
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
-            is_whole = parallel_plan.verdict.head == "whole" and not name.startswith(base)
-            new = CommonDropout(module.p, mesh) if is_whole else ShardedDropout(module.p, mesh)
-            is_image = parallel_plan.verdict.inputs == "pixels" and not is_whole
-            if is_image and not any(name.startswith(f"{layer}.") for layer in layers):
-                # Outside of layers, all ranks of sequence × hidden have the same images whole, and must draw alike.
-                new = ShardedDropout(module.p, mesh, ("batch",))
-            carry_over(module, new)
-            model.set_submodule(name, new.train(module.training))

@@ -52,7 +52,9 @@ from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
+from cuboid.models.sharded.random_modules import ModelDraws
 from cuboid.models.sharded.router_logits import whole_router_logits
+from cuboid.tensor3d.layers.dropout import compared_by
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.vocab_cross_entropy import (
     gather_hidden,
@@ -156,8 +158,12 @@ class Sharding:
     head: nn.Module | None = None
     #: Splits activations at the first layer, if the embedding doesn't.
     late: LateSplit | ImageSplit | None = None
+    #: What the model's own code draws in training; None if it isn't split.
+    draws: ModelDraws | None = None
     #: The check of the current forward's micro-batch.
     check: BatchCheck | None = None
+    #: The last one, which has compared the ranks' generators, for a head that runs behind the base model's forward.
+    compared: BatchCheck | None = None
     #: The current forward's micro-batch, for a head whose logits every rank has whole.
     batch: LocalBatch | None = None
     #: During a forward whose loss every rank computes whole: the targets, which may be none. Else None.
@@ -222,7 +228,7 @@ def shard_modules(
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
     whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
-    late = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
+    late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
     configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
@@ -235,6 +241,7 @@ def shard_modules(
             use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
+    model.cuboid.draws = draws
     model.cuboid.head = model.get_output_embeddings()
     model.cuboid.forward = _forward_of(model.cuboid)
     model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
@@ -450,9 +457,26 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     sharding.made.check(model)
     sharding.targets = given
     try:
-        return base_forward(**arguments)
+        with compared_by(_OfHead(sharding)):
+            return base_forward(**arguments)
     finally:
-        sharding.targets = sharding.batch = None
+        sharding.targets = sharding.batch = sharding.compared = None
+
+
+@dataclass
+class _OfHead:
+    """What the base model's forward has found out about the ranks' generators, once it has run."""
+
+    sharding: Sharding
+
+    def number_if_differing(self) -> int | None:
+        """See :class:`cuboid.tensor3d.layers.dropout.Generators`."""
+        return None if self.sharding.compared is None else self.sharding.compared.number_if_differing()
+
+    def require_equal(self) -> None:
+        """See :class:`cuboid.tensor3d.layers.dropout.Generators`."""
+        if self.sharding.compared is not None:
+            self.sharding.compared.require_equal()
 
 
 def _has_input(arguments: dict[str, Any]) -> bool:
@@ -716,14 +740,24 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
     modes = (model.training, torch.is_grad_enabled(), _own_loss(model, arguments) is not None)
-    check = BatchCheck({**arguments, **(sharding.targets or {})}, sharding.whole.limits, sharding.mesh, modes)
+    assert sharding.draws is not None
+    libraries = sharding.draws.libraries
+    check = BatchCheck(
+        {**arguments, **(sharding.targets or {})}, sharding.whole.limits, sharding.mesh, modes, libraries
+    )
     check.read_if_there()
     sharding.check = check
+    sharding.compared = check if sharding.targets is not None else None
     try:
         lengths = WHOLE_IMAGES if verdict.inputs == "pixels" else Lengths(batch.length, batch.padded)
         if batch.source is not None:
             lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
-        with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)):
+        positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)
+        sharding.draws.begin(
+            -(-batch.rows // sharding.mesh.size("batch")),
+            [count // sharding.mesh.size("sequence") for count in positions if count],
+        )
+        with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)), compared_by(check):
             yield batch
         check.read()
     finally:

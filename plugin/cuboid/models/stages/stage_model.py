@@ -23,6 +23,7 @@ from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, ow
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
+from cuboid.models.sharded.random_modules import ModelDraws
 from cuboid.models.sharded.sharded_model import (
     ShardedModel,
     Sharding,
@@ -206,9 +207,10 @@ def finish_stage(
         shard_of: returns the shard of a parameter.
     """
     late: LateSplit | None = None
+    draws: ModelDraws | None = None
     if parallel_plan is not None:
         stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
-        split = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
+        split, draws = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
         # Image models are never cut into stages.
         late = split if isinstance(split, LateSplit) else None
         if staging.config.tensor_parallel.gradient_sync == "step":
@@ -239,6 +241,7 @@ def finish_stage(
     assert staging.whole is not None
     verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole, verdict=verdict, late=late)
+    model.cuboid.draws = draws
     hook_heads(model)
     model.staging = staging
     inner: Any = model.get_submodule(staging.outline.base)

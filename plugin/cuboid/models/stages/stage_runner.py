@@ -14,6 +14,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.attention.interface import Lengths, whole_sequence
 from cuboid.models.attention.packing import known_packing
 from cuboid.models.attention.whole_sequence import WholeSequence
+from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.sharded.sharded_model import whole_for_head
@@ -22,6 +23,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import Chunk
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache
+from cuboid.tensor3d.layers.dropout import compared_by
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
@@ -101,6 +103,8 @@ class StageRunner:
         #: Units that have yet to run each part that produces parameter gradients: the head, the backward (or I), and W.
         self._left = {"head": units, "backward": units, "weights": units}
         self._pending: dict[Unit, _Pending] = {}
+        draws = model.cuboid.draws
+        self._generators = None if draws is None else StepGenerators(self._mesh, self.device, draws.libraries)
         #: On the last stage: the sum of all units' scaled losses.
         self.loss: torch.Tensor | None = None
 
@@ -195,7 +199,11 @@ class StageRunner:
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
         around = whole_sequence(Lengths(batch.length, batch.bounds[-1])) if sees_later else nullcontext()
-        with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring, around:
+        draws = self._model.cuboid.draws
+        if draws is not None:
+            draws.begin(batch.ids.shape[0], [batch.segment_length(segment) // self._mesh.size("sequence")])
+        slot, unit = self._staging.slot, batch.unit(segment, self._stores[micro_batch])
+        with known, slot.running(unit), deferring, around, compared_by(self._generators):
             output = self._run_chunk(hidden=hidden, **options)
         if self._model.cuboid.late is not None and not self._cut.is_last:
             # The output is this rank's part: the last layer, whose hook gathers, is a placeholder on this stage.

@@ -1,15 +1,21 @@
-"""Dropout whose masks differ between ranks although their random generators agree.
+"""Random numbers on a mesh: different ones for different parts of a tensor, the same for what several ranks have.
 
 Users seed all ranks alike, and samplers depend on it. Each activation element lives on one rank, so any masks are
 right; but equal masks on the slices of one activation would be correlated. A region of random numbers therefore
 runs under a generator state derived from one draw of the common generator and the rank's position: the common
 generator advances alike everywhere, and activation checkpointing, which restores it, repeats the same masks.
+
+Where ranks must draw the same, their generators on the host have to agree. A forward knows whether they do (see
+:class:`Generators`), and regions that need it ask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +25,70 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
 
+#: Seeds are below this, with room for a rank's position.
+_SEEDS = 2**62
+
+
+class Generators(Protocol):
+    """Compares the states that the ranks' generators on the host had at the beginning of a forward."""
+
+    def number_if_differing(self) -> int | None:
+        """A number of the first rank's state, the same on all ranks; None if the states are equal."""
+
+    def require_equal(self) -> None:
+        """Raise an error on all ranks if the states differ."""
+
+
+@dataclass
+class _Region:
+    """Random numbers of one region.
+
+    Attributes:
+        seed: the same on all ranks.
+        is_settled: whether everything inside is to be drawn under the rank's seed. Else
+            :class:`~cuboid.tensor3d.layers.random_draws.RandomDraws` still looks at each draw.
+        draws: number of regions inside so far.
+    """
+
+    seed: int
+    is_settled: bool
+    draws: int = 0
+
+    def next_seed(self) -> int:
+        """A seed for a region inside, the same on all ranks. The ranks' generators differ there, so not drawn."""
+        self.draws += 1
+        return (self.seed + self.draws * 0x1E3779B97F4A7C15) % _SEEDS
+
+
+_generators: ContextVar[Generators | None] = ContextVar("cuboid_generators", default=None)
+_region: ContextVar[_Region | None] = ContextVar("cuboid_random_region", default=None)
+
+
+@contextmanager
+def compared_by(generators: Generators | None) -> Iterator[None]:
+    """In the ``with`` block, ``generators`` tells whether the ranks' generators agree."""
+    token = _generators.set(generators)
+    try:
+        yield
+    finally:
+        _generators.reset(token)
+
+
+def running_generators() -> Generators | None:
+    """What compares the ranks' generators; None if nothing does, as in a recomputation, whose forward was compared."""
+    return _generators.get()
+
+
+def is_in_region() -> bool:
+    """Whether the ranks' generators differ here, because a region has seeded them."""
+    return _region.get() is not None
+
+
+def is_settled() -> bool:
+    """Whether what is drawn here is already under the right seed."""
+    region = _region.get()
+    return region is not None and region.is_settled
+
 
 @contextmanager
 def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] = AXES) -> Iterator[None]:
@@ -26,18 +96,71 @@ def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] 
 
     Ranks that differ only along other axes draw the same. Of other devices' generators, only the host's changes: it
     advances by one number.
+
+    Raises:
+        CuboidError: ranks that must draw the same have drawn, and their generators differ; on all ranks.
     """
-    if mesh.size(*axes) == 1:
+    with _own_random_numbers(mesh, device, axes, is_settled=True):
+        yield
+
+
+@contextmanager
+def random_numbers_of_block(mesh: Mesh, device: torch.device) -> Iterator[None]:
+    """As :func:`own_random_numbers` for rows of a batch, around a block in which some draws may have other axes."""
+    with _own_random_numbers(mesh, device, ("batch",), is_settled=False):
+        yield
+
+
+@contextmanager
+def _own_random_numbers(
+    mesh: Mesh, device: torch.device, axes: tuple[Axis, ...], *, is_settled: bool
+) -> Iterator[None]:
+    ranks = mesh.size(*AXES)
+    if ranks == 1:
         yield
         return
-    # On the host, whatever the default device is: reading the seed must not wait for a device.
-    seed = int(torch.randint(2**62, (), device="cpu")) + mesh.index(*axes)
+    outer = _region.get()
+    host = None if is_settled or outer is not None else torch.get_rng_state()
+    # On the host, whatever the default device is: reading the seed must not wait for a device. With a generator, so that
+    # `RandomDraws` doesn't take it for a number of the model's code.
+    own = torch.default_generator
+    seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=own))
+    token = _region.set(_Region(seed, is_settled))
+    has_drawn = True
+    try:
+        with seeded(device, seed + mesh.index(*axes)):
+            before = None if is_settled else _state(device)
+            yield
+            has_drawn = before is None or not torch.equal(before, _state(device))
+    finally:
+        _region.reset(token)
+    if not has_drawn:
+        if host is not None:
+            # So that what the host draws next, such as whether a layer runs, is what the plain model draws.
+            torch.set_rng_state(host)
+        return
+    generators = running_generators()
+    if mesh.size(*axes) < ranks and generators is not None:
+        generators.require_equal()
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator, in host memory: nothing waits for the device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, a device's generator has this seed; afterwards, its state from before."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             yield
         return
-    module = torch.get_device_module(device)
+    module: Any = torch.get_device_module(device)
     before = module.get_rng_state(device)
     # `manual_seed` seeds the current device, which may not be the tensor's.
     with module.device(device):
@@ -48,7 +171,7 @@ def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] 
         module.set_rng_state(before, device)
 
 
-class _MeshDropout(nn.Dropout):
+class MeshDropout(nn.Dropout):
     """``nn.Dropout`` whose masks depend on the mesh."""
 
     def __init__(self, p: float, mesh: Mesh) -> None:
@@ -64,23 +187,39 @@ class _MeshDropout(nn.Dropout):
         raise NotImplementedError
 
 
-class ShardedDropout(_MeshDropout):
-    """``nn.Dropout`` under :func:`own_random_numbers`, for activations that differ along ``axes``."""
+class MaybeWhole(Protocol):
+    """Knows whether activations are whole along sequence × hidden at this point of the forward, or parts."""
 
-    def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES) -> None:
+    is_whole: bool
+
+
+class ShardedDropout(MeshDropout):
+    """``nn.Dropout`` under :func:`own_random_numbers`, for activations that differ along ``axes``.
+
+    Args:
+        p: probability.
+        mesh: this rank's mesh.
+        axes: along which ranks have different elements.
+        late: if it says that activations are whole, ranks along `batch` only have different ones.
+    """
+
+    def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES, *, late: MaybeWhole | None = None) -> None:
         super().__init__(p, mesh)
         self._axes = axes
+        self._late = late
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        with own_random_numbers(self.mesh, x.device, self._axes):
+        axes: tuple[Axis, ...] = ("batch",) if self._late is not None and self._late.is_whole else self._axes
+        with own_random_numbers(self.mesh, x.device, axes):
             return nn.functional.dropout(x, self.p, training=True)
 
 
-class CommonDropout(_MeshDropout):
+class CommonDropout(MeshDropout):
     """``nn.Dropout`` for activations that every rank has whole: all use the first rank's mask, whatever their seeds."""
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        kept = torch.empty_like(x).bernoulli_(1 - self.p)
+        with own_random_numbers(self.mesh, x.device):
+            kept = torch.empty_like(x).bernoulli_(1 - self.p)
         if self.mesh.shape.size > 1:
             kept = all_gather(kept, self.mesh.along(*AXES))[0]
         # At p = 1, `kept` is zeros: divide by something else than zero.

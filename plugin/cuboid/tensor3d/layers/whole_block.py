@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -25,7 +25,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.dropout import own_random_numbers
+from cuboid.tensor3d.layers.dropout import random_numbers_of_block
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, shard_in_place
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -229,7 +229,9 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         with _unsharded(block, AXES):
             return own.forward(block, *args, **kwargs)
     if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
-        with _late_random_numbers(late, mesh, (*args, *kwargs.values())), _unsharded(block):
+        # Ranks of sequence × hidden have the same whole activations, too.
+        device = next(block.parameters()).device
+        with random_numbers_of_block(mesh, device), _unsharded(block):
             return own.forward(block, *args, **kwargs)
     stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
     if stream is None:
@@ -257,21 +259,11 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
     args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
     # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
-    with own_random_numbers(mesh, stream.device, ("batch",)), _unsharded(block):
+    with random_numbers_of_block(mesh, stream.device), _unsharded(block):
         output = own.forward(block, *args, **kwargs)
     if isinstance(output, tuple):
         return tuple(map(part, output))
     return part(output)
-
-
-def _late_random_numbers(
-    late: LateSplit | ImageSplit, mesh: Mesh, arguments: Sequence[Any]
-) -> AbstractContextManager[None]:
-    """Outside of an image model's layers, activations stay whole: ranks of sequence × hidden must draw the same."""
-    if not isinstance(late, ImageSplit):
-        return nullcontext()
-    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    return own_random_numbers(mesh, device, ("batch",))
 
 
 def _is_activation(x: Any) -> bool:

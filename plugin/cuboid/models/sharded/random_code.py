@@ -1,0 +1,159 @@
+"""Finds the modules of a model whose own code draws random numbers, by reading the byte code of their forwards.
+
+``nn.Dropout`` modules are replaced when a model is sharded, but most architectures also call ``nn.functional.dropout``,
+``torch.rand`` or numpy in code of their own. A run wouldn't find them all: they are behind probabilities and other
+conditions. Byte code has all of them, whatever the config; source may be missing, or be another than what runs.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+import types
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from cuboid.models.batch.generator_check import Library
+from cuboid.tensor3d.layers.random_draws import RANDOM_FUNCTIONS
+
+#: Packages whose functions aren't followed. They draw only in functions that are known by name.
+_KNOWN = ("torch", "cuboid", "numpy", "builtins", "functools", "contextlib", "inspect", "logging", "warnings")
+#: Names of tensors' methods that draw.
+_METHODS = frozenset({"bernoulli", "multinomial", *(name for name in RANDOM_FUNCTIONS if name.endswith("_"))})
+#: What modules call in place of attention's interface, which has seeds of its own, if none is registered.
+_FALLBACK = "eager_attention_forward"
+#: What a chain of names stands for if that isn't known before the code runs.
+_UNKNOWN = object()
+
+
+def libraries_drawn_from(cls: type[nn.Module]) -> frozenset[Library]:
+    """The libraries from whose generators a module's forward may draw, except in its submodules' code."""
+    reader = _Reader(cls)
+    for base in cls.__mro__:
+        forward = vars(base).get("forward")
+        # Of torch's own modules, only dropouts and the like draw, in their forward itself.
+        if forward is not None and (base is cls or not _is_known(base)):
+            reader.read(forward)
+    return frozenset(reader.found)
+
+
+def _is_known(x: Any) -> bool:
+    return (getattr(x, "__module__", None) or "").partition(".")[0] in _KNOWN
+
+
+class _Reader:
+    """Reads functions and all that they call by name.
+
+    Args:
+        cls: the class of ``self`` in methods.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._seen: set[types.FunctionType] = set()
+        self.found: set[Library] = set()
+
+    def read(self, called: Any) -> None:
+        """Read a function, or what a decorator made of one."""
+        if isinstance(called, staticmethod | classmethod):
+            called = called.__func__
+        elif isinstance(called, property):
+            called = called.fget
+        elif isinstance(called, cached_property | partial):
+            called = called.func
+        elif isinstance(called, types.MethodType):
+            called = called.__func__
+        # Functions that a decorator made share their code, but not what is in their cells.
+        if not isinstance(called, types.FunctionType) or called in self._seen:
+            return
+        self._seen.add(called)
+        cells = dict(zip(called.__code__.co_freevars, called.__closure__ or (), strict=True))
+        self._read_code(called.__code__, called.__globals__, cells)
+        # A decorator's function calls the one that it was given, which is in a cell.
+        for cell in cells.values():
+            self.read(_content(cell))
+
+    def _read_code(self, code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> None:
+        own = code.co_varnames[0] if code.co_argcount else None
+        for chain in _chains(code):
+            self._follow(chain, own, names, cells)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._read_code(constant, names, cells)
+
+    def _follow(self, chain: list[str], own: str | None, names: dict[str, Any], cells: dict[str, Any]) -> None:
+        """Follow ``a.b.c``, whose first name has a prefix that tells where it is looked up."""
+        (scope, _, first), attributes = chain[0].partition(":"), chain[1:]
+        x: Any = _UNKNOWN
+        if first == _FALLBACK:
+            return
+        if scope == "global":
+            x = names.get(first, _UNKNOWN)
+        elif scope == "cell" and first in cells:
+            x = _content(cells[first])
+        elif scope == "local" and first == own and attributes:
+            self.read(_static(self._cls, attributes[0]))
+            if len(attributes) == 1:
+                # ``self.dropout`` is a submodule, a number or a method.
+                return
+        for attribute in attributes:
+            if x is not _UNKNOWN and not isinstance(x, types.ModuleType | type):
+                x = _UNKNOWN
+            if x is _UNKNOWN:
+                if attribute in _METHODS:
+                    self.found.add("torch")
+                continue
+            x = getattr(x, attribute, _UNKNOWN)
+        self._note(x)
+
+    def _note(self, x: Any) -> None:
+        owner = getattr(x, "__self__", None)
+        if owner is random._inst:  # type: ignore[attr-defined]
+            self.found.add("random")
+        elif owner is np.random.mtrand._rand:
+            self.found.add("numpy")
+        elif callable(x) and _is_known(x):
+            if getattr(x, "__name__", None) in RANDOM_FUNCTIONS:
+                self.found.add("torch")
+        elif getattr(x, "__name__", None) in RANDOM_FUNCTIONS and owner is not None:
+            # Functions of C, such as ``torch.rand``, have no module.
+            self.found.add("torch")
+        else:
+            self.read(x)
+
+
+def _static(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _UNKNOWN
+
+
+def _chains(code: types.CodeType) -> Iterator[list[str]]:
+    """Every ``a.b.c`` of a function, as names; the first has where it is looked up before it."""
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        name, operation = instruction.argval, instruction.opname
+        if operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = [*(chain or ["result:"]), name]
+            continue
+        if chain:
+            yield chain
+        chain = []
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = [f"global:{name}"]
+        elif operation in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+            chain = [f"cell:{name}"]
+        elif operation.startswith("LOAD_FAST"):
+            # Some versions of Python load two variables at once, of which the last may have attributes.
+            chain = [f"local:{name[-1] if isinstance(name, tuple) else name}"]
+    if chain:
+        yield chain

@@ -1,0 +1,180 @@
+"""Makes the modules whose own code draws random numbers do so with seeds that fit a mesh."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.roles import layer_names
+from cuboid.models.batch.generator_check import Library
+from cuboid.models.sharded.customizations import carry_over
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.sharded.random_code import libraries_drawn_from
+from cuboid.tensor3d.layers.dropout import CommonDropout, MaybeWhole, MeshDropout, ShardedDropout, running_generators
+from cuboid.tensor3d.layers.random_draws import Holding, Place, RandomDraws
+
+_HOST: tuple[Library, ...] = ("numpy", "random")
+
+
+class ModelDraws(RandomDraws):
+    """What a sharded model's own code draws.
+
+    Attributes:
+        libraries: whose generators it draws from.
+    """
+
+    def __init__(self, mesh: Mesh, width: int) -> None:
+        super().__init__(mesh, width)
+        self.libraries: frozenset[Library] = frozenset({"torch"})
+
+
+def seed_random_modules(
+    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, late: MaybeWhole | None
+) -> ModelDraws:
+    """Replace dropouts, and change, in place, the classes of modules whose own code draws.
+
+    Args:
+        model: a model, or a stage's part, whose other modules are sharded.
+        parallel_plan: how they are.
+        mesh: this rank's mesh.
+        late: what splits activations at the first layer, if the embedding doesn't.
+    """
+    width = getattr(model.config, "hidden_size", 0) // mesh.size("hidden")
+    draws, places = ModelDraws(mesh, width), _Places(model, parallel_plan, late)
+    if mesh.shape.size == 1:
+        return draws
+    found: dict[type[nn.Module], frozenset[Library]] = {}
+    for name, module in list(model.named_modules()):
+        cls = type(module)
+        if isinstance(module, MeshDropout):
+            continue
+        place = places.of(name)
+        if cls is nn.Dropout and name and not places.is_in_block(name):
+            new = _dropout(module, place, mesh)
+            carry_over(module, new)
+            model.set_submodule(name, new.train(module.training))
+            continue
+        if cls not in found:
+            found[cls] = libraries_drawn_from(cls)
+        libraries = found[cls]
+        draws.libraries |= libraries
+        if libraries:
+            vars(module).update(cuboid_draws=(draws, place, tuple(x for x in _HOST if x in libraries)))
+            module.__class__ = _drawing(cls)  # type: ignore[arg-type]
+    return draws
+
+
+def _dropout(module: Any, place: Place, mesh: Mesh) -> nn.Module:
+    if place.holding == "all":
+        return CommonDropout(module.p, mesh)
+    if place.holding == "rows":
+        return ShardedDropout(module.p, mesh, ("batch",))
+    return ShardedDropout(module.p, mesh, late=place.late)
+
+
+class _Places:
+    """Tells what a rank has of the activations in each module of a model."""
+
+    def __init__(self, model: PreTrainedModel, parallel_plan: ParallelPlan, late: MaybeWhole | None) -> None:
+        self._model, self._roles, self._verdict = model, parallel_plan.roles, parallel_plan.verdict
+        self._late = late
+        self._base = f"{model.base_model_prefix}." if model.base_model is not model else ""
+        self._layers = layer_names(model)
+        self._lists = {name.rpartition(".")[0].rpartition(".")[0] for name in self._layers}
+
+    def is_in_block(self, name: str) -> bool:
+        """Whether a module is in a block that is computed whole."""
+        return self._block_of(name) is not None
+
+    def of(self, name: str) -> Place:
+        """The place of a module."""
+        cls = type(self._model.get_submodule(name)).__name__
+        is_in_layer = any(name == layer or name.startswith(f"{layer}.") for layer in self._layers)
+        late = None if is_in_layer else self._late
+        return Place(name, cls, self._holding(name, is_in_layer=is_in_layer), late, name in self._lists)
+
+    def _block_of(self, name: str) -> str | None:
+        blocks = (key for key, role in self._roles.items() if role.kind == "whole")
+        return next((block for block in blocks if not block or name == block or name.startswith(f"{block}.")), None)
+
+    def _holding(self, name: str, *, is_in_layer: bool) -> Holding:
+        block = self._block_of(name)
+        if block is not None:
+            return "all" if self._roles[block].everywhere else "rows"
+        if name in self._roles and self._roles[name].kind == "router":
+            return "tokens"
+        is_in_base = f"{name}.".startswith(self._base)
+        if self._verdict.head == "whole" and not is_in_base:
+            return "all"
+        # Outside of layers, all ranks of sequence × hidden have the same images whole.
+        return "rows" if self._verdict.inputs == "pixels" and not is_in_layer else "parts"
+
+
+@functools.cache
+def _drawing(own: Any) -> type[nn.Module]:
+    # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
+    @functools.wraps(own.forward)
+    @uncompiled
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return own.forward(self, *args, **kwargs)
+        draws, place, libraries = self.cuboid_draws
+        with draws.inside(place), _drawing_from_host(place, libraries):
+            return own.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (own,), members)
+
+
+@contextmanager
+def _drawing_from_host(place: Place, libraries: tuple[Library, ...]) -> Iterator[None]:
+    """In the ``with`` block, numpy and Python draw the same on all ranks. Each of their calls can't be seen.
+
+    Raises:
+        UnsupportedModelError: code that doesn't only decide which layers run has drawn from them; on all ranks.
+    """
+    if not libraries:
+        yield
+        return
+    before = _host_states()
+    generators = running_generators()
+    number = None if generators is None or not place.runs_layers else generators.number_if_differing()
+    if number is not None:
+        random.seed(number)
+        np.random.seed(number % 2**32)
+    try:
+        yield
+    finally:
+        has_drawn = _host_states() != before
+        if number is not None:
+            _restore_host(before)
+            # The next forward must get another number.
+            random.random()
+            np.random.random()
+    if has_drawn and not place.runs_layers:
+        raise UnsupportedModelError(
+            f"{place.cls} ({place.name or 'the model'}) draws from the generator of {' or '.join(libraries)} in "
+            "training, and there is no rule for which ranks of a mesh must draw the same; set the probability in its "
+            "config that switches this on to 0"
+        )
+
+
+def _host_states() -> tuple[Any, ...]:
+    kind, key, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, np.asarray(key).tobytes(), *rest)
+
+
+def _restore_host(states: tuple[Any, ...]) -> None:
+    own, (kind, key, *rest) = states
+    random.setstate(own)
+    np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))
