@@ -248,8 +248,10 @@ def main(names):
     """Run steps by name, and print a line of JSON for each."""
     rank_agreement._world = lambda mesh: None
     torch.cuda.get_device_capability = lambda _: (9, 0)
-    # The state of a CUDA generator is in the host's memory: asking for it waits for nothing.
-    torch.cuda.get_rng_state = lambda _: torch.zeros(16, dtype=torch.uint8)
+    # The state of a CUDA generator is in the host's memory: asking for it waits for nothing. Made before there are only
+    # fake tensors.
+    rng_state = torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.get_rng_state = lambda _: rng_state
     torch.cuda.set_rng_state = lambda *_: None
     torch.cuda.manual_seed = lambda _: None
     torch.cuda.device = lambda _: nullcontext()

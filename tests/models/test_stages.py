@@ -304,8 +304,25 @@ def test_models_that_a_pipeline_cannot_cut_are_refused_with_the_reason():
     assert "computes from the token ids" in refusal("roberta", is_decoder=True)
     assert "writes into the embeddings" in refusal("ctrl")
     assert "config.layerdrop" in refusal("opt", layerdrop=0.1)
+    assert "config.decoder_layerdrop" in refusal("bart", decoder_layerdrop=0.1)
     assert "the model has no router_aux_loss_coef" in refusal("deepseek_v3", output_router_logits=True)
     assert "returns no router_logits" in refusal("doge", output_router_logits=True)
+
+
+class DropsLayers(transformers.OPTForCausalLM):
+    """Drops layers by a probability that no config has."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.decoder.layerdrop = 0.01
+
+
+def test_layers_dropped_by_any_name_are_refused(monkeypatch):
+    monkeypatch.setattr(transformers, "DropsLayers", DropsLayers, raising=False)
+    assert "OPTDecoder drops whole layers at random in training" in refusal("opt", "DropsLayers")
+    state = torch.get_rng_state()
+    draw_outline(transformers.OPTForCausalLM, transformers.OPTConfig(dropout=0.1))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_outline_leaves_the_config_as_it_was():

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from cuboid.distributed.topology import AXES, Axis, Coordinate, MeshShape
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel, Staging
-from cuboid.tensor3d.layers.dropout import CommonDropout
+from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.whole_block import axes_computed_alike
 from cuboid.verify.task_inputs import run_forward
 
@@ -110,8 +110,11 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
 
 
 def _axes_alike(model: nn.Module, name: str) -> tuple[Axis, ...]:
-    if isinstance(model.get_submodule(name), CommonDropout):
+    module = model.get_submodule(name)
+    if isinstance(module, CommonDropout):
         return AXES
+    if isinstance(module, ShardedDropout) and module.axes != AXES:
+        return tuple(axis for axis in AXES if axis not in module.axes)
     inside = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
     return next((axes for each in inside if (axes := axes_computed_alike(model.get_submodule(each)))), ())
 

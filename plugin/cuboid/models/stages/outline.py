@@ -25,6 +25,7 @@ from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.layer_list import layer_list
 from cuboid.models.stages.module_flow import ForwardLog
+from cuboid.models.stages.random_layers import check_all_layers_run
 from cuboid.models.stages.router_loss import RouterLoss
 
 _TRACED_LENGTH = 8
@@ -108,6 +109,8 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
     # Check the model's own config: BartForCausalLM, the decoder alone, clears ``is_encoder_decoder`` in its copy.
     _check_config(cls, model.config)
     outline = trace_outline(model)
+    ids = torch.zeros((1, _TRACED_LENGTH), dtype=torch.int64, device="meta")
+    check_all_layers_run(model, outline.layers, ids)
     # transformers' classifiers ignore this option.
     if getattr(config, "output_router_logits", False) and outline.is_causal:
         router_loss = RouterLoss.on_meta(model, outline.base, outline.layers)
@@ -137,7 +140,7 @@ def _check_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
         and getattr(config, "add_cross_attention", None) is not None
     ):
         raise _unsupported(cls, "its config says is_decoder=False, so that its tokens see the ones after them")
-    for name in ("layerdrop", "layer_dropout"):
+    for name in ("layerdrop", "layer_dropout", "decoder_layerdrop"):
         if getattr(config, name, None):
             raise _unsupported(cls, f"config.{name} drops whole layers at random; set it to 0")
 

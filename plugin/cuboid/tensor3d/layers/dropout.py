@@ -121,8 +121,8 @@ def _own_random_numbers(
         return
     outer = _region.get()
     host = None if is_settled or outer is not None else torch.get_rng_state()
-    # On the host, whatever the default device is: reading the seed must not wait for a device. With a generator, so that
-    # `RandomDraws` doesn't take it for a number of the model's code.
+    # On the host, whatever the default device is: reading the seed must not wait for a device. A generator tells
+    # `RandomDraws` that this isn't a number of the model's code.
     own = torch.default_generator
     seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=own))
     token = _region.set(_Region(seed, is_settled))
@@ -131,7 +131,7 @@ def _own_random_numbers(
         with seeded(device, seed + mesh.index(*axes)):
             before = None if is_settled else _state(device)
             yield
-            has_drawn = before is None or not torch.equal(before, _state(device))
+            has_drawn = before is None or before != _state(device)
     finally:
         _region.reset(token)
     if not has_drawn:
@@ -144,12 +144,11 @@ def _own_random_numbers(
         generators.require_equal()
 
 
-def _state(device: torch.device) -> torch.Tensor:
-    """The state of a device's generator, in host memory: nothing waits for the device."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+def _state(device: torch.device) -> bytes:
+    """The state of a device's generator. Of any device it is in host memory: nothing waits."""
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state(*(() if device.type == "cpu" else (device,)))
+    return state.numpy().tobytes()
 
 
 @contextmanager
@@ -201,16 +200,22 @@ class ShardedDropout(MeshDropout):
         mesh: this rank's mesh.
         axes: along which ranks have different elements.
         late: if it says that activations are whole, ranks along `batch` only have different ones.
+
+    Attributes:
+        axes: along which the last call's masks differ.
     """
+
+    axes: tuple[Axis, ...]
 
     def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES, *, late: MaybeWhole | None = None) -> None:
         super().__init__(p, mesh)
-        self._axes = axes
+        self.axes = self._axes = axes
         self._late = late
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        axes: tuple[Axis, ...] = ("batch",) if self._late is not None and self._late.is_whole else self._axes
-        with own_random_numbers(self.mesh, x.device, axes):
+        is_whole = self._late is not None and self._late.is_whole
+        self.axes = ("batch",) if is_whole else self._axes
+        with own_random_numbers(self.mesh, x.device, self.axes):
             return nn.functional.dropout(x, self.p, training=True)
 
 
