@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -212,7 +211,8 @@ class _Calls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if type(func) is FunctionType and not func.__module__.startswith("torch"):
+        # Methods of C have no module.
+        if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
             # A script has replaced a dropout, and its function has called the original one, which passes on what its
             # own name stands for now. Go on with the original.
             name = next((key for key in _ORIGINALS if getattr(nn.functional, key) is func), name)
