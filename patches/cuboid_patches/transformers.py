@@ -50,8 +50,12 @@ def _from_config(original: Any) -> Any:
 def _config_from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if (active_config() or _config_kept_alive()) is None:
+            return original.__func__(cls, *args, **kwargs)
+        # Without an answer, transformers would ask on the terminal of each rank whether to run a model's own code.
+        kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
         folder = folder_of(args, kwargs)
-        if folder is None or not has_config(folder) or (active_config() or _config_kept_alive()) is None:
+        if folder is None or not has_config(folder):
             return original.__func__(cls, *args, **kwargs)
         # Rejects implausible counts first: for a billion layers, transformers would build a list of their types.
         read_config(folder / CONFIG)
@@ -142,7 +146,8 @@ PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
         package="transformers",
-        reason="tell a damaged config.json by its name, in bounded time, when a config of ours is active",
+        reason="when a config of ours is active: tell a damaged config.json by its name, in bounded time, and don't "
+        "ask on each rank's terminal whether to run a model's own code",
         parameters=("pretrained_model_name_or_path", "kwargs"),
         replace=_config_from_pretrained,
     ),

@@ -11,6 +11,7 @@ import torch
 
 from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.format.folder import is_intact, others_beside, resolve
+from cuboid.checkpoint.format.links import reject_outward_links
 from cuboid.checkpoint.format.manifest import Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.run_state import check_document
 from cuboid.checkpoint.format.state_file import read_state
@@ -71,6 +72,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     def check() -> Manifest:
         manifest = Manifest.read(path)
         if mesh.rank == 0:
+            reject_outward_links(path)
             check_sizes(path, manifest)
         if verify:
             check_contents(path, manifest, _own_share(manifest, mesh))

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.limits import TrustRemoteCode
+
 
 def bench(
     model: Annotated[Path, typer.Option(help="Hugging Face checkpoint.")],
@@ -18,6 +20,7 @@ def bench(
     steps: Annotated[int, typer.Option(help="Optimizer steps to measure.")] = 10,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Measure training steps of a model with a config, on random tokens.
@@ -35,7 +38,7 @@ def bench(
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     world = World.from_environment()
     quiet(speaks=world.is_first)
-    report = run(BenchOptions(model, config, sequence_length, steps, warmup, json), world)
+    report = run(BenchOptions(model, config, sequence_length, steps, warmup, json, trust_remote_code), world)
     if world.is_first:
         report.print(Console())
     world.disconnect()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.outputs import check_outputs
 
 
@@ -23,6 +24,7 @@ def estimate(
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it there: .png, .svg or .pdf.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Draw the pipeline's simulated schedule there.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Predict the time and memory of a training step. Nothing is allocated, and no GPU is needed.
 
@@ -43,7 +45,8 @@ def estimate(
     from cuboid.weights.model_folder import model_config
 
     check_outputs(json, pictures=(picture, timeline))
-    described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    settings = model_config(model, trust_remote_code=trust_remote_code)
+    described, machines = describe(settings), Cluster.parse(cluster)
     check_length(sequence_length, described.most_positions, "--seq-len")
     own, rest = require_config(config)
     check_framework_config(own, rest, machines.gpus, is_complete=True)

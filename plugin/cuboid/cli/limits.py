@@ -1,12 +1,17 @@
-"""Limits of numbers on the command line, which typer checks before a command runs."""
+"""What several commands take from the command line: limits of numbers, which typer checks, and the trust in code."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
+#: Option of all commands that read a model's config or tokenizer. Without it they raise: they never ask.
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with the model, if it needs its own. Read it first."),
+]
 #: All random number generators accept it, even with the offset that is added for each replica.
 LARGEST_SEED = 2**32 - 1
 #: Sizes of small models, far above any useful ones.

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.outputs import check_outputs
 
 
@@ -34,6 +35,7 @@ def plan(
             "chunks.",
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Search meshes, stages, segments, schedules, micro-batches, replicas, ZeRO stage and checkpointing.
 
@@ -58,7 +60,8 @@ def plan(
     console = Console()
     # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)
-    described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    settings = model_config(model, trust_remote_code=trust_remote_code)
+    described, machines = describe(settings), Cluster.parse(cluster)
     check_length(sequence_length, described.most_positions, "--seq-len")
     if explain is not None:
         pair = [

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.limits import LARGEST_SEED, LARGEST_VOCABULARY
+from cuboid.cli.limits import LARGEST_SEED, LARGEST_VOCABULARY, TrustRemoteCode
 
 
 def prepare(
@@ -26,6 +26,7 @@ def prepare(
     ] = None,
     vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.", max=LARGEST_VOCABULARY)] = 4096,
     seed: Annotated[int, typer.Option(help="Of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Tokenize the data into OUT/tokens.
 
@@ -35,4 +36,13 @@ def prepare(
     from cuboid.train.prepare import prepare as run
 
     quiet()
-    run(out, model=model, tokenizer_folder=tokenizer, data=data, vocabulary=vocabulary, seed=seed, say=typer.echo)
+    run(
+        out,
+        model=model,
+        tokenizer_folder=tokenizer,
+        data=data,
+        vocabulary=vocabulary,
+        seed=seed,
+        say=typer.echo,
+        trust_remote_code=trust_remote_code,
+    )

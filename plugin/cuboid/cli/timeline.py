@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import MOST_UNITS, chunk_count, finite
+from cuboid.cli.limits import MOST_UNITS, TrustRemoteCode, chunk_count, finite
 from cuboid.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def timeline(
     json_output: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here: bubble, peak_micro_batches, …")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Simulate one step of a pipeline: print each stage's idle time and memory, and draw the schedule.
 
@@ -116,7 +117,7 @@ def timeline(
             raise typer.BadParameter("--seq-len means nothing without --model PATH, which says what a token costs")
         costs: _Costs = _PlainCosts(request)
     else:
-        costs = _ModelCosts(request, model, sequence_length, rows)
+        costs = _ModelCosts(request, model, sequence_length, rows, trust_remote_code=trust_remote_code)
     compared = _compare(request, costs)
     chosen = compared.best
     title = _title(request, chosen)
@@ -252,7 +253,9 @@ class _PlainCosts(_Costs):
 class _ModelCosts(_Costs):
     """Costs by the operations and the activations of a model's layers."""
 
-    def __init__(self, request: _Request, model: Path, length: int | None, rows: int) -> None:
+    def __init__(
+        self, request: _Request, model: Path, length: int | None, rows: int, *, trust_remote_code: bool
+    ) -> None:
         from cuboid.models.batch.length_cases import check_length, longest_sequence
         from cuboid.models.stages.model_costs import model_sizes
         from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
@@ -264,7 +267,7 @@ class _ModelCosts(_Costs):
             length = sum(request.lengths)
         if length % request.multiple:
             raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
-        config = model_config(model)
+        config = model_config(model, trust_remote_code=trust_remote_code)
         check_length(length, longest_sequence(config), "--seq-len")
         self._sizes = model_sizes(config)
         lengths, k, multiple = request.lengths, request.segments, request.multiple

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from cuboid.cli.limits import LARGEST_SEED
+from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode
 
 if TYPE_CHECKING:
     from cuboid.train.reporting.report import Report
@@ -78,6 +78,7 @@ def train(
             help="Resume from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Load or make a model sharded over stages and mesh, train it, and save it as plain transformers opens it.
@@ -116,6 +117,7 @@ def train(
             keep_last=keep_last,
             resume=resume is not None or resume_from is not None,
             resume_from=resume_from,
+            trust_remote_code=trust_remote_code,
             resume_if_any=resume == "auto" and resume_from is None,
         )
         result = run(options, world, interrupts)

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, chunk_count, finite
+from cuboid.cli.limits import (
+    LARGEST_VOCABULARY,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_PROCESSES,
+    TrustRemoteCode,
+    chunk_count,
+    finite,
+)
 from cuboid.cli.outputs import check_outputs
 from cuboid.verify.plan import Dtype
 from cuboid.verify.small_models import Architecture, Rope
@@ -88,6 +96,7 @@ def verify(
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds that a run of one side may take.", min=1, callback=finite)
     ] = 600.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare a model on a mesh, in a pipeline, or both, with plain transformers.
 
@@ -133,6 +142,7 @@ def verify(
             masking=masking,
             packed=packed,
             checkpointing=checkpointing,
+            trust_remote_code=trust_remote_code,
         )
         report = compare(
             plan,

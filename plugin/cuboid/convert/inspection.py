@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cuboid.checkpoint.format.links import leads_outward, reject_outward_links
 from cuboid.checkpoint.format.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
 from cuboid.checkpoint.format.run_state import check_document
 from cuboid.checkpoint.format.state_file import STATE, read_state
@@ -84,7 +85,7 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
         FileEntry(name=path.relative_to(found.folder).as_posix(), bytes=path.stat().st_size) for path in files
     ]
     for entry in inspection.files:
-        if entry.name.endswith(".safetensors"):
+        if entry.name.endswith(".safetensors") and not leads_outward(found.folder / entry.name):
             _add_tensors(inspection, found.folder, entry.name)
     if found.kind is Kind.CUBOID:
         _check_manifest(inspection, found.folder, verify)
@@ -95,6 +96,8 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
         _check_index(inspection, found.folder)
     if found.kind is not Kind.DEEPSPEED and has_config(found.folder):
         inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
+    else:
+        inspection.faults += _faults(lambda: reject_outward_links(found.folder))
     return inspection
 
 

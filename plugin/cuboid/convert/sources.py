@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.format.folder import CONVERTING, INCOMPLETE, resolve
+from cuboid.checkpoint.format.links import reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
@@ -123,6 +124,7 @@ def open_source(
         CheckpointError: there is none, or it is damaged, or the options don't apply to it.
     """
     found = find_checkpoint(path)
+    reject_outward_links(found.folder, within=path)
     auxiliary_files = _auxiliary_files(found, path, model)
     if master and found.kind is not Kind.CUBOID:
         raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")

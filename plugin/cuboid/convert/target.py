@@ -87,6 +87,9 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(incomplete, ignore_errors=True)
         if isinstance(error, OSError):
+            # The source is read meanwhile.
+            if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(incomplete):
+                raise CheckpointError(f"{error.filename}: can't be read: {error.strerror}") from error
             raise CheckpointError(f"{target}: can't be written: {error.strerror or error}") from error
         raise
 

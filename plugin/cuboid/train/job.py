@@ -41,6 +41,7 @@ from cuboid.weights.model_folder import (
     model_config,
     verify_model_folder,
     weights_bytes,
+    without_own_code,
 )
 
 #: Keys of a model's config that aren't about its architecture.
@@ -69,6 +70,7 @@ class TrainOptions:
             if the latest is damaged.
         arch_config: a model's ``config.json``, or the folder that it is in; None with a ``model``.
         tokenizer: folder of a tokenizer; None for the model's, or the one beside the tokens in ``data``.
+        trust_remote_code: whether code that comes with the model may be run.
     """
 
     model: Path | None
@@ -87,6 +89,7 @@ class TrainOptions:
     resume_if_any: bool = False
     arch_config: Path | None = None
     tokenizer: Path | None = None
+    trust_remote_code: bool = False
 
     @property
     def architecture(self) -> Path:
@@ -169,7 +172,7 @@ def plan(options: TrainOptions) -> Job:
     config = check_options(options)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
-    settings = model_config(options.architecture)
+    settings = model_config(options.architecture, trust_remote_code=options.trust_remote_code)
     resumed = _find_resumed(options)
     # A run that was killed while it wrote its result, and had no checkpoint, is begun again.
     is_unfinished = options.resume_if_any and (options.out / WRITING).exists()
@@ -191,7 +194,7 @@ def plan(options: TrainOptions) -> Job:
     tokenizer = _tokenizer(options)
     vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
     # Room for the result, and for a checkpoint's weights if there are checkpoints.
-    size_bytes = _new_bytes(settings, dtype) if options.model is None else weights_bytes(options.model, dtype)
+    size_bytes = _new_bytes(options, settings, dtype) if options.model is None else weights_bytes(options.model, dtype)
     check_output(options.out, size_bytes * (2 if options.save_every else 1))
     if trace is not None:
         check_output(trace)
@@ -240,14 +243,15 @@ def _check_results(options: TrainOptions, done: int, steps: int) -> None:
 
 
 def _tokenizer(options: TrainOptions) -> Any:
+    trusted = options.trust_remote_code
     if options.model is not None:
-        return load_tokenizer(options.model)
+        return load_tokenizer(options.model, trust_remote_code=trusted)
     if options.tokenizer is not None:
-        return tokenizer_in(options.tokenizer)
-    return tokenizer_in(options.data, remedy="name its folder by --tokenizer")
+        return tokenizer_in(options.tokenizer, trust_remote_code=trusted)
+    return tokenizer_in(options.data, remedy="name its folder by --tokenizer", trust_remote_code=trusted)
 
 
-def load_tokenizer(model: Path) -> Any:
+def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer beside a checkpoint.
 
     Raises:
@@ -255,15 +259,16 @@ def load_tokenizer(model: Path) -> Any:
     """
     check_model_folder(model, weights=False)
     verify_model_folder(model, weights=False)
-    return tokenizer_in(model)
+    return tokenizer_in(model, trust_remote_code=trust_remote_code)
 
 
-def tokenizer_in(folder: Path, *, remedy: str = "copy its files there") -> Any:
+def tokenizer_in(folder: Path, *, remedy: str = "copy its files there", trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder, which needn't be a checkpoint's.
 
     Args:
         folder: with the files that transformers loads a tokenizer from.
         remedy: advice for the error message if there are none.
+        trust_remote_code: whether code beside them may be run.
 
     Raises:
         CheckpointError: there is none.
@@ -274,7 +279,7 @@ def tokenizer_in(folder: Path, *, remedy: str = "copy its files there") -> Any:
         raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; {remedy}")
     # An error names the first file, which is the tokenizer itself if it is in one file.
     with as_damage_of(folder / names[0]):
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
@@ -325,10 +330,11 @@ def _check_source(options: TrainOptions) -> None:
         raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
 
 
-def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+def _new_bytes(options: TrainOptions, config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Size of a new model's weights."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    trusted = options.trust_remote_code
+    with without_own_code(options.architecture), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
     return model.num_parameters() * dtype.itemsize
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
@@ -31,6 +32,7 @@ def prepare(
     vocabulary: int,
     seed: int,
     say: Callable[[str], None],
+    trust_remote_code: bool = False,
 ) -> Tokens:
     """Tokenize ``data`` into ``out/tokens``. Without a given tokenizer, write a new one and a model to ``out/start``.
 
@@ -42,6 +44,7 @@ def prepare(
         vocabulary: entries of a new tokenizer and of a new model's embedding.
         seed: of a new model's weights.
         say: called with each line of output.
+        trust_remote_code: whether code that comes with the tokenizer may be run.
 
     Raises:
         CuboidError: a file is missing or unusable, ``out`` can't be written, or has a run that finished or could be
@@ -58,24 +61,15 @@ def prepare(
         for name in (START, TOKENS):
             if os.path.lexists(out / name):
                 check_output(out / name)
-        return _prepare(
-            out, model=model, tokenizer_folder=tokenizer_folder, data=data, vocabulary=vocabulary, seed=seed, say=say
-        )
+        tokenizer = None if model is None else load_tokenizer(model, trust_remote_code=trust_remote_code)
+        if tokenizer_folder is not None:
+            tokenizer = tokenizer_in(tokenizer_folder, trust_remote_code=trust_remote_code)
+        return _prepare(out, tokenizer=tokenizer, data=data, vocabulary=vocabulary, seed=seed, say=say)
 
 
 def _prepare(
-    out: Path,
-    *,
-    model: Path | None,
-    tokenizer_folder: Path | None,
-    data: Path | None,
-    vocabulary: int,
-    seed: int,
-    say: Callable[[str], None],
+    out: Path, *, tokenizer: Any, data: Path | None, vocabulary: int, seed: int, say: Callable[[str], None]
 ) -> Tokens:
-    tokenizer = None if model is None else load_tokenizer(model)
-    if tokenizer_folder is not None:
-        tokenizer = tokenizer_in(tokenizer_folder)
     corpus = read_corpus(data)
     characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))
     say(

@@ -140,6 +140,7 @@ def _check_resumed_alike(job: Job, world: World) -> None:
 def _model(job: Job) -> PreTrainedModel:
     """Load the checkpoint, or initialize a new model from the seed, with the same weights on every layout."""
     asked = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
+    asked["trust_remote_code"] = job.options.trust_remote_code
     if job.options.model is not None:
         return cuboid.from_pretrained(str(job.options.model), job.config, **asked)
     torch.manual_seed(job.options.seed)

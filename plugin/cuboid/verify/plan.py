@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Kind
@@ -26,6 +27,8 @@ from cuboid.models.batch.length_cases import (
     thresholds,
 )
 from cuboid.models.certification.float64 import Precision, precision
+from cuboid.weights.model_folder import model_config as read_model_config
+from cuboid.weights.model_folder import without_own_code
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
@@ -69,6 +72,7 @@ class Plan:
         left_out: kinds of micro-batches that are left out, because they give wrong results with the architecture, and
             why they do.
         seed: of the batches.
+        trust_remote_code: whether code that comes with the model may be run.
     """
 
     checkpoint: str
@@ -101,6 +105,7 @@ class Plan:
     counts_items: bool = True
     left_out: tuple[tuple[Kind, str], ...] = ()
     seed: int = 0
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "data_parallel", "accumulate"):
@@ -124,6 +129,7 @@ class Plan:
     def loading_options(self) -> dict[str, Any]:
         """Keyword arguments of ``from_pretrained``, for both sides."""
         options: dict[str, Any] = {"config": self.model_config(), "dtype": self.torch_dtype}
+        options["trust_remote_code"] = self.trust_remote_code
         if self.dtype == "float64":
             options["experts_implementation"] = "eager"  # torch's grouped matrix product doesn't support float64
         return options
@@ -135,7 +141,7 @@ class Plan:
         Raises:
             UnsupportedModelError: the task isn't supported.
         """
-        architectures = AutoConfig.from_pretrained(self.checkpoint).architectures or ()
+        architectures = self.stored_config().architectures or ()
         for known in (getattr(transformers, name, None) for name in architectures):
             if isinstance(known, type):
                 check_class(known)
@@ -153,13 +159,22 @@ class Plan:
                 f"{auto_class.__name__} has no model for the model_type {config.model_type!r} of {self.checkpoint}; it "
                 "may be the config of a part of another model, whose checkpoint can be verified"
             )
-        with torch.device("meta"):
-            model: PreTrainedModel = auto_class.from_config(config)
+        with without_own_code(self.checkpoint), torch.device("meta"):
+            model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=self.trust_remote_code)
         return model
+
+    def stored_config(self) -> PretrainedConfig:
+        """The checkpoint's config as it is.
+
+        Raises:
+            CheckpointError: it can't be read, or needs code that isn't trusted.
+        """
+        config: PretrainedConfig = read_model_config(Path(self.checkpoint), trust_remote_code=self.trust_remote_code)
+        return config
 
     def model_config(self) -> PretrainedConfig:
         """The checkpoint's config without dropout, whose masks differ between layouts."""
-        config = AutoConfig.from_pretrained(self.checkpoint)
+        config = self.stored_config()
         _leave_dropout_out(config)
         # Lengths that a plan chooses itself exceed the range of rotary embeddings on purpose, to test what lies beyond.
         # Only where positions end, as in a learned table, do they have to stop.

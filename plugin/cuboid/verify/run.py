@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource, load_config
@@ -138,7 +138,7 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
             plan = dataclasses.replace(plan, sequence_length=sum(pipeline.partition))
     chooses = plan.is_default
     if chooses:
-        plan = dataclasses.replace(plan, **covering_plan(AutoConfig.from_pretrained(plan.checkpoint)))
+        plan = dataclasses.replace(plan, **covering_plan(plan.stored_config()))
     model = plan.empty_model()
     if model.main_input_name != "input_ids":
         raise CuboidError(

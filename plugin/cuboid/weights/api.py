@@ -29,6 +29,7 @@ from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, 
 from cuboid.models.stages.stage_model import cut_model, finish_stage
 from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.weights.model_folder import without_own_code
 from cuboid.weights.save import save_sharded
 
 #: Arguments of ``from_pretrained`` that locate a config.
@@ -91,12 +92,14 @@ def from_pretrained(
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
         auto_class: such as ``AutoModelForSequenceClassification``; by default that of the checkpoint's
             ``architectures``.
-        kwargs: passed to ``from_pretrained``.
+        kwargs: passed to ``from_pretrained``. A model's own code is run with ``trust_remote_code=True`` alone: where
+            transformers would ask on the terminal, each rank by itself, this raises.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError, CheckpointError: see :func:`cuboid.weights.load.load_sharded`.
     """
-    with scope(config):
+    kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
+    with scope(config), without_own_code(path):
         # In the scope, the patched ``from_pretrained`` checks the folder's files before transformers reads them.
         auto_class = auto_class or auto_class_of(_architectures_of(path, kwargs))
         loaded: PreTrainedModel = auto_class.from_pretrained(path, **kwargs)
@@ -126,12 +129,13 @@ def from_config(
         model_config: of the model to be made.
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
         auto_class: as in :func:`from_pretrained`; by default that of the model config's ``architectures``.
-        kwargs: passed to ``from_config``, such as ``dtype``.
+        kwargs: passed to ``from_config``, such as ``dtype``; ``trust_remote_code`` as in :func:`from_pretrained`.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before any weight is made.
     """
-    with scope(config):
+    kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
+    with scope(config), without_own_code(model_config._name_or_path or type(model_config).__name__):
         made: PreTrainedModel = (auto_class or auto_class_of(model_config.architectures)).from_config(
             model_config, **kwargs
         )

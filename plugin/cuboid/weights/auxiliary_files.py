@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
+from cuboid.checkpoint.format.links import leads_outward
 from cuboid.models.attention.segments import PREFIX
+
+logger = logging.getLogger(__name__)
 
 #: Files that tokenizers and processors of the various models may have.
 TOKENIZER_FILES = (
@@ -81,5 +85,10 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-        if found is not None and Path(found).resolve() != (folder / name).resolve():
+        if found is None or Path(found).resolve() == (folder / name).resolve():
+            continue
+        if leads_outward(Path(found)):
+            # Not an error, so that a trained model is saved. Checkpoints that Cuboid loads itself have no such links.
+            logger.warning("%s: is a link that leads out of its folder; it isn't copied to %s", found, folder)
+        else:
             shutil.copyfile(found, folder / name)

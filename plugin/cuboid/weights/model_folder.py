@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.format.bounded_files import open_regular, read_object
+from cuboid.checkpoint.format.links import reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, reject_lost_manifest
 from cuboid.checkpoint.format.tensor_file import TensorFile
@@ -83,6 +84,7 @@ def check_model_folder(folder: Path, *, variant: str | None = None, weights: boo
     Raises:
         CheckpointError: names the file that is missing, damaged or malformed.
     """
+    reject_outward_links(folder)
     path = folder / CONFIG
     config = read_config(path)
     for name in _BESIDE:
@@ -115,21 +117,49 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def model_config(path: Path, **kwargs: Any) -> Any:
+def model_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """A model's config as an instance of transformers' class.
 
     Args:
         path: a folder with a ``config.json``, or the file.
-        kwargs: of ``AutoConfig.from_pretrained``.
+        trust_remote_code: whether code beside it may be run.
 
     Raises:
-        CheckpointError: it is missing or damaged, or transformers can't read it.
+        CheckpointError: it is missing or damaged, or transformers can't read it, or needs code that isn't trusted.
     """
     check_exists(path)
     file = path / CONFIG if path.is_dir() else path
     read_config(file)
     with as_damage_of(file):
-        return AutoConfig.from_pretrained(path, **kwargs)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def untrusted(path: Path | str, error: BaseException | None) -> CheckpointError | None:
+    """The error to raise for transformers' refusal to run a model's own code; None for any other exception."""
+    if not isinstance(error, ValueError) or isinstance(error, CuboidError) or "trust_remote_code" not in str(error):
+        return None
+    return CheckpointError(
+        f"{path}: needs code that comes with the model, which isn't run unless you trust it: read it, then give "
+        "--trust-remote-code (in a script, trust_remote_code=True); `cuboid convert` never runs it"
+    )
+
+
+class without_own_code:
+    """Context for calls with ``trust_remote_code=False``: raises a sentence of ours where a model needs its own code.
+
+    With None, transformers would ask on standard input, each rank by itself, and run the code after a ``y``.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        refused = untrusted(self._path, error)
+        if refused is not None:
+            raise refused from None
 
 
 class as_damage_of:
@@ -148,6 +178,9 @@ class as_damage_of:
         # All of them, because tokenizers raises plain ``Exception``.
         if not isinstance(error, Exception) or isinstance(error, _NOT_DAMAGE):
             return
+        refused = untrusted(self._path, error)
+        if refused is not None:
+            raise refused from None
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{self._path}: can't be loaded: {type(error).__name__}: {reason}") from error
 

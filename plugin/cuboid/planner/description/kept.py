@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
@@ -227,7 +228,7 @@ class _Sample:
         plan = _plan_of_one(config) if sharded else None
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
         with self._mode, plain_construction():
-            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+            self._model: Any = _causal(config, dtype=torch.bfloat16).train()
             if plan is not None:
                 settings, mesh = CuboidConfig().tensor_parallel, _lone_mesh()
                 parallelize_modules(self._model, plan, mesh, settings, functools.partial(take_shard, mesh=mesh))
@@ -292,7 +293,14 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
 
 def _plan_of_one(config: PretrainedConfig) -> ParallelPlan:
     with plain_construction(), torch.device("meta"):
-        return make_parallel_plan(AutoModelForCausalLM.from_config(copy.deepcopy(config)), MeshShape())
+        return make_parallel_plan(_causal(copy.deepcopy(config)), MeshShape())
+
+
+def _causal(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """A config's model. Of those with their own code, only if the config's class is from it: it was trusted then."""
+    trusted = type(config).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **kwargs)
+    return model
 
 
 def _lone_mesh() -> Mesh:

@@ -57,6 +57,7 @@ class BenchOptions:
         steps: optimizer steps to measure.
         warmup: steps before them, in which process groups, buffers and optimizer states are created.
         report: path of the result as JSON, if any.
+        trust_remote_code: whether code that comes with the model may be run.
     """
 
     model: Path
@@ -65,6 +66,7 @@ class BenchOptions:
     steps: int = 10
     warmup: int = 3
     report: Path | None = None
+    trust_remote_code: bool = False
 
 
 def run(options: BenchOptions, world: World) -> BenchReport:
@@ -85,17 +87,19 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     check_model_folder(options.model)
     config = load_config(options.config)
     check_config(config, is_complete=False)
-    settings = model_config(options.model)
+    trusted = options.trust_remote_code
+    settings = model_config(options.model, trust_remote_code=trusted)
     check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
     ours, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
     dtype = weights_dtype(config)
-    model = cuboid.from_pretrained(str(options.model), config, auto_class=AutoModelForCausalLM, dtype=dtype)
+    asked = {"auto_class": AutoModelForCausalLM, "dtype": dtype, "trust_remote_code": trusted}
+    model = cuboid.from_pretrained(str(options.model), config, **asked)
     mesh = cuboid.mesh_of(model)
     with torch.device("meta"):
         # The full model, for the formulas: the sharded one has this rank's shapes only.
-        whole: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(settings, trust_remote_code=trusted)
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
     batches = _batches(options, rows, whole.config.get_text_config().vocab_size, mesh.coordinate.data, device)
