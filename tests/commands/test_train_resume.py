@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -324,6 +325,24 @@ def test_what_is_in_the_way_of_tokens_is_found_before_they_are_made(job, tmp_pat
     (tmp_path / "tokens").write_text("mine")
     with pytest.raises(CheckpointError, match=r"tokens: can't be written: .* is a file, not a folder"):
         prepare(tmp_path, model=job / "model", data=job / "text", vocabulary=300, seed=0, say=lambda _: None)
+
+
+def test_data_that_cannot_be_read_is_blamed_on_data(options, job, tmp_path):
+    def prepared(data):
+        prepare(tmp_path / "out", model=job / "model", data=data, vocabulary=300, seed=0, say=lambda _: None)
+
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one").write_text("words")
+    # Reading it is an error of the system, for root too.
+    (tmp_path / "texts" / "two").symlink_to("/proc/self/mem")
+    with pytest.raises(CuboidError, match=r"^--data: .*texts/two can't be read: Input/output error"):
+        prepared(tmp_path / "texts")
+    for begin_run in (prepared, lambda data: plan(options(data=data))):
+        with pytest.raises(CuboidError, match=r"^--data 'x+' can't be read: File name too long"):
+            begin_run(Path("x" * 300))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CuboidError, match="pipe' is neither a file nor a folder"):
+        prepared(tmp_path / "pipe")
 
 
 # --- two runs in one folder ----------------------------------------------------------------------------------------

@@ -318,7 +318,7 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
 
 def _check_source(options: TrainOptions) -> None:
     """Check that the data exists, and that the model comes from either a checkpoint or a config."""
-    if not options.data.exists():
+    if not _exists(options.data, "--data"):
         raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if (options.model is None) == (options.arch_config is None):
         raise CuboidError("give either --model, a checkpoint, or --arch-config, the config.json of a new model")
@@ -326,8 +326,15 @@ def _check_source(options: TrainOptions) -> None:
         if options.tokenizer is not None:
             raise CuboidError("--tokenizer goes with --arch-config; a --model has its own")
         check_model_folder(options.model)
-    elif not options.architecture.exists():
+    elif not _exists(options.architecture, "--arch-config"):
         raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
+
+
+def _exists(path: Path, option: str) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name that is too long, or a folder that can't be searched
+        raise CuboidError(f"{option} {str(path)!r} can't be read: {error.strerror}") from None
 
 
 def _new_bytes(options: TrainOptions, config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -39,7 +39,11 @@ def read_corpus(path: Path | None) -> Corpus:
     Raises:
         CuboidError: the path doesn't exist, or has too little UTF-8 text to hold anything out.
     """
-    if path is not None and path.is_file():
+    try:
+        is_file = path is not None and path.is_file()
+    except OSError as error:  # a name that is too long, or a folder that can't be searched
+        raise CuboidError(f"--data {str(path)!r} can't be read: {error.strerror}") from None
+    if path is not None and is_file:
         return _split_text(str(path), _read_text(path) or "")
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     files = python_sources(root) if path is None else text_files(root)
