@@ -19,28 +19,37 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import cuboid
+from cuboid.checkpoint import rng_state
+from cuboid.distributed import axis_collectives
+from cuboid.distributed.async_result import AsyncResult
+from cuboid.distributed.axis_collectives import own_slice
+from cuboid.integrations.deepspeed import checkpoint as deepspeed_checkpoint
 from cuboid.models.attention import interface
 from cuboid.models.attention.whole_sequence import Replay
 from cuboid.models.batch.broadcast import ReplicasInStep
 from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
+from cuboid.models.pipeline import pipeline
 from cuboid.models.pipeline.pipeline import Pipeline
-from cuboid.models.sharded import parallelize, sharded_model
+from cuboid.models.sharded import parallelize, router_logits, sharded_model
 from cuboid.models.stages import units
+from cuboid.models.stages.router_loss import RouterSums
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache
-from cuboid.tensor3d.layers import dropout, norm
+from cuboid.tensor3d.experts import grouped_linear
+from cuboid.tensor3d.layers import dropout, fused_projections, norm
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.norm import ShardedRMSNorm
-from cuboid.tensor3d.layers.output_reduce import ScatterSequence
+from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterSequence
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
-from cuboid.tensor3d.sharding import sharded_param
+from cuboid.tensor3d.sharding import param_group, sharded_param
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam, UnshardedCopy
 from cuboid.verify import SmallModel, WorkerPool, sharded
 from cuboid.verify.compare import Kind
 from cuboid.verify.report import Pass
 from cuboid.verify.sharded import run_core, run_engine
+from cuboid.weights import checkpointing, training_state
 
 Mutate = Callable[[], AbstractContextManager[Any]]
 SHARDED = (run_core, run_engine)
@@ -70,6 +79,7 @@ class Layout:
 HIDDEN, SEQUENCE, BATCH = Layout("1x1x2"), Layout("1x2x1"), Layout("2x1x1")
 STAGES, SEGMENTS = Layout(stages=2), Layout(stages=1)
 LLAMA = SmallModel("llama", kv_heads=4)
+ROUTERS = SmallModel("mixtral", router_loss=0.5)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Mutation:
         found_by: the kinds of checks of which one must find it.
         name_of_pass: the pass that is to find it.
         dtype: of the core pass.
+        published: which kind of bug that others shipped it is an example of, a number of :data:`PUBLISHED`.
     """
 
     name: str
@@ -92,6 +103,7 @@ class Mutation:
     found_by: tuple[Kind, ...] = ("gradient",)
     name_of_pass: Pass = "core"
     dtype: str = "float64"
+    published: int | None = None
 
 
 @dataclass
@@ -332,6 +344,213 @@ def no_scaling(original: Any, call: Any, unit: Any, module: Any) -> Any:
     return original(dataclasses.replace(call, options=options), unit, module)
 
 
+# --- kinds of bugs that others shipped ---------------------------------------------------------------------------
+
+#: Silent mistakes that trainers were released with, as their users reported them.
+PUBLISHED = {
+    1: "A replicated norm's gradient isn't summed over the axis that cuts its input",
+    2: "The gradient norm counts a replicated parameter once per rank, or misses one",
+    3: "A padding mask is cut by another group than its tokens",
+    4: "A count is reduced in place and used as the rank's own afterwards",
+    5: "An auxiliary loss is scaled by the layout",
+    6: "A checkpoint's names fit the wrong layers, and load strictly",
+    7: "Random states are restored on the first rank's terms, or one draw off",
+    8: "A document's boundary is lost in a row that is cut",
+    9: "A sliding window is ignored where rows are cut",
+    10: "A chunked loss has another divisor",
+    11: "An axis of one rank skips a synchronisation",
+    12: "Partial sums in bf16 are rounded from rank to rank",
+    13: "Gradients of experts are lost",
+    14: "The factors of a low-rank pair on a layer that is cut miss their reduction",
+}
+
+
+@contextmanager
+def norm_of_heads_alone() -> Iterator[None]:
+    """Norms of each head's features get the gradient of the first rank's heads only."""
+    reduce, alone = param_group.ParamGroupUnshard.start_reduce_scatter, sharded_param._Unshard.backward
+
+    def of_heads(param: ShardedParam) -> bool:
+        return len(param.block_shape) == 1 and param.mesh.index("hidden") > 0
+
+    def mutated(self: param_group.ParamGroupUnshard, gradients: Any) -> Any:
+        pairs = zip(self.params, gradients, strict=True)
+        return reduce(self, [g if g is None or not of_heads(p) else torch.zeros_like(g) for p, g in pairs])
+
+    def mutated_alone(ctx: Any, gradient: torch.Tensor) -> Any:
+        return alone(ctx, torch.zeros_like(gradient) if of_heads(ctx.param) else gradient)
+
+    with (
+        mock.patch.object(param_group.ParamGroupUnshard, "start_reduce_scatter", mutated),
+        mock.patch.object(sharded_param._Unshard, "backward", staticmethod(mutated_alone)),
+    ):
+        yield
+
+
+def tie_counted_twice(original: Any, **kwargs: Any) -> Any:
+    engine, *others = original(**kwargs)
+    for parameter in engine.module.staging.repeated_parameters():
+        parameter.ds_pipe_replicated, parameter.tensor_model_parallel = False, True
+    return (engine, *others)
+
+
+def vectors_not_counted(original: Any, **kwargs: Any) -> Any:
+    engine, *others = original(**kwargs)
+    for parameter in engine.module.parameters():
+        parameter.tensor_model_parallel = parameter.dim() > 1
+    return (engine, *others)
+
+
+def mask_of_other_rows(original: Any, arguments: dict[str, Any], config: Any, mesh: Any, **options: Any) -> Any:
+    batch = original(arguments, config, mesh, **options)
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        rows = own_slice(mask, 0, mesh.along("sequence"))[: len(batch.tensors["attention_mask"])]
+        missing = batch.padded - batch.length
+        batch.tensors["attention_mask"] = nn.functional.pad(rows, (0, missing))
+    return batch
+
+
+def reduced_twice(original: Any, labels: Any, mesh: Any, items: Any, ignore_index: int, like: torch.Tensor) -> Any:
+    count = original(labels, mesh, items, ignore_index, like)
+    return count if items is not None else norm.all_reduce(count, mesh.along("batch"))
+
+
+def own_items_of_all(original: Any, self: ReplicasInStep, status: int) -> list[int]:
+    statuses: list[int] = original(self, status)
+    self.total_items *= len(statuses)
+    return statuses
+
+
+def whole_router_gradient(original: Any, ctx: Any, gradient: torch.Tensor) -> Any:
+    own, *rest = original(ctx, gradient)
+    return own * ctx.mesh.size("hidden"), *rest
+
+
+def router_gradient_of_each(original: Any, self: RouterSums, sums: torch.Tensor) -> torch.Tensor:
+    return original(self, sums) * self._mesh.size("hidden")
+
+
+def swap_layers(model: Any) -> None:
+    """The weights of the first two layers trade places."""
+    model = getattr(model, "module", model)
+    named = dict(model.named_parameters())
+    for name in [name for name in named if "layers.0." in name]:
+        one, other = named[name], named.get(name.replace("layers.0.", "layers.1."))
+        if other is not None:
+            kept = one.data.clone()
+            one.data.copy_(other.data)
+            other.data.copy_(kept)
+
+
+def file_of_other_layers(original: Any, model: Any, *args: Any) -> None:
+    swap_layers(model)
+    original(model, *args)
+    swap_layers(model)
+
+
+def loaded_into_other_layers(original: Any, model: Any, folder: Any) -> None:
+    original(model, folder)
+    swap_layers(model)
+
+
+def names_of_other_layers(original: Any, model: nn.Module) -> dict[int, str]:
+    other = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    swapped = {}
+    for key, name in original(model).items():
+        layer = next((layer for layer in other if layer in name), None)
+        swapped[key] = name if layer is None else name.replace(layer, other[layer])
+    return swapped
+
+
+def random_states_of_the_first(model: Any, opened: Any) -> None:
+    rng_state.restore(opened.document["random"][0]["state"], torch.device("cpu"))
+
+
+def one_draw_off(original: Any, *args: Any) -> None:
+    original(*args)
+    torch.rand(1)
+
+
+def boundary_lost_at_a_cut(original: Any, arguments: dict[str, Any], batch: Any) -> Any:
+    """Where ranks have parts of the sequence, later ones begin with the sequence that the row began with."""
+    positions, packed = original(arguments, batch)
+    if packed is not None:
+        packed = packed.clone()
+        packed[:, packed.shape[1] // 2 :] = packed[:, packed.shape[1] // 2 :][:, :1]
+    return positions, packed
+
+
+def boundary_lost_in_a_segment(
+    original: Any, mask: Any, positions: Any, length: int, labels: Any = None, **options: Any
+) -> Any:
+    mask, packed = original(mask, positions, length, labels, **options)
+    if packed is not None:
+        packed = packed.clone()
+        packed[:, length // 2 :] = packed[:, length // 2 :][:, :1]
+    return mask, packed
+
+
+def no_window(original: Any, name: str, unit: Any, arguments: dict[str, Any]) -> Any:
+    window = arguments.get("local_size")
+    return original(name, unit, arguments if window is None else {**arguments, "local_size": unit.length})
+
+
+def without_window(model: Any) -> None:
+    model.config.sliding_window = None
+
+
+def mean_of_chunks(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+    own = (labels != self.ignore_index).sum().clamp(min=1)
+    return original(self, hidden, labels) / own * self.labels.numel()
+
+
+def axis_of_one_skips(original: Any, self: ShardedParam, block: torch.Tensor) -> Any:
+    if self.mesh.size("batch") > 1:
+        return original(self, block)
+    return AsyncResult(self.stacked(block)[self.along.index].clone())
+
+
+def rounded_at_each_rank(outs: Any, x: torch.Tensor, group: Any, **_: Any) -> Any:
+    """Ranks add in their own precision, one after the other."""
+    every = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(every, x, group=group)
+    total = torch.zeros_like(x.view(group.size(), -1)[0])
+    for one in every:
+        total += one.view(group.size(), -1)[group.rank()]
+    for out, part in zip(outs, total.split([out.numel() for out in outs]), strict=True):
+        out.view(-1).copy_(part)
+    return AsyncResult(outs)
+
+
+def last_expert_lost(original: Any, a: torch.Tensor, b: torch.Tensor, dispatch: Any) -> torch.Tensor:
+    products: torch.Tensor = original(a, b, dispatch)
+    products[-1] = 0
+    return products
+
+
+def latents_of_own_features(original: Any, weight: ShardedParam) -> Any:
+    return dataclasses.replace(original(weight), output_reduce=NoReduce())
+
+
+def own_positions_of_latents(ctx: Any, gradient: torch.Tensor) -> Any:
+    return own_slice(gradient, 1, ctx.along).contiguous(), None
+
+
+@contextmanager
+def same_mask_in_every_call() -> Iterator[None]:
+    """Each rank has a mask of its own, which all calls, layers and micro-batches share."""
+
+    def mutated(mesh: Any, device: Any, axes: Any = ("batch", "sequence", "hidden")) -> Any:
+        stack = ExitStack()
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(1 + mesh.index(*axes))
+        return stack
+
+    with mock.patch.object(dropout, "own_random_numbers", mutated):
+        yield
+
+
 # --- the optimizer, replicas and files ---------------------------------------------------------------------------
 
 
@@ -466,6 +685,27 @@ MUTATIONS = (
     Mutation(
         "dropout alike on all ranks",
         instead(dropout, "own_random_numbers", lambda *_: nullcontext()),
+        SEQUENCE,
+        SmallModel("gpt2"),
+        ("dropout",),
+    ),
+    Mutation(
+        "dropout alike in every call",
+        same_mask_in_every_call,
+        SEQUENCE,
+        SmallModel("gpt2"),
+        ("dropout",),
+    ),
+    Mutation(
+        "dropout alike on all stages",
+        instead(pipeline, "random_numbers_of_stages", lambda *_: nullcontext()),
+        STAGES,
+        SmallModel("gpt2"),
+        ("dropout",),
+    ),
+    Mutation(
+        "recomputation drops something else",
+        instead(torch, "set_rng_state", lambda _: None),
         SEQUENCE,
         SmallModel("gpt2"),
         ("dropout",),
@@ -619,6 +859,194 @@ MUTATIONS = (
         around(sharded.cuboid, "save_pretrained", transposed_file),
         STAGES,
         found_by=("weight",),
+    ),
+    Mutation("a norm of heads without its sum", norm_of_heads_alone, HIDDEN, SmallModel("qwen3"), published=1),
+    Mutation(
+        "the norm counts a tied weight on both stages",
+        around(sharded.deepspeed, "initialize", tie_counted_twice),
+        STAGES,
+        SmallModel("llama", tied=True),
+        ("norm",),
+        "engine",
+        published=2,
+    ),
+    Mutation(
+        "the norm misses vectors of all ranks but one",
+        around(sharded.deepspeed, "initialize", vectors_not_counted),
+        HIDDEN,
+        found_by=("norm",),
+        name_of_pass="engine",
+        published=2,
+    ),
+    Mutation(
+        "a mask of other rows",
+        around(sharded_model, "take_local_batch", mask_of_other_rows),
+        BATCH,
+        found_by=("activation", "loss"),
+        published=3,
+    ),
+    Mutation(
+        "a mask of other rows, in a pipeline",
+        around(units, "take_local_batch", mask_of_other_rows),
+        Layout("2x1x1", stages=2),
+        found_by=("activation", "loss"),
+        published=3,
+    ),
+    Mutation(
+        "labels counted twice",
+        around(loss_forward, "divisor", reduced_twice),
+        BATCH,
+        name_of_pass="engine",
+        found_by=("loss",),
+        published=4,
+    ),
+    Mutation(
+        "labels of all replicas counted twice",
+        around(ReplicasInStep, "_exchange", own_items_of_all),
+        Layout(stages=1, replicas=2),
+        found_by=("loss",),
+        published=4,
+    ),
+    Mutation(
+        "the routers' loss on each rank along hidden",
+        lambda: mock.patch.object(
+            router_logits._Gather,
+            "backward",
+            staticmethod(partial(whole_router_gradient, router_logits._Gather.backward)),
+        ),
+        HIDDEN,
+        ROUTERS,
+        published=5,
+    ),
+    Mutation(
+        "the routers' loss on each rank along hidden, in a pipeline",
+        around(RouterSums, "gradient", router_gradient_of_each),
+        Layout("1x1x2", stages=2),
+        ROUTERS,
+        published=5,
+    ),
+    Mutation(
+        "layers in the wrong place",
+        after_loading(swap_layers),
+        HIDDEN,
+        found_by=("activation",),
+        published=6,
+    ),
+    Mutation(
+        "layers in the wrong place of a file",
+        around(sharded.cuboid, "save_pretrained", file_of_other_layers),
+        HIDDEN,
+        found_by=("weight",),
+        published=6,
+    ),
+    Mutation(
+        "layers in the wrong place of a checkpoint that is loaded",
+        around(checkpointing, "load_model", loaded_into_other_layers),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("resume",),
+        published=6,
+    ),
+    Mutation(
+        "moments under the names of other layers, written and read",
+        around(deepspeed_checkpoint, "stored_names", names_of_other_layers),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("resume",),
+        published=6,
+    ),
+    Mutation(
+        "random states of the first rank",
+        instead(checkpointing, "restore_random", random_states_of_the_first),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("resume",),
+        published=7,
+    ),
+    Mutation(
+        "random states one draw off",
+        around(training_state, "restore", one_draw_off),
+        STAGES,
+        name_of_pass="engine",
+        found_by=("resume",),
+        published=7,
+    ),
+    Mutation(
+        "a packed sequence's end lost where the row is cut",
+        around(sharded_model, "_packing_of", boundary_lost_at_a_cut),
+        SEQUENCE,
+        published=8,
+    ),
+    Mutation(
+        "a packed sequence's end lost where segments begin",
+        around(units, "prepare_masks", boundary_lost_in_a_segment),
+        SEGMENTS,
+        published=8,
+    ),
+    Mutation(
+        "no window on a mesh",
+        after_loading(without_window),
+        SEQUENCE,
+        SmallModel("mistral", sliding_window=64),
+        ("activation",),
+        published=9,
+    ),
+    Mutation(
+        "no window in segments",
+        around(interface, "segment_mask", no_window),
+        SEGMENTS,
+        SmallModel("gemma3"),
+        ("activation",),
+        published=9,
+    ),
+    Mutation(
+        "a mean over chunks",
+        around(ChunkedCrossEntropy, "_loss", mean_of_chunks),
+        HIDDEN,
+        found_by=("loss",),
+        published=10,
+    ),
+    Mutation(
+        "a mean over chunks, in a pipeline",
+        around(ChunkedCrossEntropy, "_loss", mean_of_chunks),
+        STAGES,
+        found_by=("loss",),
+        published=10,
+    ),
+    Mutation(
+        "gradients stay where the batch axis has one rank",
+        around(ShardedParam, "start_reduce_scatter", axis_of_one_skips),
+        SEQUENCE,
+        published=11,
+    ),
+    Mutation(
+        "gradients in bf16 from rank to rank",
+        lambda: mock.patch.object(axis_collectives, "start_reduce_scatter_into", rounded_at_each_rank),
+        Layout("4x1x1"),
+        found_by=("sum",),
+        published=12,
+    ),
+    Mutation(
+        "the last expert's gradient lost",
+        around(grouped_linear, "multiply_transposed", last_expert_lost),
+        HIDDEN,
+        SmallModel("mixtral"),
+        published=13,
+    ),
+    Mutation(
+        "latents without their sum",
+        around(parallelize, "latent_product", latents_of_own_features),
+        HIDDEN,
+        SmallModel("deepseek_v3"),
+        ("activation",),
+        published=14,
+    ),
+    Mutation(
+        "latents' gradients without their sum",
+        instead(fused_projections._GatherPositions, "backward", staticmethod(own_positions_of_latents)),
+        SEQUENCE,
+        SmallModel("deepseek_v3"),
+        published=14,
     ),
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

@@ -12,10 +12,13 @@ import torch
 
 from cuboid.verify.training import Outcome, Tensors
 
-Kind = Literal["activation", "logits", "loss", "gradient", "scale", "norm", "moment", "weight", "dropout"]
-#: Kinds that both sides produce. A ``"scale"`` check is derived from gradients or moments, and dropout is checked on
-#: the sharded side alone.
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("scale", "dropout"))
+Kind = Literal[
+    "activation", "logits", "loss", "gradient", "scale", "norm", "moment", "weight", "dropout", "sum", "resume"
+]  # fmt: skip
+#: Kinds that are checked on the sharded side alone.
+OWN: tuple[Kind, ...] = ("dropout", "sum", "resume")
+#: Kinds that both sides produce. A ``"scale"`` check is derived from gradients or moments.
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("scale", *OWN))
 
 #: Name of a check on all parameters.
 ALL = "all parameters together"
@@ -133,9 +136,10 @@ def tensors_of(
         yield None, reference.weights, other.weights
 
 
-def dropout_checks(outcome: Outcome) -> list[Check]:
-    """Check that dropout masks are independent between ranks. The error is their correlation, 1 for equal masks."""
-    return [Check("dropout", name, correlation, 1.0, chance) for name, (correlation, chance) in outcome.dropout.items()]
+def own_checks(outcome: Outcome) -> list[Check]:
+    """The checks of the sharded side alone."""
+    found = ((kind, outcome.own.get(kind, {})) for kind in OWN)
+    return [Check(kind, name, error, 1.0, most) for kind, errors in found for name, (error, most) in errors.items()]
 
 
 def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from cuboid.distributed.topology import AXES, Axis, Coordinate, MeshShape
+from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.models.pipeline.pipeline import Pipeline
-from cuboid.models.stages.stage_model import StageModel, Staging
-from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
-from cuboid.tensor3d.layers.whole_block import axes_computed_alike
+from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.task_inputs import run_forward
 
 Tensors = dict[str, torch.Tensor]
 #: Outputs by module, one for each call: a single one for the full sequence, or one for each segment.
 Outputs = dict[str, list[torch.Tensor]]
-#: Dropout's probability while its masks are compared.
-HALF = 0.5
 
 
 def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tensors]:
@@ -42,7 +36,7 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tenso
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
     """Like :func:`probe`, for one stage of a pipeline, by segments and without logits. Collective."""
     staging = model.staging
-    with _evaluation(model), _captured(_own_modules(model, staging)) as outputs:
+    with _evaluation(model), _captured(own_modules(model)) as outputs:
         pipeline.evaluate(iter([batch]), 1)
     layers = [staging.outline.layer(index) for cut in staging.cuts for index in range(cut.first, cut.stop)]
     segments = max((len(outputs.get(name, ())) for name in layers), default=0)
@@ -50,8 +44,12 @@ def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor
     return {name: calls for name, calls in outputs.items() if len(calls) <= segments}
 
 
-def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of this rank's stages whose outputs are the same as in a full model."""
+def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that run here; of a stage, those whose outputs are the same as in a full model."""
+    if not isinstance(model, StageModel):
+        yield from model.named_modules()
+        return
+    staging = model.staging
     outline, roots = staging.outline, set[str]()
     for cut in staging.cuts:
         roots.update(map(outline.layer, range(cut.first, cut.stop)))
@@ -59,82 +57,6 @@ def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.M
     for name, module in model.named_modules():
         if any(name == root or name.startswith(f"{root}.") for root in roots):
             yield name, module
-
-
-#: By dropout module: the axes along which all ranks must drop the same elements, and a flat mask of those that a rank
-#: kept.
-Masks = dict[str, tuple[tuple[Axis, ...], torch.Tensor]]
-
-
-def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
-    """Record dropout's masks on this rank, in a training forward with the same seed on all ranks.
-
-    Args:
-        model: whose ``nn.Dropout`` modules drop half of the elements during this call.
-        run: the forward.
-
-    Returns:
-        For each such module that ran, the axes along which all ranks must drop the same elements, because they compute
-        the same values, and a flat mask of the elements that it kept.
-    """
-    own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
-    drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
-    rates = {name: module.p for name, module in drops.items()}
-    kept: Masks = {}
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-            kept.setdefault(name, (_axes_alike(model, name), (output.detach() != 0).flatten().cpu()))
-
-        return hook
-
-    hooks = [module.register_forward_hook(record(name)) for name, module in drops.items()]
-    # Feed ones into each dropout, since zeros in its input, such as a ReLU's, would look dropped in its output.
-    hooks += [module.register_forward_pre_hook(lambda _, given: torch.ones_like(given[0])) for module in drops.values()]
-    was_training = model.training
-    model.train()
-    for module in drops.values():
-        module.p = HALF
-    # With the same seed on all ranks, masks differ only if Cuboid makes them differ.
-    torch.manual_seed(0)
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        model.train(was_training)
-        for name, module in drops.items():
-            module.p = rates[name]
-        for hook in hooks:
-            hook.remove()
-    return kept
-
-
-def _axes_alike(model: nn.Module, name: str) -> tuple[Axis, ...]:
-    module = model.get_submodule(name)
-    if isinstance(module, CommonDropout):
-        return AXES
-    if isinstance(module, ShardedDropout) and module.axes != AXES:
-        return tuple(axis for axis in AXES if axis not in module.axes)
-    inside = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
-    return next((axes for each in inside if (axes := axes_computed_alike(model.get_submodule(each)))), ())
-
-
-def mask_correlation(masks: Sequence[torch.Tensor], places: Sequence[Hashable] | None = None) -> tuple[float, float]:
-    """The largest deviation of ranks' masks from independent ones that keep half, and the largest that chance explains.
-
-    The deviation is 1 if two masks are equal, or if one keeps all or nothing. Ranks with equal ``places`` must have the
-    same mask; if they don't, the deviation is infinite.
-    """
-    if places is not None:
-        distinct = dict(zip(places, masks, strict=True))
-        if not all(torch.equal(distinct[place], mask) for place, mask in zip(places, masks, strict=True)):
-            return math.inf, 0.0
-        masks = list(distinct.values())
-    deviations = [abs(mask.double().mean().item() - HALF) / HALF for mask in masks]
-    for one, other in combinations(masks, 2):
-        if one.shape == other.shape:
-            deviations.append(abs((one == other).double().mean().item() - HALF) / HALF)
-    return max(deviations), 6 / math.sqrt(min(mask.numel() for mask in masks))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.planner.automatic import choose_mesh, settle_stages
-from cuboid.verify.compare import KINDS, Kind, allow_rounding, compare, dropout_checks
+from cuboid.verify.compare import KINDS, Kind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
 from cuboid.verify.reference import run_reference
@@ -319,7 +319,7 @@ def judge(
     else:
         largest = default_tolerance(plan) if tolerance is None else tolerance
         checks = compare(theirs, ours, largest, kinds=kinds, padding=padding)
-    checks += dropout_checks(ours)
+    checks += own_checks(ours)
     return PassReport(
         name=name,
         plan=plan,

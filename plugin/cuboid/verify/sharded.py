@@ -14,17 +14,18 @@ from torch import nn
 
 import cuboid
 from cuboid import Mesh, MeshShape
-from cuboid.distributed.topology import AXES
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.task_batches import loss_of
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.verify.own_checks import check_alone
 from cuboid.verify.plan import Plan, vocabulary_of
-from cuboid.verify.probe import Masks, mask_correlation, probe, probe_dropout, probe_stage, residual_part
+from cuboid.verify.probe import probe, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain, widened
+from cuboid.verify.resume import check_resume
 from cuboid.verify.storage import SAVED, write, write_part
-from cuboid.verify.task_inputs import micro_batches, options_of, run_forward
+from cuboid.verify.task_inputs import micro_batches, options_of
 from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
 from cuboid.weights.save import full_values
 
@@ -91,40 +92,22 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         if is_stage:
             pipeline = Pipeline(model)
             outputs = probe_stage(pipeline, model, batch)
-            dropout = probe_dropout(model, lambda: pipeline.evaluate(iter([batch]), 1))
+            own = check_alone(model, plan, batch, pipeline)
             outcome = train(model, plan, OnStages(pipeline))
         else:
             outputs, logits = probe(model, batch)
-            dropout = probe_dropout(model, lambda: run_forward(model, batch))
+            own = check_alone(model, plan, batch)
             outcome = train(model, plan, OnMesh(mesh))
     # The first replica's activations are compared; the others ran another micro-batch.
     if mesh.coordinate.data == 0:
         hidden = model.config.get_text_config().hidden_size
         parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)
         write_part(parts, Path(directory), mesh.rank)
-    outcome.logits = logits
-    outcome.dropout = _mask_correlations(dropout, mesh)
+    outcome.logits, outcome.own = logits, own
     cuboid.save_pretrained(model, Path(directory, SAVED))
     if mesh.rank == 0:
         write(outcome, Path(directory))
     return mesh.shape
-
-
-def _mask_correlations(kept: Masks, mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """:func:`mask_correlation` over each stage's mesh, on the first rank of the replica."""
-    if mesh.shape.size == 1:
-        return {}
-    peers = mesh.copy_ranks
-    gathered: list[Any] | None = [None] * len(peers) if mesh.rank == peers[0] else None
-    dist.gather_object((mesh.coordinate, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
-    masks: dict[tuple[int, str], list[torch.Tensor]] = {}
-    places: dict[tuple[int, str], list[tuple[int, ...]]] = {}
-    for at, own in gathered or ():
-        for name, (alike, mask) in own.items():
-            masks.setdefault((at.pipe, name), []).append(mask)
-            place = tuple(getattr(at, axis) for axis in AXES if axis not in alike)
-            places.setdefault((at.pipe, name), []).append(place)
-    return {key[1]: mask_correlation(own, places[key]) for key, own in masks.items()}
 
 
 def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
@@ -139,18 +122,24 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, plan), config=config)
     mesh = cuboid.mesh_of(engine)
     outcome = Outcome()
-    for step in range(plan.steps):
+
+    def run(step: int) -> float:
         batches = micro_batches(plan, engine.module, step, mesh.coordinate.data)
         cut_logits(engine.module, plan, step, mesh)
         if isinstance(engine.module, StageModel):
-            outcome.losses.append(float(engine.train_batch(iter(batches))))
-        else:
-            outcome.losses.append(_engine_step(engine, batches, mesh))
+            return float(engine.train_batch(iter(batches)))
+        return _engine_step(engine, batches, mesh)
+
+    for step in range(plan.steps):
+        outcome.losses.append(run(step))
         norm = engine.get_global_grad_norm()
         if norm is not None:  # None in float32 without ZeRO and without clipping
             outcome.norms.append(float(norm))
     outcome.moments = _moments(engine, mesh)
-    cuboid.save_pretrained(engine, Path(directory, SAVED))
+    saved = Path(directory, SAVED)
+    cuboid.save_pretrained(engine, saved)
+    resumed = check_resume(engine, lambda: run(plan.steps), Path(directory, "runs"), mesh, saved, outcome.moments)
+    outcome.own = {"resume": resumed}
     if mesh.rank == 0:
         write(outcome, Path(directory))
     return mesh.shape

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from cuboid.errors import CuboidError, MeshError
 
 #: Architectures with a parallel plan for a mesh.
-MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe"]
+MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
 #: Architectures that are supported in a pipeline only.
 PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox"]
 Architecture = Literal[MeshArchitecture, PipelineArchitecture]
@@ -26,6 +26,8 @@ ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 #: Larger than usual, so that attention scores, gates and norms are outside the range where they are nearly linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
 _GEMMA_WINDOW = 12
+#: Features of DeepSeek's latents, and of the part of each head that rotary embeddings turn.
+_LATENT, _LATENT_ROPE = 24, 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class SmallModel:
     Args:
         architecture: one of :data:`ARCHITECTURES`.
         heads: query heads.
-        kv_heads: key and value heads; GPT-2 and GPT-NeoX always have as many as query heads.
+        kv_heads: key and value heads; GPT-2, GPT-NeoX and DeepSeek 3 always have as many as query heads.
         head_dim: even, as rotary embeddings need. The hidden size is ``heads * head_dim``.
         layers: decoder layers.
         vocabulary: number of tokens; the default is prime, so that no mesh divides it.
@@ -176,6 +178,8 @@ def _config(small: SmallModel) -> PretrainedConfig:
             # A number that 4 and larger powers of two don't divide.
             experts = {"num_experts": 6, "moe_intermediate_size": small.hidden, **_routing(small)}
             return transformers.Qwen3MoeConfig(attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes())
+        case "deepseek_v3":
+            return transformers.DeepseekV3Config(**{**sizes(), **_latents(small)})
         case "gemma2":
             # Caps so low that they affect most scores and logits.
             caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
@@ -200,6 +204,25 @@ def _routing(small: SmallModel) -> dict[str, Any]:
     chosen = {"num_experts_per_tok": 2}
     loss = {"output_router_logits": True, "router_aux_loss_coef": small.router_loss}
     return {**chosen, **loss} if small.router_loss else chosen
+
+
+def _latents(small: SmallModel) -> dict[str, Any]:
+    """Keys, values and queries are products of two matrices; the first layer has an MLP, the others experts."""
+    return {
+        "q_lora_rank": _LATENT,
+        "kv_lora_rank": _LATENT,
+        "qk_nope_head_dim": small.head_dim,
+        "qk_rope_head_dim": _LATENT_ROPE,
+        "v_head_dim": small.head_dim,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": small.hidden,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": small.heads,
+        "attention_bias": small.bias,
+    }
 
 
 def _gemma_sizes(small: SmallModel) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def write(outcome: Outcome, directory: Path) -> None:
     for kind, named in tensors.items():
         _save(named, directory / f"{kind}.safetensors")
     order = {kind: list(named) for kind, named in tensors.items()}  # the format sorts by name
-    scalars = {"losses": outcome.losses, "norms": outcome.norms, "dropout": outcome.dropout, "order": order}
+    scalars = {"losses": outcome.losses, "norms": outcome.norms, "own": outcome.own, "order": order}
     (directory / "outcome.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
@@ -48,8 +48,8 @@ def read(directory: Path) -> Outcome:
     files = sorted((directory / SAVED).glob("*.safetensors"))
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     whole = {kind: ordered[kind] for kind in _TENSORS}
-    dropout = {name: (alike, chance) for name, (alike, chance) in scalars["dropout"].items()}
-    return Outcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, dropout=dropout, **whole)
+    own = {kind: {name: tuple(pair) for name, pair in found.items()} for kind, found in scalars["own"].items()}
+    return Outcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, own=own, **whole)
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:

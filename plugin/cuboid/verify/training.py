@@ -32,7 +32,7 @@ class Outcome:
             step.
         logits: ``[B, S, V]`` of the same forward, or a model's other outputs, by name.
         gradients: of each step, before clipping.
-        dropout: by module, the correlation of the ranks' masks, and the limit that chance sets.
+        own: by kind, what is checked on the sharded side alone: errors by name, and the largest that passes.
         moments: Adam's first moments after the last step.
         weights: after the last step, as the side's checkpoint has them.
     """
@@ -42,7 +42,7 @@ class Outcome:
     activations: Tensors = field(default_factory=dict)
     logits: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
-    dropout: dict[str, tuple[float, float]] = field(default_factory=dict)
+    own: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     moments: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
 

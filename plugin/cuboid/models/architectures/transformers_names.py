@@ -39,6 +39,12 @@ def checkpoint_activations(model: Any, options: dict[str, Any]) -> None:
     enable(options)
 
 
+def stop_checkpointing(model: Any) -> None:
+    """The reverse of :func:`checkpoint_activations`."""
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+
+
 def recomputes(model: nn.Module) -> bool:
     """Whether any module of a model recomputes activations in backward."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

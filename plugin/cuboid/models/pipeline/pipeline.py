@@ -22,6 +22,7 @@ from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
+from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
@@ -312,8 +313,10 @@ class Pipeline:
             )
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter(runners, self._channels, observe)
+        draws = random_numbers_of_stages(self.mesh, self._device) if self._model.training else nullcontext()
         try:
-            interpreter.run(program, step.shape)
+            with draws:
+                interpreter.run(program, step.shape)
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
