@@ -7,7 +7,8 @@ import pytest
 from comparing import describe
 from conftest import TIMEOUT_S
 from cuboid.verify import PassReport, Plan, SmallModel, verify
-from mutations import BY_NAME, MUTATIONS, Layout, MutatedPool, Mutation
+from launching import ROOT
+from mutations import BY_NAME, MUTATIONS, PUBLISHED, Layout, MutatedPool, Mutation, published_table
 
 #: A few that once went unnoticed; `-m slow` has all.
 SAMPLE = (
@@ -16,6 +17,8 @@ SAMPLE = (
     "all gradients × 1.02",
     "the last layer's gradients × 1.02",
 )
+#: Of the checks that look at Cuboid alone, the quickest to find.
+ALONE = ("dropout alike in every call", "gradients in bf16 from rank to rank", "random states of the first rank")
 Run = Callable[..., PassReport]
 
 
@@ -56,6 +59,20 @@ def check(report: PassReport, mutation: Mutation) -> None:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_mistakes_that_were_missed_are_found(run: Run, name: str) -> None:
     check(run(BY_NAME[name]), BY_NAME[name])
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ALONE)
+def test_what_plain_transformers_does_not_show_is_found(run: Run, name: str) -> None:
+    check(run(BY_NAME[name]), BY_NAME[name])
+
+
+def test_the_page_says_of_each_published_kind_what_sees_it() -> None:
+    assert {mutation.published for mutation in MUTATIONS} - {None} == set(PUBLISHED)
+    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    assert "\n".join(published_table()) in page, "docs/verify.md has to have these rows:\n" + "\n".join(
+        published_table()
+    )
 
 
 @pytest.mark.slow

@@ -3,13 +3,16 @@
 import pytest
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoConfig
 
 from cuboid import CuboidError
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.small_config import small_config
 from cuboid.verify import Plan, verify
-from cuboid.verify.probe import mask_correlation, probe_dropout
+from cuboid.verify.masks import compare_masks, mask_correlation, probe_masks
 from cuboid.verify.run import complete
 
 TIMEOUT_S = 120
@@ -163,5 +166,50 @@ def test_what_ranks_compute_alike_they_have_to_drop_alike():
 
 def test_zeros_in_front_of_a_dropout_are_not_taken_for_dropped():
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
-    _, mask = probe_dropout(model, lambda: model(-torch.ones(4000)))["1"]
+    (mask,) = probe_masks(model.named_modules(), model, lambda: model(-torch.ones(4000)))["1"].calls
     assert 0.45 < mask.double().mean() < 0.55
+
+
+class Functional(torch.nn.Module):
+    """Drops out twice by a function, at a rate that it has itself, as BART's layers do; perhaps alike each time."""
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.dropout, self.seeds = 0.1, seeds
+        self.scale = torch.nn.Parameter(torch.ones(4000))
+
+    def forward(self, x):
+        for _ in range(2):
+            if self.seeds:
+                torch.manual_seed(self.seeds.pop(0))
+            x = torch.nn.functional.dropout(x * self.scale, self.dropout, self.training)
+        return x
+
+
+def masks_alike(seeds, again=()):
+    """Which masks of two calls are alike, and which masks of a recomputation aren't those of its forward."""
+    model, checkpointed = Functional(list(seeds)), Functional(list(again))
+
+    def backward():
+        x = torch.ones(4000, requires_grad=True)
+        checkpoint(checkpointed, x, use_reentrant=False, preserve_rng_state=not again).sum().backward()
+
+    def modules(of):
+        return [("layer", of)]
+
+    calls = probe_masks(
+        modules(model), torch.nn.ModuleDict({"layer": model}), lambda: [model(torch.ones(4000)) for _ in range(2)]
+    )
+    with set_checkpoint_early_stop(False):
+        repeated = probe_masks(modules(checkpointed), torch.nn.ModuleDict({"layer": checkpointed}), backward)
+    (mesh,) = ThreadRanks(MeshShape(1, 1, 1)).meshes
+    found = compare_masks(calls, repeated, mesh)
+    assert {name.partition(", masks")[0] for name in found} == {"layer, its dropout 0", "layer, its dropout 1"}
+    return {name.rpartition(" ")[2] for name, (error, largest) in found.items() if error > largest}
+
+
+def test_masks_of_functions_are_compared_between_calls_and_with_their_recomputation():
+    assert masks_alike(seeds=()) == set()
+    assert masks_alike(seeds=(1, 2, 1, 3)) == {"layers"}
+    assert masks_alike(seeds=(1, 2, 3, 4), again=(1, 2, 1, 3)) == {"recomputation"}
+    assert masks_alike(seeds=(1, 2, 3, 4), again=(1, 2, 1, 2)) == set()

@@ -491,13 +491,8 @@ def boundary_lost_in_a_segment(
     return mask, packed
 
 
-def no_window(original: Any, name: str, unit: Any, arguments: dict[str, Any]) -> Any:
-    window = arguments.get("local_size")
-    return original(name, unit, arguments if window is None else {**arguments, "local_size": unit.length})
-
-
 def without_window(model: Any) -> None:
-    model.config.sliding_window = None
+    model.config.sliding_window = 10_000
 
 
 def mean_of_chunks(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -993,7 +988,7 @@ MUTATIONS = (
     ),
     Mutation(
         "no window in segments",
-        around(interface, "segment_mask", no_window),
+        after_loading(without_window),
         SEGMENTS,
         SmallModel("gemma3"),
         ("activation",),
@@ -1049,4 +1044,27 @@ MUTATIONS = (
         published=14,
     ),
 )
+#: Kinds of checks in the words of docs/verify.md.
+SEEN_BY: dict[Kind, str] = {
+    "activation": "outputs",
+    "loss": "loss",
+    "gradient": "gradients",
+    "norm": "norm",
+    "weight": "weights",
+    "sum": "sums",
+    "resume": "resuming",
+}
+
+
+def published_table() -> list[str]:
+    """Rows of the table in docs/verify.md: each kind of bug that others shipped, as what it is planted, who sees it."""
+    rows = []
+    for number, kind in PUBLISHED.items():
+        planted = [mutation for mutation in MUTATIONS if mutation.published == number]
+        names = "; ".join(mutation.name for mutation in planted)
+        seen = dict.fromkeys(f"{SEEN_BY[by]} ({each.name_of_pass})" for each in planted for by in each.found_by)
+        rows.append(f"| {number} | {kind} | {names} | {', '.join(seen)} |")
+    return rows
+
+
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

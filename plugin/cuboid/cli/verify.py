@@ -125,6 +125,7 @@ def verify(
     # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.parts)}
+    options |= {"router_loss": 0.1}  # ignored by models without routers
     options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
     small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()

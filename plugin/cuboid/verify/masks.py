@@ -19,15 +19,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import AXES, Axis
-from cuboid.tensor3d.layers.dropout import CommonDropout
-from cuboid.tensor3d.layers.whole_block import axes_computed_alike
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 #: Dropout's probability while its masks are compared.
 HALF = 0.5
 #: Elements of a mask that are kept, its first ones.
 _ELEMENTS = 1 << 14
+#: Elements of an input that are kept, and how far apart they may be if two ranks compute the same.
+_SAMPLE, _ROUNDING = 256, 1e-4
 #: With fewer elements, chance explains any correlation.
 _FEW = 64
 #: Masks of one size that are compared with one another; n² pairs.
@@ -39,13 +38,13 @@ class Masks:
     """The masks of one place in the model, on one rank.
 
     Attributes:
-        alike: the axes along which all ranks must drop the same elements, because they compute the same values.
         calls: flat masks of the elements that were kept, call by call.
-        recomputed: those of recomputations in backward.
+        inputs: the first elements of what each call was given; ranks that were given the same compute the same.
+        recomputed: masks of recomputations in backward.
     """
 
-    alike: tuple[Axis, ...]
     calls: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
     recomputed: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -62,7 +61,7 @@ def probe_masks(modules: Iterable[tuple[str, nn.Module]], model: nn.Module, run:
         run: the forwards, perhaps with their backwards.
     """
     named = dict(modules)
-    recorder = _Recorder(model, named)
+    recorder = _Recorder(named)
     was_training = model.training
     model.train()
     # With the same seed on all ranks, masks differ only if Cuboid makes them differ.
@@ -78,9 +77,9 @@ def probe_masks(modules: Iterable[tuple[str, nn.Module]], model: nn.Module, run:
 class _Recorder(TorchFunctionMode):
     """Records what dropout modules and ``nn.functional.dropout`` keep."""
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._model, self._modules = model, modules
+        self._modules = modules
         self._inside: list[str] = []
         self._given: list[torch.Tensor] = []
         self._called: dict[str, int] = {}
@@ -115,14 +114,19 @@ class _Recorder(TorchFunctionMode):
         return torch.ones_like(given[0])
 
     def _take(self, name: str, kept: torch.Tensor) -> torch.Tensor:
-        self._note(name, kept)
+        x = self._given.pop()
+        self._note(name, x, kept)
         # So that backward goes through here, and recomputes what is before.
-        return self._given.pop() * kept
+        return x * kept
 
-    def _note(self, name: str, kept: torch.Tensor) -> None:
-        masks = self.found.setdefault(name, Masks(_axes_alike(self._model, name)))
-        calls = masks.recomputed if is_recomputing() else masks.calls
-        calls.append((kept.detach() != 0).flatten()[:_ELEMENTS].cpu())
+    def _note(self, name: str, x: torch.Tensor, kept: torch.Tensor) -> None:
+        masks = self.found.setdefault(name, Masks())
+        mask = (kept.detach() != 0).flatten()[:_ELEMENTS].cpu()
+        if is_recomputing():
+            masks.recomputed.append(mask)
+            return
+        masks.calls.append(mask)
+        masks.inputs.append(x.detach().flatten()[:_SAMPLE].double().cpu())
 
     def __torch_function__(
         self,
@@ -146,7 +150,7 @@ class _Recorder(TorchFunctionMode):
         kept = nn.functional.dropout(torch.ones_like(x), p, training=True)
         number = self._called[owner]
         self._called[owner] = number + 1
-        self._note(f"{owner}, its dropout {number}", kept)
+        self._note(f"{owner}, its dropout {number}", x, kept)
         return x * kept
 
 
@@ -171,22 +175,14 @@ def _is_rate(name: str, value: object) -> bool:
     return isinstance(value, float) and "drop" in name and not any(other in name for other in others)
 
 
-def _axes_alike(model: nn.Module, name: str) -> tuple[Axis, ...]:
-    name = name.partition(",")[0]
-    if isinstance(model.get_submodule(name), CommonDropout):
-        return AXES
-    inside = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
-    return next((axes for each in inside if (axes := axes_computed_alike(model.get_submodule(each)))), ())
-
-
 @dataclass(frozen=True)
 class _Mask:
-    """One mask of one rank: of which module, and on which place."""
+    """One mask of one rank: of which module, on which stage, and of which of several inputs that ranks have."""
 
     name: str
     pipe: int
-    place: tuple[int, ...]
     call: int
+    place: int
     mask: torch.Tensor
 
 
@@ -207,14 +203,28 @@ def compare_masks(kept: MasksByName, again: MasksByName, mesh: Mesh) -> dict[str
     if len(peers) > 1:
         gathered = [None] * len(peers) if mesh.rank == peers[0] else None
         dist.gather_object((mesh.coordinate, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
-    every = [
-        _Mask(name, at.pipe, tuple(getattr(at, axis) for axis in AXES if axis not in masks.alike), call, mask)
-        for at, own in gathered or ()
-        for name, masks in own.items()
-        for call, mask in enumerate(masks.calls)
-    ]
+    every = _placed([(at.pipe, own) for at, own in gathered or ()])
     found = {} if mesh.shape.size == 1 else _on_ranks(every)
     return found | _in_calls(every) | _recomputed(again)
+
+
+def _placed(ranks: Sequence[tuple[int, MasksByName]]) -> list[_Mask]:
+    """The masks of all ranks, whose stages are given."""
+    found: list[_Mask] = []
+    seen: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+    for pipe, own in ranks:
+        for name, masks in own.items():
+            for call, (mask, given) in enumerate(zip(masks.calls, masks.inputs, strict=True)):
+                others = seen.setdefault((name, pipe, call), [])
+                place = next((number for number, other in enumerate(others) if _is_same(given, other)), len(others))
+                if place == len(others):
+                    others.append(given)
+                found.append(_Mask(name, pipe, call, place, mask))
+    return found
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one - other).abs().max() <= _ROUNDING * one.abs().max())
 
 
 def _on_ranks(every: Sequence[_Mask]) -> dict[str, tuple[float, float]]:

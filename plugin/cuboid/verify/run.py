@@ -36,6 +36,8 @@ from cuboid.verify.task_inputs import paddings
 from cuboid.verify.training import Outcome
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
 
+#: Instead of ``"auto"``: one that is neither the first nor the last.
+_SEGMENTS = 3
 #: Sections of a user's DeepSpeed config that affect what the engine computes or how it stores state. Others (schedules,
 #: monitors, checkpoints, logging) are left out of a comparison.
 _ENGINE_KEYS = (
@@ -99,11 +101,26 @@ def _verify(
     plan = complete(
         plan, ours.pipeline, has_mesh=not ours.tensor_parallel.is_sized or ours.tensor_parallel.mesh_size > 1
     )
-    ours = _with_places(ours, plan, loaded)
+    ours = _with_segments(_with_places(ours, plan, loaded), plan, loaded)
     world_size = ours.ranks * plan.data_parallel
     check_framework_config(ours, rest, world_size)
     with _pool(pool, world_size) as workers:
         return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
+
+
+def _with_segments(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> CuboidConfig:
+    """Cut sequences where training may; returned, and set in ``loaded`` too.
+
+    For a plan's short rows, ``"segments": "auto"`` would choose one segment, which tests nothing that cuts.
+    """
+    if config.pipeline is None or config.pipeline.segments != "auto":
+        return config
+    model = plan.empty_model()
+    verdict = certificate_of(type(model), model.config).verdict
+    if verdict is None or verdict.reason_against("segments") is not None:
+        return config
+    loaded["pipeline"]["segments"] = _SEGMENTS
+    return config.with_pipeline(config.pipeline.model_copy(update={"segments": _SEGMENTS}))
 
 
 def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> CuboidConfig:
