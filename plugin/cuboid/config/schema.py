@@ -404,6 +404,11 @@ class CuboidConfig(Section):
         description='Tokens of a sequence, for `"mesh": "auto"` and for `"schedule": "auto"` with chunks, which are '
         "decided before there is data. By default 4096, or as many as the model has positions.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Give the same bits in each run on the same layout and machines, resumed or not: torch takes "
+        "deterministic algorithms, for the whole process, and raises an error where a kernel has none.",
+    )
     #: Copied from the framework's part; not a key.
     framework: SkipJsonSchema[FrameworkNumbers] = FrameworkNumbers()
 
@@ -422,6 +427,15 @@ class CuboidConfig(Section):
             raise ValueError(
                 '"mesh": "auto" needs "train_batch_size", the rows of a step, since it may leave ranks to data '
                 'parallelism; or "size", the ranks of the mesh'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deterministic(self) -> CuboidConfig:
+        if self.deterministic and self.pipeline is not None and self.pipeline.partition == "measured":
+            raise ValueError(
+                'pipeline.partition is "measured", which cuts sequences by the times of this run, so that sums have '
+                'another order in each; with "deterministic": true take "flops", "even" or a list of lengths'
             )
         return self
 
@@ -598,7 +612,7 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
 
 
 #: Cuboid's keys outside of the sections, in a config that has a section of Cuboid's.
-_OWN_KEYS = ("cluster", "sequence_length")
+_OWN_KEYS = ("cluster", "sequence_length", "deterministic")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.determinism import use_deterministic
 from cuboid.errors import ConfigError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of
 from cuboid.models.stages.stage_model import StageModel
@@ -33,6 +34,8 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     Raises:
         ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
     """
+    if config.deterministic:
+        use_deterministic()
     if not isinstance(model, ShardedModel):
         return shard(model, config)
     _check_same(model, config)

@@ -82,6 +82,9 @@ class _Recorder(TorchFunctionMode):
         self._modules = modules
         self._inside: list[str] = []
         self._given: list[torch.Tensor] = []
+        self._is_busy = False
+        #: Number of modules that were running when a recomputation began; None outside of one.
+        self._recomputed_from: int | None = None
         self._called: dict[str, int] = {}
         self.found: MasksByName = {}
 
@@ -102,11 +105,18 @@ class _Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _enter(self, name: str) -> None:
+        if self._recomputed_from is None and is_recomputing():
+            # Autograd runs backward with the modes of the calls that made its nodes, none of which was in a mode.
+            self._recomputed_from = len(self._inside)
+            self.__enter__()
         self._inside.append(name)
         self._called[name] = 0
 
     def _leave(self) -> None:
         self._inside.pop()
+        if self._recomputed_from == len(self._inside):
+            self._recomputed_from = None
+            self.__exit__(None, None, None)
 
     def _give_ones(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Ones, since zeros in an input, such as a ReLU's, would look dropped in the output."""
@@ -138,9 +148,13 @@ class _Recorder(TorchFunctionMode):
         given = kwargs or {}
         owner = self._inside[-1] if self._inside else ""
         is_module = isinstance(self._modules.get(owner), nn.Dropout)
-        if func is not nn.functional.dropout or is_module or not owner:
+        if func is not nn.functional.dropout or is_module or not owner or self._is_busy:
             return func(*args, **given)
-        return self._dropout(owner, *args, **given)
+        self._is_busy = True
+        try:
+            return self._dropout(owner, *args, **given)
+        finally:
+            self._is_busy = False
 
     def _dropout(
         self, owner: str, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

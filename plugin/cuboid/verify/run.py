@@ -41,6 +41,7 @@ _SEGMENTS = 3
 #: Sections of a user's DeepSpeed config that affect what the engine computes or how it stores state. Others (schedules,
 #: monitors, checkpoints, logging) are left out of a comparison.
 _ENGINE_KEYS = (
+    "deterministic",
     "tensor_parallel",
     "pipeline",
     "zero_optimization",

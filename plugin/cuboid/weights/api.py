@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource
 from cuboid.config.schema import CuboidConfig, require_config
+from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
@@ -61,12 +62,15 @@ def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
 
 def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     """Cuboid's part of a config, after checking that the framework's part is compatible with it."""
-    if isinstance(source, CuboidConfig):
-        return source
 
     def check() -> CuboidConfig:
-        config, rest = require_config(source)
-        check_framework_config(config, rest, current_world_size())
+        if isinstance(source, CuboidConfig):
+            config = source
+        else:
+            config, rest = require_config(source)
+            check_framework_config(config, rest, current_world_size())
+        if config.deterministic:
+            use_deterministic()
         return config
 
     # Ranks may be given different configs; without agreement here, a rank with an invalid one would leave the others

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import Mesh, current_rank, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
@@ -92,6 +93,8 @@ def _load_sharded(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 "seq1f1b"
             )
+    if config.deterministic:
+        use_deterministic()
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)

@@ -65,8 +65,9 @@ def choose_kernel(
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
-        # It doesn't take a single key.
-        if past != 1 and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.pays(query, past, length):
+        # It doesn't take a single key, and its backward adds in no fixed order. The others have such backwards too.
+        is_possible = past != 1 and not torch.are_deterministic_algorithms_enabled()
+        if is_possible and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.pays(query, past, length):
             return CudaCudnn()
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
