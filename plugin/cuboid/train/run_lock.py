@@ -144,12 +144,17 @@ def held(out: Path, command: str, say: Callable[[str], object]) -> Iterator[RunL
         CuboidError: another run writes there.
         CheckpointError: the folder can't be written.
     """
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     check_output(out)
     lock = _take(out / LOCK, Holder.here(command), say)
     try:
         yield lock
     finally:
         lock.release()
+        # A run that fails before it has written anything leaves no folder; others than empty ones stay.
+        with contextlib.suppress(OSError):
+            for folder in made:
+                folder.rmdir()
 
 
 def _take(path: Path, holder: Holder, say: Callable[[str], object]) -> RunLock:
