@@ -14,6 +14,6 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Restore all patched packages exactly as they were. Existing sharded models keep working."""
+    """Restore all patched packages exactly as they were. Sharded models can't run before another :func:`register`."""
     for patch in reversed(_ALL):
         patch.revert()

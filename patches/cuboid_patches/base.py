@@ -97,21 +97,3 @@ class Patch:
             f"for {self.package} {RANGES.get(self.package, '')}, as published; install that. (It is needed to: "
             f"{self.reason})"
         )
-
-
-@dataclass
-class Registration:
-    """Entries in a registry of another package."""
-
-    registry: Any
-    entries: dict[str, Any]
-
-    def apply(self) -> None:
-        """Register the entries."""
-        for name, entry in self.entries.items():
-            self.registry.register(name, entry)
-
-    def revert(self) -> None:
-        """Remove the entries."""
-        for name in self.entries:
-            self.registry._global_mapping.pop(name, None)

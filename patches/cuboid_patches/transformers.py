@@ -13,21 +13,22 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError
-from cuboid.models.attention.interface import IMPLEMENTATIONS, attention_twin, mask_twin
+from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
-from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.sharded.sharded_model import ShardedModel, plain_class
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
 from cuboid.weights.from_scratch import make_sharded
 from cuboid.weights.load import is_loading_class, load_sharded
 from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
-from cuboid_patches.base import Patch, Registration
+from cuboid_patches.base import Patch
 
 
 def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        cls = plain_class(cls)
         active = active_config() or _config_kept_alive()
         if active is None or is_loading_class(cls):
             return original.__func__(cls, *args, **kwargs)
@@ -39,7 +40,7 @@ def _from_pretrained(original: Any) -> Any:
 def _from_config(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        active = active_config()
+        cls, active = plain_class(cls), active_config()
         if active is None or is_plain_construction() or is_loading_class(cls):
             return original.__func__(cls, *args, **kwargs)
         return make_sharded(cls, original.__func__, active, args, kwargs)
@@ -120,6 +121,26 @@ def _config_kept_alive() -> CuboidConfig | None:
     return None if source is None else split_config(source)[0]
 
 
+def _function_of_interface(original: Any) -> Any:
+    @functools.wraps(original)
+    def getitem(self: Any, key: str) -> Any:
+        found = original(self, key)
+        if isinstance(self, AttentionInterface):
+            return attention_of(key, found)
+        return mask_of(key, found) if isinstance(self, AttentionMaskInterface) else found
+
+    return getitem
+
+
+def _get_interface(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Any) -> Any:
+        eager = attention_of("eager", default) if attn_implementation == "eager" else default
+        return original(self, attn_implementation, eager)
+
+    return get_interface
+
+
 def _find_packed(original: Any) -> Any:
     @functools.wraps(original)
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -128,7 +149,7 @@ def _find_packed(original: Any) -> Any:
     return find_packed_sequence_indices
 
 
-PATCHES: list[Patch | Registration] = [
+PATCHES = [
     Patch(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
         package="transformers",
@@ -179,6 +200,18 @@ PATCHES: list[Patch | Registration] = [
         parameters=("position_ids",),
         replace=_find_packed,
     ),
-    Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
-    Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),
+    Patch(
+        target="transformers.utils.generic:GeneralInterface.__getitem__",
+        package="transformers",
+        reason="let attention modules of a sharded model, and the masks that they need, take the whole sequence",
+        parameters=("key",),
+        replace=_function_of_interface,
+    ),
+    Patch(
+        target="transformers.modeling_utils:AttentionInterface.get_interface",
+        package="transformers",
+        reason="the same for eager attention, which each model's file has for itself",
+        parameters=("attn_implementation", "default"),
+        replace=_get_interface,
+    ),
 ]

@@ -568,7 +568,7 @@ def test_convolutions_need_whole_sequences():
 
 
 def called(**changes):
-    """One call of the registered function, for the second segment of a layer."""
+    """One call of the attention function, for the second segment of a layer."""
     model = built("llama", "sdpa")
     segmented = segmented_model(model, "llama")
     module = segmented.layers["0"].self_attn
@@ -577,7 +577,7 @@ def called(**changes):
     store = KVCache(8, segmented.pool)
     store.write((module, 0), 0, key, value)
     with segmented.slot.running(Unit(store, 4, 8, 8)):
-        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cuboid_sdpa"](module, **arguments)[0]
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, **arguments)[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from cuboid.checkpoint.format.links import leads_outward
-from cuboid.models.attention.segments import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,8 @@ def write_auxiliary_files(model: Any, folder: Path) -> None:
         model: a sharded model or a stage.
         folder: an existing folder.
     """
-    # A copy, because the model may be training meanwhile. Plain transformers doesn't know our attention's name.
+    # A copy, because the model may be training meanwhile.
     config = copy.deepcopy(model.config)
-    config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [model.cuboid.base.__name__]
     if model.is_remote_code():

@@ -53,7 +53,7 @@ def _make_sharded(
 ) -> PreTrainedModel:
     with plain_construction(), torch.device("meta"):
         whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
-        # The config is copied here, too: ours will name our attention, and the user may make other models from theirs.
+        # The config is copied here, too: the user may change theirs, and make other models from it.
         model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
     construct = constructing(lambda: from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs)), seed)

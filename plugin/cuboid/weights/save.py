@@ -21,7 +21,6 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CheckpointError
-from cuboid.models.attention.segments import PREFIX
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.grad_buffer import gradient_of
@@ -167,14 +166,11 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
-    # The original class's ``save_pretrained`` writes the files. Meanwhile the config must not name our attention, and
-    # the model needs the ties of the full model, some of which a stage has dropped. It would overwrite existing files,
-    # so it writes into a scratch folder.
-    base, folder = model.cuboid.base, Path(directory)
-    implementation, ties = model.config._attn_implementation, model._tied_weights_keys
+    # The original class's ``save_pretrained`` writes the files. Meanwhile the model needs the ties of the full model,
+    # some of which a stage has dropped. It would overwrite existing files, so it writes into a scratch folder.
+    base, folder, ties = model.cuboid.base, Path(directory), model._tied_weights_keys
     if kwargs.get("push_to_hub"):
         kwargs = {"repo_id": folder.absolute().name, **kwargs}
-    model.config._attn_implementation = implementation.removeprefix(PREFIX)
     model._tied_weights_keys = base._tied_weights_keys
     try:
         base.save_pretrained(model, begin_export(folder), is_main_process=True, state_dict=state, **kwargs)
@@ -185,7 +181,7 @@ def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch
             raise CheckpointError(f"{folder}: can't be written: {error.strerror or error}") from error
         raise
     finally:
-        model.config._attn_implementation, model._tied_weights_keys = implementation, ties
+        model._tied_weights_keys = ties
 
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:

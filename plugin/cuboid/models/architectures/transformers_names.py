@@ -63,6 +63,12 @@ def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
     return None if shift is None else shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
 
+def mask_function(name: str) -> Callable[..., Any]:
+    """The mask function that is registered for an attention implementation, without our patch around it."""
+    found: Callable[..., Any] = masking_utils.AttentionMaskInterface._global_mapping[name]
+    return found
+
+
 def within_packed(pattern: Pattern, positions: torch.Tensor, packed: torch.Tensor) -> Pattern:
     """Restrict a mask pattern to pairs of positions in the same packed sequence.
 

@@ -1,14 +1,16 @@
 """Attention behind Hugging Face's interfaces, for sharded models and for segments of a sequence.
 
 Heads are local to a rank, so the model's own kernel runs. Masks are made for the whole sequence, although the residual
-stream is sharded and only a segment of it may be running. Each supported implementation ``name`` has a twin
-``cuboid_name``, which :mod:`cuboid_patches` registers.
+stream is sharded and only a segment of it may be running.
+
+The config keeps the name of its implementation, so that copies of it make plain models, which may run beside a sharded
+one. Instead, :mod:`cuboid_patches` puts :func:`attention_of` and :func:`mask_of` around every function that models look
+up. They leave a call alone unless its module has a record, or a sharded model's forward is running.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,26 +19,26 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import UnsupportedModelError
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
 from cuboid.models.attention.segments import (
-    PREFIX,
     AttentionRecord,
+    find_record,
     hang_record,
-    record_of,
-    running_unit,
-    uses_interface,
+    running_slot,
 )
-from cuboid.models.attention.whole_sequence import fake_mask, is_recording
+from cuboid.models.attention.whole_sequence import fake_mask, is_recording, recording_needs_masks
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_MaskFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -77,28 +79,28 @@ def is_in_forward() -> bool:
 
 
 def use_sharded_attention(
-    config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh | None, images: ImageSplit | None = None
+    implementations: frozenset[str],
+    modules: Iterable[nn.Module],
+    mesh: Mesh | None,
+    images: ImageSplit | None = None,
 ) -> None:
-    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` has accepted.
+    """Make a model's attention modules work on a mesh's part of the heads.
 
     Args:
-        config: the model's config.
+        implementations: what the model's configs name, which :func:`check_attention` has accepted.
         modules: the modules that may call the attention function.
         mesh: the mesh that shards their heads; None if heads aren't sharded.
         images: describes how positions were padded, in a model of images.
     """
     for module in modules:
-        hang_record(module, AttentionRecord(mesh, images=images))
-    # Modules that bypass the interface look in the config for their implementation's original name.
-    if any(uses_interface(module) for module in modules) and not config._attn_implementation.startswith(PREFIX):
-        config._attn_implementation = PREFIX + config._attn_implementation
+        hang_record(module, AttentionRecord(mesh, images=images, implementations=implementations))
 
 
 def check_attention(config: PretrainedConfig) -> None:
-    """Make sure that a model's attention implementation has a twin.
+    """Make sure that there is a rule for a model's attention implementation.
 
     Raises:
-        UnsupportedModelError: it has none.
+        UnsupportedModelError: there is none.
     """
     name = config._attn_implementation
     if name not in IMPLEMENTATIONS:
@@ -109,8 +111,26 @@ def check_attention(config: PretrainedConfig) -> None:
         raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
 
 
-def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the attention function to be registered as ``cuboid_<name>``."""
+def check_reached() -> None:
+    """Make sure that models reach their attention functions through :func:`attention_of`.
+
+    Raises:
+        CuboidError: the patch that does this was taken back, so that a sharded model would run plain attention.
+    """
+    if ALL_ATTENTION_FUNCTIONS.get_interface("eager", check_attention) is check_attention:
+        raise CuboidError(
+            "a sharded model's attention runs through a patch of transformers, which cuboid.unregister() has taken "
+            "back; call cuboid.register()"
+        )
+
+
+def attention_of(name: str, kernel: _Kernel) -> _Kernel:
+    """Return what an attention module is to call in place of one implementation's function.
+
+    Args:
+        name: of the implementation.
+        kernel: its function.
+    """
 
     def attend(
         module: nn.Module,
@@ -120,25 +140,35 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        record = record_of(module)
-        record.calls += 1
-        if record.images is not None:
-            query, key, value = _without_filling(record.images, module, query, key, value)
-        call = Call(query, key, value, attention_mask, kwargs)
-        unit = record.unit
-        if record.slot is not None and unit is not None:
-            check_call(call, unit, module)
-            # A module may call attention more than once, as differential attention does for each half of its values.
-            layer = (module, record.slot.next_call(module))
-            if is_plain(name, call, unit):
-                return attend_plain(call, unit, layer), None
-            call = with_prefix(name, call, unit, layer)
-        with _random_numbers(record, call):
-            output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
-        return output if record.images is None else record.images.filled_up(output, dim=1), weights
+        record = find_record(module)
+        if record is None:
+            return kernel(module, query, key, value, attention_mask, **kwargs)
+        if name not in record.implementations:
+            raise UnsupportedModelError(
+                f"attn_implementation is {name!r}, but was {' and '.join(sorted(record.implementations))!r} when the "
+                "model was sharded, and checked; set it before, as by from_pretrained(attn_implementation=…)"
+            )
+        return _attend(name, kernel, record, module, Call(query, key, value, attention_mask, kwargs))
 
     return attend
+
+
+def _attend(name: str, kernel: _Kernel, record: AttentionRecord, module: nn.Module, call: Call) -> Any:
+    record.calls += 1
+    if record.images is not None:
+        query, key, value = _without_filling(record.images, module, call.query, call.key, call.value)
+        call = Call(query, key, value, call.mask, call.options)
+    unit = record.unit
+    if record.slot is not None and unit is not None:
+        check_call(call, unit, module)
+        # A module may call attention more than once, as differential attention does for each half of its values.
+        layer = (module, record.slot.next_call(module))
+        if is_plain(name, call, unit):
+            return attend_plain(call, unit, layer), None
+        call = with_prefix(name, call, unit, layer)
+    with _random_numbers(record, call):
+        output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+    return output if record.images is None else record.images.filled_up(output, dim=1), weights
 
 
 def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -160,34 +190,47 @@ def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManag
     return own_random_numbers(record.mesh, call.query.device)
 
 
-def mask_twin(name: str) -> Callable[..., Any]:
-    """Return the mask function to be registered as ``cuboid_<name>``."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_outside() -> bool:
+    # Asked while a plain model is compiled, since reading a ContextVar would break its graph.
+    return running_slot() is None and not is_in_forward() and not is_recording()
 
-    def make_mask(**kwargs: Any) -> Any:
+
+def mask_of(name: str, plain: _MaskFunction) -> _MaskFunction:
+    """Return what a model is to call in place of one attention implementation's mask function, ``plain``."""
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        if _is_outside():
+            return plain(*args, **kwargs)
+        slot, lengths = running_slot(), _lengths.get(None)
+        unit = None if slot is None else slot.current
         if is_recording():
-            return _mask_without_values(name, kwargs)
-        unit, lengths = running_unit(), _lengths.get(None)
+            return _mask_without_values("eager" if recording_needs_masks() else name, kwargs)
         # Stages of models whose positions see later ones always run whole sequences, so they take the branches below.
-        if unit is not None and lengths is None:
-            return segment_mask(name, unit, kwargs)
-        assert lengths is not None, "a mask that is made outside of a forward"
-        if lengths is WHOLE_IMAGES:
-            return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
-        if kwargs.get("allow_is_bidirectional_skip") and lengths.source is not None:
-            # A decoder's self-attention is causal, so a bidirectional mask is for its attention to the encoder.
-            sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}
-            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths.source)
-        sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
-        if kwargs.get("allow_is_bidirectional_skip") and lengths.padded > lengths.real:
-            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths)
-        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
-        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-            # Under an additive mask, a position that may see nothing (padding on the left) attends to all positions
-            # equally. That must not include the positions that were added here.
-            mask[..., lengths.real :] = -torch.inf
-        return mask
+        if slot is not None and unit is not None and lengths is None:
+            return segment_mask("eager" if slot.needs_masks else name, unit, kwargs)
+        if lengths is None or lengths is WHOLE_IMAGES:
+            return plain(*args, **kwargs)
+        return _whole_mask(name, lengths, kwargs)
 
     return make_mask
+
+
+def _whole_mask(name: str, lengths: Lengths, arguments: dict[str, Any]) -> Any:
+    """Make a mask for the whole sequence, on a rank whose hidden states are a part of it."""
+    if arguments.get("allow_is_bidirectional_skip") and lengths.source is not None:
+        # A decoder's self-attention is causal, so a bidirectional mask is for its attention to the encoder.
+        sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}
+        return _bidirectional_mask(name, {**arguments, **sizes}, lengths.padded, lengths.source)
+    sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
+    if arguments.get("allow_is_bidirectional_skip") and lengths.padded > lengths.real:
+        return _bidirectional_mask(name, {**arguments, **sizes}, lengths.padded, lengths)
+    mask = mask_function(name)(**{**arguments, **sizes})
+    if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        # Under an additive mask, a position that may see nothing (padding on the left) attends to all positions
+        # equally. That must not include the positions that were added here.
+        mask[..., lengths.real :] = -torch.inf
+    return mask
 
 
 def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys: Lengths) -> Any:
@@ -200,8 +243,8 @@ def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys
         keys: lengths of the key positions.
     """
     if keys.padded == keys.real:
-        return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**arguments, "allow_is_bidirectional_skip": False})
+        return mask_function(name)(**arguments)
+    mask = mask_function(name)(**{**arguments, "allow_is_bidirectional_skip": False})
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         raise UnsupportedModelError(
             f"attn_implementation {name!r} has no rule for a model whose positions see later ones, with sequences that "
@@ -220,8 +263,3 @@ def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor |
     dtype = arguments.get("dtype", torch.float32) if name == "eager" else torch.bool
     device = arguments.get("device") or torch.device("cpu")
     return fake_mask(arguments["batch_size"], arguments["q_length"], dtype, device)
-
-
-def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the eager attention function of the file that defines an attention module."""
-    return sys.modules[type(module).__module__].eager_attention_forward

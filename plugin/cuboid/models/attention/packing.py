@@ -41,6 +41,12 @@ def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -
         _known.reset(token)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_unknown() -> bool:
+    # Asked while a plain model is compiled, since reading a ContextVar would break its graph.
+    return _known.get() is None
+
+
 def packed_indices(
     position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor | None:
@@ -49,7 +55,7 @@ def packed_indices(
     Returns:
         The known indices, if ``position_ids`` are columns of the known positions; otherwise the result of ``search``.
     """
-    known = _known.get()
+    known = None if _is_unknown() else _known.get()
     if known is None:
         return search(position_ids)
     whole = known.positions

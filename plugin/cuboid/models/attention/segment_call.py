@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.segment_mask import FLASH
 from cuboid.models.attention.segments import Unit
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
@@ -105,7 +105,7 @@ def with_prefix(name: str, call: Call, unit: Unit, layer: Hashable) -> Call:
         first = 0 if window is None else max(0, unit.start - window + 1)
     else:
         # sdpa would align its own causal pattern with the first key, not with the segment's start.
-        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](
+        mask = mask_function(name)(
             batch_size=1,
             q_length=unit.stop - unit.start,
             q_offset=unit.start,

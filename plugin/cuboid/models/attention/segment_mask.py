@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.transformers_names import Pattern, parts_of, within_packed, without_packed
+from cuboid.models.architectures.transformers_names import (
+    Pattern,
+    mask_function,
+    parts_of,
+    within_packed,
+    without_packed,
+)
 from cuboid.models.attention.segments import Unit
 
 FLASH = ("flash_attention_2", "flash_attention_3")
@@ -58,7 +64,7 @@ def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
         "mask_function": _within_packed(pattern, unit, arguments["batch_size"]),
         "allow_is_causal_skip": False,
     }
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**arguments, **sizes})
+    mask = mask_function(name)(**{**arguments, **sizes})
     if padding is not None and isinstance(mask, torch.Tensor) and mask.is_floating_point():
         _check_rows(mask, unit)
     return mask

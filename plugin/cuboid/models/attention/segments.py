@@ -22,7 +22,6 @@ from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
-PREFIX = "cuboid_"
 #: Names of cache arguments that transformers' checkpointing removes. Some layers don't annotate them as a cache.
 STRIPPED = ("past_key_values", "layer_past")
 _RECORD = "cuboid_attention"
@@ -58,15 +57,6 @@ class Unit:
         return self.start == 0 and self.stop == self.length
 
 
-#: The unit whose forward is running, for mask functions, which don't get a module with an :class:`AttentionRecord`.
-_running: ContextVar[Unit | None] = ContextVar("cuboid_unit", default=None)
-
-
-def running_unit() -> Unit | None:
-    """Return the unit whose forward this thread is running."""
-    return _running.get()
-
-
 class UnitSlot(CallCounter):
     """Holds the running unit, for the attention modules of one stage, and counts their calls of attention functions.
 
@@ -76,6 +66,7 @@ class UnitSlot(CallCounter):
         current: the running unit.
         recording: the record of a whole sequence, while it is being recorded.
         obstacle: why the stage's layers can't run in segments; None if they can. Set by :func:`use_segment_attention`.
+        needs_masks: whether layers compute attention by themselves, and need a mask where kernels could do without.
     """
 
     def __init__(self) -> None:
@@ -83,6 +74,7 @@ class UnitSlot(CallCounter):
         self.current: Unit | None = None
         self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
+        self.needs_masks = False
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
@@ -95,12 +87,28 @@ class UnitSlot(CallCounter):
             raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
         before, self.current = self.current, unit
         self._calls.clear()
-        token = _running.set(unit)
+        token = _running.set(self)
         try:
             yield
         finally:
             self.current = before
             _running.reset(token)
+
+
+#: Where the unit is whose forward is running, for mask functions, which don't get a module with an
+#: :class:`AttentionRecord`.
+_running: ContextVar[UnitSlot | None] = ContextVar("cuboid_unit", default=None)
+
+
+def running_slot() -> UnitSlot | None:
+    """Return the slot of the unit whose forward this thread is running."""
+    return _running.get()
+
+
+def running_unit() -> Unit | None:
+    """Return the unit whose forward this thread is running."""
+    slot = _running.get()
+    return None if slot is None else slot.current
 
 
 @dataclass
@@ -112,12 +120,14 @@ class AttentionRecord:
         slot: holds the running unit, if sequences run in segments.
         calls: how often the module has called its attention function.
         images: describes how positions were padded, in a model of images.
+        implementations: the attention implementations that the model's configs named when the record was made.
     """
 
     mesh: Mesh | None = None
     slot: UnitSlot | None = None
     calls: int = 0
     images: ImageSplit | None = None
+    implementations: frozenset[str] = frozenset()
 
     @property
     def unit(self) -> Unit | None:
@@ -131,10 +141,15 @@ def hang_record(module: nn.Module, record: AttentionRecord) -> None:
     setattr(module, _RECORD, record)
 
 
+def find_record(module: nn.Module) -> AttentionRecord | None:
+    """Return the record that was attached to a module, if one was."""
+    return getattr(module, _RECORD, None)
+
+
 def record_of(module: nn.Module) -> AttentionRecord:
     """Return the record that was attached to a module."""
-    record = getattr(module, _RECORD)
-    assert isinstance(record, AttentionRecord)
+    record = find_record(module)
+    assert record is not None
     return record
 
 
@@ -146,10 +161,10 @@ def use_segment_attention(
     *,
     gives_cache: bool = False,
 ) -> None:
-    """Point a model's config at the twin of its attention implementation, for segments and optionally a mesh.
+    """Make a stage's attention modules attend to earlier segments too, and optionally with a mesh's part of the heads.
 
     Args:
-        config: the model's config; its attention implementation must have passed ``check_attention``.
+        config: the model's config, which stays as it is; its implementation must have passed ``check_attention``.
         modules: the layers (or attention modules) of this stage, by name. Each shares one record with all modules
             inside it, any of which may call the attention function.
         slot: holds the unit of each forward and backward.
@@ -160,16 +175,11 @@ def use_segment_attention(
     for name, module in modules.items():
         if not gives_cache or cache_argument(module) is None:
             slot.obstacle = slot.obstacle or _obstacle(name, module)
-        record = AttentionRecord(mesh, slot)
+        record = AttentionRecord(mesh, slot, implementations=frozenset({config._attn_implementation}))
         for part in module.modules():
             hang_record(part, record)
-    # Modules that bypass the interface may look in the config for their implementation's original name. They only run
-    # on whole sequences.
-    if any(uses_interface(module) for module in modules.values()):
-        config._attn_implementation = PREFIX + config._attn_implementation
-    elif gives_cache:
-        # Layers that compute attention by themselves need an explicit mask, which sdpa's mask function may skip.
-        config._attn_implementation = f"{PREFIX}eager"
+    # Layers that compute attention by themselves need an explicit mask, which sdpa's mask function may skip.
+    slot.needs_masks = gives_cache and not any(uses_interface(module) for module in modules.values())
 
 
 def cache_argument(layer: nn.Module) -> str | None:

@@ -12,9 +12,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
-#: Set in a thread that records a whole sequence; a ContextVar because mask functions get no module. All fake tensors of
-#: a recording must belong to the same mode.
-_recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
+
+@dataclass(frozen=True)
+class _Recording:
+    """A thread's recording of a whole sequence.
+
+    Args:
+        mode: the mode that all fake tensors of a recording must belong to.
+        needs_masks: whether layers need a mask where kernels could do without.
+    """
+
+    mode: FakeTensorMode
+    needs_masks: bool
+
+
+#: Set in a thread that records a whole sequence; a ContextVar because mask functions get no module.
+_recording: ContextVar[_Recording | None] = ContextVar("cuboid_recording", default=None)
 
 
 @dataclass
@@ -75,10 +88,16 @@ def is_recording() -> bool:
     return _recording.get() is not None
 
 
+def recording_needs_masks() -> bool:
+    """Whether layers of the model that is being recorded need a mask where kernels could do without."""
+    running = _recording.get()
+    return running is not None and running.needs_masks
+
+
 @contextmanager
-def recording() -> Iterator[None]:
+def recording(*, needs_masks: bool = False) -> Iterator[None]:
     """Within this context, this thread only records a whole sequence."""
-    token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
+    token = _recording.set(_Recording(FakeTensorMode(allow_non_fake_inputs=True), needs_masks))
     try:
         yield
     finally:
@@ -87,9 +106,9 @@ def recording() -> Iterator[None]:
 
 def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a fake tensor: only its shape, dtype and device are known."""
-    mode = _recording.get()
-    assert mode is not None, "only while a whole sequence is looked at"
-    with mode:
+    running = _recording.get()
+    assert running is not None, "only while a whole sequence is looked at"
+    with running.mode:
         return torch.empty(shape, dtype=dtype, device=device)
 
 

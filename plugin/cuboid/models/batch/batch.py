@@ -34,7 +34,6 @@ _REJECTED: dict[str, tuple[Any, ...]] = {
     "inputs_embeds": (None,),
     "token_type_ids": (None,),
     "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
     "encoder_hidden_states": (None,),
     "encoder_attention_mask": (None,),
     "cache_position": (None,),

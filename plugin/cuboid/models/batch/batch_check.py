@@ -132,7 +132,8 @@ class BatchCheck:
         arguments: arguments of the model's forward: whole tensors, which should be equal on all ranks of the mesh.
         limits: the model's limits.
         mesh: the model's mesh.
-        modes: settings of the host that must be equal on all ranks, such as whether the model is training.
+        modes: settings of the host that must be equal on all ranks, such as whether the model is training; their
+            ``repr`` is compared.
         libraries: whose generators the model draws from.
     """
 
@@ -141,7 +142,7 @@ class BatchCheck:
         arguments: dict[str, Any],
         limits: Limits,
         mesh: Mesh,
-        modes: tuple[bool, ...],
+        modes: tuple[Any, ...],
         libraries: Collection[Library] = (),
     ) -> None:
         self._names = limits.names
@@ -211,7 +212,7 @@ class BatchCheck:
             raise generators_differ(self._states.tolist(), self._mesh)
 
     def _summary(
-        self, arguments: dict[str, Any], modes: tuple[bool, ...], libraries: Collection[Library], device: torch.device
+        self, arguments: dict[str, Any], modes: tuple[Any, ...], libraries: Collection[Library], device: torch.device
     ) -> torch.Tensor:
         items = arguments.get("num_items_in_batch")
         call: list[Any] = [*modes, self._ignore_index, {name: tuple(x.shape) for name, x in self._tensors.items()}]

@@ -19,6 +19,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.architectures.transformers_names import recomputes
+from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
@@ -153,6 +154,7 @@ class Pipeline:
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None, *, training: bool) -> _Step:
         self._model.check_loss()
+        check_reached()
         with ReplicasInStep(self.mesh, self._device) as replicas:
             self._model.cuboid.made.check(self._model)
             if training:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import ModelOutput
@@ -29,6 +30,7 @@ from cuboid.models.architectures.transformers_names import decoder_ids, keep_log
 from cuboid.models.attention.interface import (
     WHOLE_IMAGES,
     Lengths,
+    check_reached,
     is_in_forward,
     use_sharded_attention,
     whole_sequence,
@@ -65,6 +67,9 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import (
 )
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
+
+#: Entries of a base model's output that the head around it takes.
+_FOR_HEAD = ("last_hidden_state", "pooler_output")
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,17 @@ class Sharding:
     loss: Callable[..., torch.Tensor] | None = None
 
 
-class ShardedModel(WholeInterface):
+class PlainInstances:
+    """Mixed into a sharded class: calling the class makes a plain model, as scripts do by ``type(model)(config)``."""
+
+    _cuboid_plain: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Copying and unpickling call this without arguments, and fill the instance themselves.
+        return cls._cuboid_plain(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
+
+class ShardedModel(WholeInterface, PlainInstances):
     """Mixed into the model's own class by :func:`shard_modules`."""
 
     cuboid: Sharding
@@ -207,7 +222,7 @@ class ShardedModel(WholeInterface):
         return list(self.parameters())
 
 
-class ShardedBase:
+class ShardedBase(PlainInstances):
     """Mixed into the class of a sharded model's base model by :func:`shard_modules`."""
 
     cuboid: Sharding
@@ -231,14 +246,12 @@ def shard_modules(
     late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
-    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
-    for config_of_part in configs.values():
-        images = late if isinstance(late, ImageSplit) else None
-        use_sharded_attention(config_of_part, list(attention.values()), mesh, images)
+    named = [part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)]
+    images = late if isinstance(late, ImageSplit) else None
+    use_sharded_attention(frozenset(named), attention.values(), mesh, images)
     for name in whole_blocks(parallel_plan):
         # A block that is computed whole has all heads, and sets its own random number generator.
-        for config_of_part in configs.values():
-            use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
+        use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
     model.cuboid.draws = draws
@@ -364,9 +377,25 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def plain_class(cls: type[Any]) -> type[Any]:
+    """The class that a sharded class was made from; any other class itself."""
+    return cls._cuboid_plain if issubclass(cls, PlainInstances) else cls
+
+
+def derived_class(mixin: type[Any] | None, base: type[Any], forward: Callable[..., Any]) -> type[Any]:
+    """A subclass with its base's name, so that configs and checkpoints contain the original name.
+
+    Args:
+        mixin: comes before the base among the bases.
+        base: the plain class.
+        forward: of the subclass.
+    """
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (mixin or PlainInstances, base), {**members, "_cuboid_plain": base})
+
+
 @functools.cache
 def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass with its base's name, so that configs and checkpoints contain the original name."""
     signature = inspect.signature(base.forward)
 
     # Trainers read this signature to learn which columns and loss arguments the model takes.
@@ -380,8 +409,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
             return self.cuboid.forward(self, run, arguments)
 
-    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (ShardedModel, base), members)
+    return derived_class(ShardedModel, base, forward)
 
 
 @functools.cache
@@ -398,14 +426,14 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
             return _differentiable_once(_base_forward(self, run, arguments), self.cuboid.mesh)
 
-    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (ShardedBase, base), members)
+    return derived_class(ShardedBase, base, forward)
 
 
 def _differentiable_once(output: Any, mesh: Mesh) -> Any:
     """The same output of a forward, whose backward raises an error if it is to be differentiated itself."""
     if mesh.shape.size > 1 and torch.is_grad_enabled():
-        for x in output if isinstance(output, tuple) else output.values():
+        # Hidden states of all layers are a tuple inside of the output.
+        for x in tree_leaves(tuple(output) if isinstance(output, tuple) else tuple(output.values())):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(_check_differentiated_once)
     return output
@@ -487,7 +515,7 @@ def _has_input(arguments: dict[str, Any]) -> bool:
 def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     """Forward of a masked language model, whose labels aren't shifted."""
     sharding: Sharding = model.cuboid
-    as_tuple = arguments.pop("return_dict", None) is False
+    as_tuple = _pop_tuple(model, arguments)
     if arguments.get("input_ids") is not None:
         sharding.whole.limits.targets.check(arguments)
     if sharding.verdict.counts_items and _own_loss(model, arguments) is not None:
@@ -498,6 +526,7 @@ def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
         if labels is not None:
             output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
     output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
+    _whole_extras(model, output, batch, known=("loss", "logits"))
     return output.to_tuple() if as_tuple else output
 
 
@@ -514,7 +543,7 @@ def _loss_in_place(
 def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     """Forward of an encoder-decoder: the encoder runs first, then the model's own forward with the encoder's output."""
     sharding: Sharding = model.cuboid
-    as_tuple = arguments.pop("return_dict", None) is False
+    as_tuple = _pop_tuple(model, arguments)
     if arguments.get("input_ids") is not None:
         sharding.whole.limits.targets.check(arguments)
     arguments = _with_decoder_ids(model, arguments)
@@ -537,10 +566,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
             )
         if labels is not None and not gathers:
             output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
-    known = ("loss", "logits", "encoder_last_hidden_state")
-    for name, x in output.items():
-        if x is not None and name not in known:
-            raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
+    _whole_extras(model, output, batch, known=("loss", "logits", "encoder_last_hidden_state"))
     if not gathers:
         output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
     hidden = output.encoder_last_hidden_state
@@ -583,7 +609,7 @@ def _vocabulary_parts(model: Any) -> Iterator[None]:
 
 def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     sharding: Sharding = model.cuboid
-    as_tuple = arguments.pop("return_dict", None) is False
+    as_tuple = _pop_tuple(model, arguments)
     keep = arguments.pop("logits_to_keep", 0)
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
@@ -623,6 +649,9 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
     if keep is not None and output.logits is not None:
         output.logits = keep_logits(output.logits, keep)
+    # Routers' are whole already.
+    routers = ("router_logits", "aux_loss") if wants_routers else ()
+    _whole_extras(model, output, batch, known=("loss", "logits", *routers))
     return output.to_tuple() if as_tuple else output
 
 
@@ -685,7 +714,7 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     They stay split if a sharded head follows.
     """
     sharding: Sharding = model.cuboid
-    as_tuple = arguments.pop("return_dict", None) is False
+    as_tuple = _pop_tuple(model, arguments)
     if sharding.whole.limits.targets.task == "seq2seq":
         raise UnsupportedModelError(
             f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
@@ -701,33 +730,96 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     if sharding.targets is not None:
         # The head around this base model runs next.
         sharding.batch = batch
-    whole_for_head(model, sharding, output, batch)
+    whole_for_head(sharding, output, batch)
+    _whole_extras(model, output, batch, known=_FOR_HEAD)
     return output.to_tuple() if as_tuple else output
 
 
-def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
+def whole_for_head(sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
     """Gather those entries of a base model's output that the following head needs whole, in place."""
-    for name, x in output.items():
-        if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
+    for name in _FOR_HEAD:
+        x = output.get(name)
+        if x is None:
+            continue
+        if name == "pooler_output" or isinstance(sharding.late, ImageSplit):
             output[name] = gather_rows(x, sharding.mesh, rows=batch.rows)
-        elif name == "last_hidden_state":
-            if sharding.verdict.head != "labels":
-                output[name] = gather_hidden(x, sharding.mesh, rows=batch.rows, length=batch.length)
-        elif x is not None:
-            raise UnsupportedModelError(f"{type(base).__name__} returns {name}, for which there is no rule on a mesh")
+        elif sharding.verdict.head != "labels":
+            output[name] = gather_hidden(x, sharding.mesh, rows=batch.rows, length=batch.length)
+
+
+def _pop_tuple(model: Any, arguments: dict[str, Any]) -> bool:
+    """Remove ``return_dict`` from a forward's arguments; return whether the output is to be a tuple."""
+    wanted = arguments.pop("return_dict", None)
+    return (getattr(model.config, "return_dict", True) if wanted is None else wanted) is False
+
+
+def _asked_of_layers(model: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What a forward is to return of its layers, by its arguments or the config.
+
+    Raises:
+        UnsupportedModelError: attention weights.
+    """
+    names = ("output_hidden_states", "output_attentions")
+    given = {name: arguments.get(name) for name in names}
+    states, attentions = (
+        getattr(model.config, name, None) if value is None else value for name, value in given.items()
+    )
+    if attentions and model.cuboid.mesh.shape.size > 1:
+        raise UnsupportedModelError(
+            "output_attentions has no rule on a mesh, where a rank has the weights of its own heads only; leave it out, "
+            "in the config too, and look at attention in plain transformers"
+        )
+    return states, attentions
+
+
+def _whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: Sequence[str]) -> None:
+    """Gather the hidden states of all layers in a forward's output, in place.
+
+    Args:
+        model: a sharded model, or its base model.
+        output: of its forward.
+        batch: the rank's part of the micro-batch.
+        known: names of entries that are whole.
+
+    Raises:
+        UnsupportedModelError: there is another entry, or hidden states aren't split as the residual stream is.
+    """
+    mesh: Mesh = model.cuboid.mesh
+    if mesh.shape.size == 1:
+        return
+    for name, x in output.items():
+        if x is None or name in known:
+            continue
+        if name != "hidden_states" or not _are_split(x, model, batch):
+            raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
+        output[name] = tuple(
+            None if own is None else gather_hidden(own, mesh, rows=batch.rows, length=batch.length) for own in x
+        )
+
+
+def _are_split(states: Any, model: Any, batch: LocalBatch) -> bool:
+    """Whether these are a rank's parts ``[B'/b, S'/s, H/h]`` of hidden states, of which some may be None."""
+    sharding: Sharding = model.cuboid
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    if not isinstance(states, tuple | list) or sharding.late is not None or width is None:
+        return False
+    rows, length = batch.tensors["input_ids"].shape
+    wanted = (rows, length // sharding.mesh.size("sequence"), width // sharding.mesh.size("hidden"))
+    return all(own is None or tuple(own.shape) == wanted for own in states)
 
 
 @contextmanager
 def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective."""
     sharding: Sharding = model.cuboid
+    check_reached()
     sharding.mesh.connect()
     sharding.made.check(model)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
         )
-    verdict = sharding.verdict
+    asked, verdict = _asked_of_layers(model, arguments), sharding.verdict
     verdict.check_batch(given_tensors(arguments), type(model).__name__)
     if sharding.whole.limits.targets.task == "seq2seq":
         batch = take_local_pair(arguments, model.config, sharding.mesh)
@@ -739,7 +831,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         )
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
-    modes = (model.training, torch.is_grad_enabled(), _own_loss(model, arguments) is not None)
+    modes = (model.training, torch.is_grad_enabled(), _own_loss(model, arguments) is not None, *asked)
     assert sharding.draws is not None
     libraries = sharding.draws.libraries
     check = BatchCheck(

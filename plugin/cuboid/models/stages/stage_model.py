@@ -28,6 +28,7 @@ from cuboid.models.sharded.sharded_model import (
     ShardedModel,
     Sharding,
     WholeModel,
+    derived_class,
     first_position,
     hook_heads,
 )
@@ -254,15 +255,12 @@ def finish_stage(
 
 @functools.cache
 def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass with its base's name, so that configs and checkpoints contain the original name."""
-
     # Trainers read this signature to learn which columns the model takes.
     @functools.wraps(base.forward)
     def forward(*_: Any, **__: Any) -> Any:
         raise _no_forward()
 
-    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (StageModel, base), members)
+    return derived_class(StageModel, base, forward)
 
 
 @functools.cache
@@ -275,8 +273,7 @@ def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
             raise _no_forward()
         return base.forward(self, *args, **kwargs)
 
-    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (base,), members)
+    return derived_class(None, base, forward)
 
 
 def _no_forward() -> CuboidError:

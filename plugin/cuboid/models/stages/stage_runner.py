@@ -297,7 +297,7 @@ class OwnHeadRunner(StageRunner):
             if self._mesh.shape.size > 1:
                 assert batch.local is not None
                 sharding.batch = batch.local
-                whole_for_head(self._model, sharding, output, batch.local)
+                whole_for_head(sharding, output, batch.local)
             loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
         finally:
             sharding.batch = None
