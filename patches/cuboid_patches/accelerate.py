@@ -1,20 +1,26 @@
-"""Patches of accelerate, and so of the Hugging Face Trainer."""
+"""Patches of accelerate, and so of the Hugging Face Trainer.
+
+To accelerate, each process trains a model of its own. Here, a replica of the model does, which several ranks hold
+together. So wherever it is asked about data or metrics, it answers in replicas: ``Accelerator.num_processes`` and
+``process_index``, all gathers and sums, and what splits rows between processes. What starts, places, saves or prints
+(``is_main_process``, ``local_process_index``, ``PartialState``, barriers) stays by ranks.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DummyScheduler, parse_flag_from_env, patch_environment, recursively_apply
+from accelerate.utils import parse_flag_from_env, patch_environment, recursively_apply
 from accelerate.utils import reduce as reduce_over_ranks
 from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import load_config
@@ -84,31 +90,9 @@ def _prepare_deepspeed(original: Any) -> Any:
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         for schedule in (one for one in args if isinstance(one, LRScheduler) and optimizers):
             check_schedule(schedule, optimizers[0])
-        _fill_rows(self, plugin, config, args)
-        # With split_batches, accelerate leaves a schedule's length as it is.
-        return original(self, *(args if self.split_batches else (_for_ranks(one, config) for one in args)))
+        return original(self, *args)
 
     return prepare_deepspeed
-
-
-def _fill_rows(accelerator: Any, plugin: Any, config: CuboidConfig, args: Sequence[Any]) -> None:
-    """With ``split_batches``, set the rows per replica; accelerate would count every rank as a replica."""
-    key = "train_micro_batch_size_per_gpu"
-    if not (accelerator.split_batches and plugin.is_auto(key)):
-        return
-    sizes = [loader.batch_size for loader in args if isinstance(loader, DataLoader) and loader.batch_size is not None]
-    if sizes:
-        rows = (min(sizes) if plugin.is_train_batch_min else max(sizes)) // _copies(config)
-        plugin.fill_match(key, must_match=False, **{key: rows})
-
-
-def _for_ranks(given: Any, config: CuboidConfig) -> Any:
-    """Multiply the length of a config's schedule by the ranks of a copy, since accelerate divides it by all ranks."""
-    if not isinstance(given, DummyScheduler) or given.total_num_steps is None or AcceleratorState().num_processes == 1:
-        return given
-    scaled = copy.copy(given)
-    scaled.total_num_steps = given.total_num_steps * config.ranks
-    return scaled
 
 
 def _scheduler_step(original: Any) -> Any:
@@ -130,32 +114,84 @@ def _scheduler_step(original: Any) -> Any:
     return step
 
 
-def _gather_for_metrics(original: Any) -> Any:
-    @functools.wraps(original)
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+def _num_processes(original: Any) -> Any:
+    def num_processes(self: Any) -> int:
         config = _config_of(self.state)
-        if config is None or config.ranks == 1:
-            return original(self, input_data, use_gather_object)
-        if use_gather_object or not _has_tensors_only(input_data):
-            # The lists of all ranks are concatenated, so only the first rank of each copy contributes.
-            first = any(ranks[0] == current_rank() for ranks in _ranks_of_copies(config))
-            return original(self, input_data if first else [], use_gather_object=True)
-        gather = self.gather
-        self.gather = lambda data: recursively_apply(functools.partial(_one_of_each_copy, config=config), gather(data))
-        try:
-            return original(self, input_data)
-        finally:
-            del self.gather
+        return int(original.fget(self)) if config is None else _copies(config)
 
-    return gather_for_metrics
+    return property(num_processes)
 
 
-def _has_tensors_only(data: Any) -> bool:
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
+def _process_index(original: Any) -> Any:
+    def process_index(self: Any) -> int:
+        config = _config_of(self.state)
+        return int(original.fget(self)) if config is None else own_copy(config)
+
+    return property(process_index)
+
+
+def _is_last_process(_: Any) -> Any:
+    # The original compares the two numbers above, and all ranks of the last replica would be the last one.
+    return property(lambda self: self.state.is_last_process)
+
+
+def _gather(original: Any) -> Any:
+    @functools.wraps(original)
+    def gather(tensor: Any) -> Any:
+        config, gathered = shared_config(), original(tensor)
+        if config is None:
+            return gathered
+        return recursively_apply(functools.partial(_one_of_each_copy, config=config), gathered)
+
+    return gather
+
+
+def _gather_object(original: Any) -> Any:
+    @functools.wraps(original)
+    def gather_object(object: Any) -> Any:
+        config = shared_config()
+        # The lists of all ranks are concatenated, so only the first rank of each copy contributes.
+        is_given = config is None or any(ranks[0] == current_rank() for ranks in _ranks_of_copies(config))
+        return original(object if is_given else [])
+
+    return gather_object
+
+
+def _broadcast(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        given, config = signature.bind(*args, **kwargs), shared_config()
+        (name,) = {"src", "from_process"} & signature.parameters.keys()
+        if config is not None and given.arguments.get(name, 0):
+            given.arguments[name] = _ranks_of_copies(config)[given.arguments[name]][0]
+        return original(*given.args, **given.kwargs)
+
+    return broadcast
+
+
+def _split_between_processes(original: Any) -> Any:
+    @functools.wraps(original)
+    def split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+        config, by = shared_config(), self
+        if config is not None:
+            by = SimpleNamespace(num_processes=_copies(config), process_index=own_copy(config), device=self.device)
+        return original(by, inputs, apply_padding)
+
+    return split_between_processes
+
+
+def _set_seed(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+        config = shared_config() if device_specific else None
+        if config is not None:
+            # The ranks of a copy draw the same numbers.
+            seed, device_specific = seed + own_copy(config), False
+        original(seed, device_specific, deterministic)
+
+    return set_seed
 
 
 def _reduce(original: Any) -> Any:
@@ -171,23 +207,24 @@ def _reduce(original: Any) -> Any:
                 # them could overflow.
                 wide = torch.promote_types(own.dtype, torch.float32)
                 return (original(self, own.to(wide), "sum") / config.ranks).to(own.dtype)
-            return _counted_once(self.gather(own.unsqueeze(0)), config)
+            return _counted_once(own, config)
 
         return recursively_apply(total, tensor, error_on_other_type=True)
 
     return reduce
 
 
-def _counted_once(gathered: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
-    """Sum integers ``[ranks, …]`` over the copies of the model; the ranks of a copy must have the same ones."""
-    # Indexed by a tensor, since a list of lists would be taken for indices of two dims.
-    by_copy = gathered[torch.tensor(_ranks_of_copies(config))]
+def _counted_once(own: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
+    """Sum integers over the copies of the model; the ranks of a copy must have the same ones."""
+    found = [torch.empty_like(own) for _ in range(current_world_size())]
+    torch.distributed.all_gather(found, own.contiguous())
+    by_copy = torch.stack([torch.stack([found[rank] for rank in ranks]) for ranks in _ranks_of_copies(config)])
     if bool((by_copy != by_copy[:, :1]).any()):
         raise CuboidError(
             "accelerator.reduce adds up what the replicas have, but the ranks of one have different whole numbers; use "
-            'reduction="mean" of a floating-point tensor, or accelerator.gather, for what each rank has by itself'
+            'reduction="mean" of a floating-point tensor, or torch.distributed, for what each rank has by itself'
         )
-    return by_copy[:, 0].sum(0, dtype=gathered.dtype)
+    return by_copy[:, 0].sum(0, dtype=own.dtype)
 
 
 def _check_trigger(original: Any) -> Any:
@@ -209,9 +246,12 @@ def _prepare_data_loader(original: Any) -> Any:
     @functools.wraps(original)
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
         config, world_size = _config_of(AcceleratorState()), current_world_size()
-        if config is None or world_size == config.ranks:
+        if config is None:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        if world_size == config.ranks:
+            # accelerate divides both by the ranks of the only copy, which may also dispatch its batches.
+            return original(**{**given, "num_processes": world_size, "process_index": current_rank()})
         if given.get("dispatch_batches"):
             raise ConfigError(
                 "dispatch_batches would give every replica the same batches; leave it out, so that each reads its own"
@@ -219,7 +259,7 @@ def _prepare_data_loader(original: Any) -> Any:
         topology = config.topology(world_size)
         own = {
             "num_processes": topology.data,
-            "process_index": topology.coordinate(current_rank()).data,
+            "process_index": own_copy(config),
             "dispatch_batches": False,
             # Otherwise accelerate derives the two numbers from it.
             "torch_device_mesh": None,
@@ -227,6 +267,24 @@ def _prepare_data_loader(original: Any) -> Any:
         return original(**{**given, **own})
 
     return prepare_data_loader
+
+
+def shared_config() -> CuboidConfig | None:
+    """The active config, if several ranks share a copy of the model."""
+    state = AcceleratorState() if AcceleratorState._shared_state else None
+    config = _config_of(state)
+    if state is None:
+        # Before there is an Accelerator, TrainingArguments keep a config alive.
+        found = sys.modules.get("transformers.integrations.deepspeed")
+        source = None if found is None else found.deepspeed_config()
+        ours = None if source is None else own_config(source)
+        config = None if ours is None else ours[0]
+    return None if config is None or config.ranks == 1 else config
+
+
+def own_copy(config: CuboidConfig) -> int:
+    """Which copy of the model this rank belongs to."""
+    return config.topology(current_world_size()).coordinate(current_rank()).data
 
 
 def _config_of(state: Any) -> CuboidConfig | None:
@@ -271,7 +329,7 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",
         package="accelerate",
-        reason="count replicas where accelerate counts ranks, in rows of a batch and steps of a schedule",
+        reason="refuse a schedule of another optimizer than the one that is trained with",
         parameters=("args",),
         replace=_prepare_deepspeed,
     ),
@@ -297,11 +355,73 @@ PATCHES = [
         replace=_check_trigger,
     ),
     Patch(
-        target="accelerate.accelerator:Accelerator.gather_for_metrics",
+        target="accelerate.accelerator:Accelerator.num_processes",
         package="accelerate",
-        reason="count the rows that the ranks of a copy of the model share once, as predictions and in the last batch",
-        parameters=("input_data", "use_gather_object"),
-        replace=_gather_for_metrics,
+        reason="count replicas, since several ranks read the same data",
+        parameters=("self",),
+        replace=_num_processes,
+    ),
+    Patch(
+        target="accelerate.accelerator:Accelerator.process_index",
+        package="accelerate",
+        reason="name the replica whose data this rank reads",
+        parameters=("self",),
+        replace=_process_index,
+    ),
+    Patch(
+        target="accelerate.accelerator:Accelerator.is_last_process",
+        package="accelerate",
+        reason="keep it true on one rank only",
+        parameters=("self",),
+        replace=_is_last_process,
+    ),
+    Patch(
+        target="accelerate.utils.operations:_gpu_gather",
+        package="accelerate",
+        reason="count the rows that the ranks of a copy of the model share once",
+        parameters=("tensor",),
+        replace=_gather,
+    ),
+    Patch(
+        target="accelerate.utils.operations:_gpu_gather_object",
+        package="accelerate",
+        reason="count the objects that the ranks of a copy of the model share once",
+        parameters=("object",),
+        replace=_gather_object,
+    ),
+    Patch(
+        target="accelerate.utils.operations:_gpu_broadcast",
+        package="accelerate",
+        reason="send from the first rank of the replica that is named",
+        parameters=("data", "src"),
+        replace=_broadcast,
+    ),
+    *(
+        Patch(
+            target=f"{module}:broadcast_object_list",
+            package="accelerate",
+            reason="send from the first rank of the replica that is named",
+            parameters=("object_list", "from_process"),
+            replace=_broadcast,
+        )
+        for module in ("accelerate.utils.operations", "accelerate.utils")
+    ),
+    *(
+        Patch(
+            target=f"{module}:set_seed",
+            package="accelerate",
+            reason="give the ranks of a replica the same seed, and replicas different ones",
+            parameters=("seed", "device_specific", "deterministic"),
+            replace=_set_seed,
+        )
+        for module in ("accelerate.utils.random", "accelerate.utils")
+    ),
+    Patch(
+        target="accelerate.state:PartialState.split_between_processes",
+        package="accelerate",
+        reason="split rows between replicas, whose ranks get the same ones",
+        parameters=("inputs", "apply_padding"),
+        replace=_split_between_processes,
     ),
     Patch(
         target="accelerate.accelerator:prepare_data_loader",

@@ -86,7 +86,8 @@ class Patch:
         return owner, name
 
     def _check_signature(self, target: Any) -> None:
-        found = inspect.signature(target).parameters
+        function: Any = target.fget if isinstance(target, property) else target
+        found = inspect.signature(function).parameters
         missing = [name for name in self.parameters if name not in found]
         if missing:
             raise PatchError(self._mismatch(f"it takes ({', '.join(found)}), without {', '.join(missing)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, split_config
-from cuboid.errors import ConfigError
+from cuboid.distributed.mesh import current_world_size
+from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
@@ -22,7 +24,11 @@ from cuboid.weights.api import active_config
 from cuboid.weights.from_scratch import make_sharded
 from cuboid.weights.load import is_loading_class, load_sharded
 from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
+from cuboid_patches.accelerate import own_copy, shared_config
 from cuboid_patches.base import Patch
+
+#: Trainers of TRL whose losses and metrics on a mesh were compared with those in one process.
+_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
 
 
 def _from_pretrained(original: Any) -> Any:
@@ -70,12 +76,72 @@ def _trainer(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         config, own_steps = _config_kept_alive(), sys.modules["transformers.trainer"].Trainer.training_step
+        if config is not None and config.ranks > 1:
+            _check_trl(type(self))
         if config is not None and config.pipeline is not None and type(self).training_step is own_steps:
             raise ConfigError(
                 "pipeline.engine seq1f1b makes an optimizer step at once, for which transformers.Trainer has no call; "
                 "use cuboid.CuboidTrainer in its place"
             )
         original(self, *args, **kwargs)
+
+    return init
+
+
+def _check_trl(trainer: type[Any]) -> None:
+    """Check a trainer of TRL, or one that is derived from it.
+
+    Raises:
+        UnsupportedModelError: it isn't one that was compared with its results in one process.
+    """
+    of_trl = next((cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
+    if of_trl is None or of_trl.__name__ in _TRL:
+        return
+    raise UnsupportedModelError(
+        f"TRL's {of_trl.__name__} has no rule where several ranks hold one model: it deals prompts, completions or "
+        f"rewards out to ranks by itself, or wasn't compared yet; {', '.join(_TRL[:-1])} and {_TRL[-1]} were"
+    )
+
+
+def _get_tp_size(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_tp_size(self: Any) -> int:
+        # The Trainer divides by it what accelerate counted by ranks; here, accelerate counts replicas.
+        return original(self) if shared_config() is None else 1
+
+    return get_tp_size
+
+
+def _total_train_batch_size(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        if shared_config() is None:
+            return int(original(self, args))
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
+
+    return get_total_train_batch_size
+
+
+def _seed_worker(original: Any) -> Any:
+    @functools.wraps(original)
+    def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
+        config = shared_config()
+        original(worker_id, num_workers, rank if config is None else own_copy(config))
+
+    return seed_worker
+
+
+def _rebalance(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given, config = signature.bind(self, *args, **kwargs), shared_config()
+        if config is not None and given.arguments["dp_size"] == current_world_size():
+            replicas = current_world_size() // config.ranks
+            rows = given.arguments["effective_batch_size"] // config.ranks
+            given.arguments.update(dp_size=replicas, rank=own_copy(config), effective_batch_size=rows)
+        original(*given.args, **given.kwargs)
 
     return init
 
@@ -178,6 +244,34 @@ PATCHES = [
         reason="refuse a pipeline at once, not at the first forward",
         parameters=("model", "args"),
         replace=_trainer,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.get_tp_size",
+        package="transformers",
+        reason="don't divide what accelerate has counted by replicas",
+        parameters=("self",),
+        replace=_get_tp_size,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.get_total_train_batch_size",
+        package="transformers",
+        reason="count the rows of replicas",
+        parameters=("args",),
+        replace=_total_train_batch_size,
+    ),
+    Patch(
+        target="transformers.trainer:seed_worker",
+        package="transformers",
+        reason="let the loaders' workers of a replica's ranks draw the same numbers",
+        parameters=("worker_id", "num_workers", "rank"),
+        replace=_seed_worker,
+    ),
+    Patch(
+        target="transformers.trainer_pt_utils:BatchRebalanceSampler.__init__",
+        package="transformers",
+        reason="share rows out among replicas",
+        parameters=("effective_batch_size", "dp_size", "rank"),
+        replace=_rebalance,
     ),
     Patch(
         target="transformers.trainer:Trainer.save_model",

@@ -105,8 +105,8 @@ def script(config, split, folder, **options):
         seen["float sum"] = float(accelerator.reduce(torch.tensor(mesh.coordinate.data + 1.0)))
         # The sum of both replicas fits into float16; that of all four ranks wouldn't.
         seen["half sum"] = float(accelerator.reduce(torch.tensor(20000.0, dtype=torch.float16)))
-        seen["counts"] = said_by(lambda: accelerator.reduce(torch.tensor(accelerator.process_index)))
-        if accelerator.process_index == 1:
+        seen["counts"] = said_by(lambda: accelerator.reduce(torch.tensor(mesh.rank)))
+        if torch.distributed.get_rank() == 1:
             accelerator.set_trigger()
         seen["triggered"] = [accelerator.check_trigger(), accelerator.check_trigger()]
         seen["norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
@@ -144,7 +144,7 @@ def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
     rates, _ = alone(replicas, split)
     found = pool.run(4, script, config_of({"hidden": 2}), split, str(tmp_path))
     for seen in found:
-        assert seen["world"] == 4
+        assert seen["world"] == replicas
         assert seen["length"] == len(rates)
         assert seen["rates"] == pytest.approx(rates)
         assert seen["rows"] == next(other["rows"] for other in found if other["data"] == seen["data"])

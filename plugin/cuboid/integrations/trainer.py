@@ -147,12 +147,6 @@ class CuboidTrainer(Trainer):
             return self.deepspeed
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        # The Trainer sums the tokens of all ranks, but the ranks of one copy of the model get the same ones.
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
-
     def _check_given(self, config: dict[str, Any]) -> None:
         """Check that a given optimizer and schedule are what is going to be trained with.
 

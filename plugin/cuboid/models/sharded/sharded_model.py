@@ -766,7 +766,7 @@ def _asked_of_layers(model: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     )
     if attentions and model.cuboid.mesh.shape.size > 1:
         raise UnsupportedModelError(
-            "output_attentions has no rule on a mesh, where a rank has the weights of its own heads only; leave it out, "
+            "output_attentions has no rule on a mesh, where a rank has the weights of its own heads; leave it out, "
             "in the config too, and look at attention in plain transformers"
         )
     return states, attentions
