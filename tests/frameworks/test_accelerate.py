@@ -6,8 +6,18 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    set_seed,
+)
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -109,6 +119,7 @@ def script(config, split, folder, **options):
         if torch.distributed.get_rank() == 1:
             accelerator.set_trigger()
         seen["triggered"] = [accelerator.check_trigger(), accelerator.check_trigger()]
+        seen["asked"] = answers(accelerator)
         seen["norm"] = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
         seen["world"] = accelerator.num_processes
         state = accelerator.get_state_dict(model)
@@ -128,6 +139,32 @@ def script(config, split, folder, **options):
             _, wanted = alone(mesh.topology.data, split)
             off = max(float((state[name] - tensor).abs().max()) for name, tensor in wanted.items())
         return {**seen, "off": off}
+
+
+def answers(accelerator):
+    """What accelerate says about data, and about ranks, and what it gathers, sends and splits."""
+    rank, own = torch.distributed.get_rank(), accelerator.process_index
+    ranks = torch.distributed.get_world_size()
+    sent = [own]
+    broadcast_object_list(sent, from_process=1)
+    with accelerator.split_between_processes(list(range(5))) as split:
+        shares = accelerator.gather_for_metrics(split, use_gather_object=True)
+    with PartialState().split_between_processes({"rows": list(range(5))}, apply_padding=True) as padded:
+        pass
+    set_seed(7, device_specific=True)
+    mains = [None] * ranks
+    torch.distributed.all_gather_object(mains, (accelerator.is_main_process, accelerator.is_last_process))
+    return {
+        "process": own,
+        "ranks": (PartialState().process_index == rank, PartialState().num_processes == ranks, mains),
+        "gathered": gather({"own": torch.tensor([own, 10 + own])})["own"].tolist(),
+        "scalars": accelerator.gather(torch.tensor(own)).tolist(),
+        "objects": gather_object([f"of {own}"]),
+        "sent": (int(broadcast(torch.tensor(own), from_process=1)), sent),
+        "padded to": accelerator.pad_across_processes(torch.ones(1 + own)).tolist(),
+        "shares": (split, shares, padded["rows"]),
+        "seed": torch.initial_seed(),
+    }
 
 
 def said_by(call):
@@ -155,9 +192,26 @@ def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
         assert seen["half sum"] == 40000.0
         assert "different whole numbers" in seen["counts"]
         assert seen["triggered"] == [True, False]
+        check_answers(seen["asked"], seen["data"])
         assert seen["norm"] > 0
         assert seen["resumed"]
         assert seen["off"] < 2e-5
+
+
+def check_answers(asked, data):
+    assert asked["process"] == data
+    assert asked["ranks"] == (True, True, [(True, False), (False, False), (False, False), (False, True)])
+    assert asked["gathered"] == [0, 10, 1, 11]
+    assert asked["scalars"] == [0, 1]
+    assert asked["objects"] == ["of 0", "of 1"]
+    assert asked["sent"] == (1, [1])
+    assert asked["padded to"] == ([1.0, 0.0] if data == 0 else [1.0, 1.0])
+    assert asked["shares"] == (
+        [0, 1, 2] if data == 0 else [3, 4],
+        [0, 1, 2, 3, 4],
+        [0, 1, 2] if data == 0 else [3, 4, 4],
+    )
+    assert asked["seed"] == 7 + data
 
 
 def schedule_of_the_config(config, split):

@@ -2,12 +2,15 @@
 
 import json
 import textwrap
+from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations import HfDeepSpeedConfig
 
 from comparing import stored
+from cuboid.errors import UnsupportedModelError
 from launching import alone, world
 
 SCRIPT = """
@@ -36,6 +39,7 @@ SCRIPT = """
         save_steps=2,
         per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=2,
         max_steps=3, logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
+        include_num_input_tokens_seen="all",
     )
     metrics = lambda p: {"shape": list(p.predictions.shape), "mean": float(np.mean(p.predictions))}
     trainer = Trainer(
@@ -113,6 +117,7 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, eval
     for step, expected_step in zip(losses, expected, strict=True):
         assert step["loss"] == pytest.approx(expected_step["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
+        assert step["num_input_tokens_seen"] == expected_step["num_input_tokens_seen"]
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
     assert evaluation["flos"] == expected_evaluation["flos"]
     assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
@@ -124,3 +129,85 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, eval
     for name, weight in weights.items():
         # Adam's first steps have the size of the learning rate where a gradient is nearly zero, whatever its sign.
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=2e-4, msg=name)
+
+
+PREFERENCES = """
+    import json, sys
+    import cuboid
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, logging
+    from trl import DPOConfig, DPOTrainer
+
+    logging.set_verbosity_error()
+    path, out, config, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    words = ["<pad>", "<eos>", *(f"w{at}" for at in range(60))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    says = lambda first, count: " ".join(f"w{(first + 7 * at) % 60}" for at in range(count))
+    pairs = [
+        {"prompt": says(at, 4), "chosen": " " + says(at + 3, 5), "rejected": " " + says(at + 11, 3)} for at in range(24)
+    ]
+    arguments = DPOConfig(
+        out, deepspeed=config, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=5, save_strategy="no",
+        per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=2, max_steps=3,
+        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    trainer = DPOTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(pairs), eval_dataset=Dataset.from_list(pairs[:8]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    if arguments.process_index == 0:
+        print("RESULT" + json.dumps([trainer.state.log_history, evaluated]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed")
+def test_dpo_without_a_reference_model_reports_what_it_does_alone(paths):
+    script, start = paths / "dpo.py", paths / "start"
+    script.write_text(textwrap.dedent(PREFERENCES))
+    expected, expected_evaluation = result_of(*alone(script, start, paths / "dpo1", "null", 2))
+    found, evaluation = result_of(*world(2, script, start, paths / "dpo2", json.dumps(config_of({"sequence": 2})), 2))
+    assert len(expected) == 3
+    for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
+        assert step.keys() == wanted.keys()
+        for name in step.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+            assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+def made_by(module, name, base=Trainer):
+    return type(name, (base,), {"__module__": module})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "refused"),
+    [
+        (made_by("trl.trainer.grpo_trainer", "GRPOTrainer"), "GRPOTrainer"),
+        (made_by("mine", "Mine", made_by("trl.trainer.rloo_trainer", "RLOOTrainer")), "RLOOTrainer"),
+        # Derived from one that works.
+        (made_by("trl.experimental.gold", "GOLDTrainer", made_by("trl", "SFTTrainer")), "GOLDTrainer"),
+        (made_by("mine", "Mine", made_by("trl.trainer.sft_trainer", "SFTTrainer")), None),
+        (made_by("trlx", "PPOTrainer"), None),
+    ],
+)
+def test_trainers_of_trl_that_count_by_rank_are_refused_when_they_are_made(monkeypatch, tmp_path, trainer, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    kept = HfDeepSpeedConfig(config_of({"hidden": 2}))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    said = ""
+    try:
+        trainer(model=plain, args=TrainingArguments(tmp_path, use_cpu=True, report_to=[]))
+    except UnsupportedModelError as error:
+        said = str(error)
+    assert said.partition(" has no rule")[0] == (f"TRL's {refused}" if refused else "")
+    del kept

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import json
+import pickle
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from transformers import (
 from transformers.utils import is_peft_available
 
 import cuboid
+from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.verify import SmallModel
 from cuboid.weights.save import full_gradients
+from threaded import Threaded
 
 LLAMA = SmallModel("llama", heads=4, kv_heads=4)
 TABLE = SmallModel("gpt2", heads=4, kv_heads=4, positions=16)
@@ -442,3 +446,142 @@ def test_adapters_are_refused_wherever_they_are(monkeypatch, tmp_path):
     with cuboid.scope(config):
         adapters = message(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "adapters"))
     assert adapters.startswith(f"{tmp_path / 'adapters'} holds adapters of PEFT")
+
+
+# --- the config, and other models made of it ------------------------------------------------------------------------
+
+
+def described(config):
+    return config.to_json_string(use_diff=False), config._attn_implementation, pickle.dumps(config)
+
+
+def others_of_its_config(mesh, stages, folder):
+    """What a sharded model's config says, and what models give that are made of it, of its class or of its folder."""
+    plain, ids = built(LLAMA).eval(), tokens()
+    before = described(plain.config)
+    model = cuboid.shard(copy.deepcopy(plain), mode(mesh, stages))
+    own = copy.deepcopy(model.config)
+    made = [
+        type(model)(own),
+        type(model)._from_config(own),
+        AutoModelForCausalLM.from_config(model.config),
+        type(plain)(model.config),
+        type(model).from_pretrained(folder),
+    ]
+    found = [described(model.config) == described(own) == before]
+    for other in made:
+        other.load_state_dict(plain.state_dict())
+        found += [type(other) is type(plain), torch.equal(other.eval()(ids).logits, plain(ids).logits)]
+    base = type(model.base_model)(own)
+    base.load_state_dict(plain.base_model.state_dict())
+    found.append(type(base) is type(plain.base_model))
+    found.append(torch.equal(base.eval()(ids).last_hidden_state, plain.base_model(ids).last_hidden_state))
+    if stages is None:
+        model.eval()
+        alone = model(input_ids=ids).logits
+        # The others have left it as it is.
+        found.append(float((alone - plain(ids).logits).abs().max()) < 1e-5)
+        model.config._attn_implementation = "eager"
+        found.append(message(lambda: model(input_ids=ids)).startswith("attn_implementation is 'eager', but was 'sdpa'"))
+        model.config._attn_implementation = "sdpa"
+        cuboid.unregister()
+        found.append("cuboid.register()" in message(lambda: model(input_ids=ids)))
+        cuboid.register()
+        found.append(torch.equal(model(input_ids=ids).logits, alone))
+    cuboid.save_pretrained(model, f"{folder}-saved")
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x2", None), ("1x1x1", 2)])
+def test_models_made_of_a_sharded_ones_config_or_class_are_plain(pool, tmp_path, mesh, stages):
+    plain = built(LLAMA)
+    plain.save_pretrained(tmp_path / "start")
+    for found in pool.run(2, others_of_its_config, mesh, stages, str(tmp_path / "start")):
+        assert all(found), found
+    wanted, saved = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("start", "start-saved"))
+    assert saved == wanted
+
+
+# --- what an output holds -------------------------------------------------------------------------------------------
+
+
+def step_for(asked, labels):
+    """A step on all hidden states, and on the loss if there are labels."""
+
+    def step(model):
+        output = model(input_ids=tokens(3, 7), labels=tokens(3, 7) if labels else None, use_cache=False, **asked)
+        states = [own for own in output.hidden_states if own is not None]
+        loss = sum((at + 1) * own.square().mean() for at, own in enumerate(states))
+        (loss + output.loss if labels else loss).backward()
+        return [own.detach() for own in states]
+
+    return step
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("how", ["config", "config after", "argument", "two layers"])
+def test_hidden_states_of_all_layers_are_whole_and_differentiable(name, mesh, how):
+    plain = built(SmallModel(name, heads=4, kv_heads=4)).double().eval()
+    plain.config.output_hidden_states = how == "config"
+    asked = {"argument": {"output_hidden_states": True}, "two layers": {"output_hidden_states": [1, -1]}}.get(how, {})
+    threaded, step = Threaded(plain, mesh), step_for(asked, labels=how != "config after")
+    if how == "config after":
+        for model in (plain, *threaded.models):
+            model.config.output_hidden_states = True
+    with KeepFloat64():
+        expected = step(plain)
+    assert len(expected) == (2 if how == "two layers" else plain.config.num_hidden_layers + 1)
+    for found in threaded.run(step):
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+    for parameter, gradient in threaded.gradients().items():
+        wanted = plain.get_parameter(parameter).grad
+        torch.testing.assert_close(
+            gradient, torch.zeros_like(gradient) if wanted is None else wanted, rtol=0, atol=1e-12
+        )
+
+
+def outputs_that_have_no_rule(mesh):
+    ids, found = tokens(), []
+    model = cuboid.shard(built(LLAMA, _attn_implementation="eager"), mode(mesh))
+    found.append(message(lambda: model(input_ids=ids, output_attentions=True)))
+    model.config.output_attentions = True
+    found.append(message(lambda: model(input_ids=ids)))
+    model.config.output_attentions = False
+    model.config.return_dict = False
+    found.append(type(model(input_ids=ids)).__name__)
+    model.config.return_dict = True
+    late = cuboid.shard(built(SmallModel("bloom", heads=4, kv_heads=4)), mode(mesh))
+    found.append(message(lambda: late(input_ids=ids, output_hidden_states=True)))
+    # All ranks have to ask for the same.
+    own = cuboid.mesh_of(model).rank == 0
+    found.append(message(lambda: model(input_ids=ids, output_hidden_states=own)))
+    return found
+
+
+def test_other_outputs_of_layers_are_refused_by_name(pool):
+    for argument, config, kind, late, differing in pool.run(2, outputs_that_have_no_rule, "1x2x1"):
+        assert argument == config
+        assert argument.startswith("output_attentions has no rule on a mesh")
+        assert kind == "tuple"
+        assert "returns hidden_states, for which there is no rule on a mesh" in late
+        assert "must be given the same micro-batch" in differing
+
+
+def loss_of_a_pipeline(stages, **options):
+    model = cuboid.shard(built(LLAMA, **options), mode("1x1x1", stages))
+    pipeline = Pipeline(model)
+    loss = pipeline.train(iter([{"input_ids": tokens(), "labels": tokens()}]), 1)
+    return float(loss), float(sum(p.grad.double().square().sum() for p in model.parameters()))
+
+
+def losses_whatever_the_config_asks_for(stages):
+    usual = loss_of_a_pipeline(stages, _attn_implementation="eager")
+    asked = ("output_hidden_states", "output_attentions")
+    return [loss_of_a_pipeline(stages, _attn_implementation="eager", **{name: True}) == usual for name in asked]
+
+
+def test_a_pipeline_trains_alike_whatever_its_config_asks_forwards_for(pool):
+    for found in pool.run(2, losses_whatever_the_config_asks_for, 2):
+        assert found == [True, True]

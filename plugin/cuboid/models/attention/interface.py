@@ -32,7 +32,7 @@ from cuboid.models.attention.segments import (
     hang_record,
     running_slot,
 )
-from cuboid.models.attention.whole_sequence import fake_mask, is_recording, recording_needs_masks
+from cuboid.models.attention.whole_sequence import Masks, fake_mask, is_recording, recorded_masks
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
@@ -49,11 +49,14 @@ class Lengths:
         real: positions as given.
         padded: positions after padding.
         source: lengths of the encoder's sequence, if this is the sequence of a decoder that attends to an encoder.
+        makes_masks: whether masks are made for these lengths. If not, the model's attention doesn't go through Hugging
+            Face's interface, and mask functions do what they do in plain transformers.
     """
 
     real: int
     padded: int
     source: Lengths | None = None
+    makes_masks: bool = True
 
 
 #: Used in place of lengths in models of images, whose masks are made from whole activations.
@@ -202,16 +205,20 @@ def mask_of(name: str, plain: _MaskFunction) -> _MaskFunction:
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         if _is_outside():
             return plain(*args, **kwargs)
-        slot, lengths = running_slot(), _lengths.get(None)
+        slot, lengths, recorded = running_slot(), _lengths.get(None), recorded_masks()
         unit = None if slot is None else slot.current
-        if is_recording():
-            return _mask_without_values("eager" if recording_needs_masks() else name, kwargs)
-        # Stages of models whose positions see later ones always run whole sequences, so they take the branches below.
-        if slot is not None and unit is not None and lengths is None:
-            return segment_mask("eager" if slot.needs_masks else name, unit, kwargs)
-        if lengths is None or lengths is WHOLE_IMAGES:
+        masks = recorded or (Masks.OWN if slot is None else slot.masks)
+        if masks is Masks.PLAIN:
             return plain(*args, **kwargs)
-        return _whole_mask(name, lengths, kwargs)
+        form = "eager" if masks is Masks.EXPLICIT else name
+        if recorded is not None:
+            return _mask_without_values(form, kwargs)
+        # Stages of models whose positions see later ones always run whole sequences, so they take the branches below.
+        if unit is not None and lengths is None:
+            return segment_mask(form, unit, kwargs)
+        if lengths is None or lengths is WHOLE_IMAGES or not lengths.makes_masks:
+            return plain(*args, **kwargs)
+        return _whole_mask(form, lengths, kwargs)
 
     return make_mask
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.whole_sequence import CallCounter, Replay, WholeSequence
+from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.whole_block import ImageSplit
@@ -66,7 +66,7 @@ class UnitSlot(CallCounter):
         current: the running unit.
         recording: the record of a whole sequence, while it is being recorded.
         obstacle: why the stage's layers can't run in segments; None if they can. Set by :func:`use_segment_attention`.
-        needs_masks: whether layers compute attention by themselves, and need a mask where kernels could do without.
+        masks: what the stage's model gets from its mask functions.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class UnitSlot(CallCounter):
         self.current: Unit | None = None
         self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
-        self.needs_masks = False
+        self.masks = Masks.PLAIN
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
@@ -178,8 +178,12 @@ def use_segment_attention(
         record = AttentionRecord(mesh, slot, implementations=frozenset({config._attn_implementation}))
         for part in module.modules():
             hang_record(part, record)
-    # Layers that compute attention by themselves need an explicit mask, which sdpa's mask function may skip.
-    slot.needs_masks = gives_cache and not any(uses_interface(module) for module in modules.values())
+    if any(uses_interface(module) for module in modules.values()):
+        slot.masks = Masks.OWN
+    else:
+        # Layers that compute attention by themselves run on whole sequences only, unless they get a cache. Then they
+        # need an explicit mask, which sdpa's mask function may skip.
+        slot.masks = Masks.EXPLICIT if gives_cache else Masks.PLAIN
 
 
 def cache_argument(layer: nn.Module) -> str | None:

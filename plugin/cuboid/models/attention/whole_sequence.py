@@ -6,11 +6,23 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
+
+
+class Masks(Enum):
+    """What a model gets from its mask functions."""
+
+    #: What plain transformers makes: its layers compute attention by themselves, without Hugging Face's interface.
+    PLAIN = "plain"
+    #: Masks of the running segment, or of the whole sequence on a mesh.
+    OWN = "own"
+    #: The same, also where kernels could do without, for layers that compute attention by themselves.
+    EXPLICIT = "explicit"
 
 
 @dataclass(frozen=True)
@@ -19,11 +31,11 @@ class _Recording:
 
     Args:
         mode: the mode that all fake tensors of a recording must belong to.
-        needs_masks: whether layers need a mask where kernels could do without.
+        masks: what the model gets from its mask functions.
     """
 
     mode: FakeTensorMode
-    needs_masks: bool
+    masks: Masks
 
 
 #: Set in a thread that records a whole sequence; a ContextVar because mask functions get no module.
@@ -88,16 +100,16 @@ def is_recording() -> bool:
     return _recording.get() is not None
 
 
-def recording_needs_masks() -> bool:
-    """Whether layers of the model that is being recorded need a mask where kernels could do without."""
+def recorded_masks() -> Masks | None:
+    """What the model that this thread records gets from its mask functions; None if none is recorded."""
     running = _recording.get()
-    return running is not None and running.needs_masks
+    return None if running is None else running.masks
 
 
 @contextmanager
-def recording(*, needs_masks: bool = False) -> Iterator[None]:
+def recording(masks: Masks = Masks.OWN) -> Iterator[None]:
     """Within this context, this thread only records a whole sequence."""
-    token = _recording.set(_Recording(FakeTensorMode(allow_non_fake_inputs=True), needs_masks))
+    token = _recording.set(_Recording(FakeTensorMode(allow_non_fake_inputs=True), masks))
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ from cuboid.models.attention.interface import (
     whole_sequence,
 )
 from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.segments import uses_interface
 from cuboid.models.batch.batch import (
     LABELS,
     LocalBatch,
@@ -159,6 +160,8 @@ class Sharding:
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
     splits_routers: bool = False
+    #: Whether the model gets masks of the whole sequence; see ``Lengths`` in :mod:`cuboid.models.attention.interface`.
+    makes_masks: bool = True
     #: The language model's head.
     head: nn.Module | None = None
     #: Splits activations at the first layer, if the embedding doesn't.
@@ -257,6 +260,8 @@ def shard_modules(
     model.cuboid.draws = draws
     model.cuboid.head = model.get_output_embeddings()
     model.cuboid.forward = _forward_of(model.cuboid)
+    callers = (*attention.values(), *map(model.get_submodule, whole_blocks(parallel_plan)))
+    model.cuboid.makes_masks = any(uses_interface(module) for module in callers)
     model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
     inner: Any = model.base_model
     if inner is not model:
@@ -405,9 +410,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             _reject_compiling(self)
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
-            return _differentiable_once(_forward_of(self.cuboid)(self, run, arguments), self.cuboid.mesh)
-
-            return self.cuboid.forward(self, run, arguments)
+            return _differentiable_once(self.cuboid.forward(self, run, arguments), self.cuboid.mesh)
 
     return derived_class(ShardedModel, base, forward)
 
@@ -432,7 +435,7 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
 def _differentiable_once(output: Any, mesh: Mesh) -> Any:
     """The same output of a forward, whose backward raises an error if it is to be differentiated itself."""
     if mesh.shape.size > 1 and torch.is_grad_enabled():
-        # Hidden states of all layers are a tuple inside of the output.
+        # The hidden states of all layers are a tuple inside the output.
         for x in tree_leaves(tuple(output) if isinstance(output, tuple) else tuple(output.values())):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(_check_differentiated_once)
@@ -550,7 +553,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
     with _taken(model, arguments) as batch:
         source = batch.source
         assert source is not None
-        with whole_sequence(Lengths(source.length, source.padded)):
+        with whole_sequence(Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
             encoded = model.get_encoder()(**source.tensors, return_dict=True)
         if isinstance(sharding.late, LateSplit):
             encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
@@ -841,7 +844,9 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     sharding.check = check
     sharding.compared = check if sharding.targets is not None else None
     try:
-        lengths = WHOLE_IMAGES if verdict.inputs == "pixels" else Lengths(batch.length, batch.padded)
+        lengths = WHOLE_IMAGES
+        if verdict.inputs != "pixels":
+            lengths = Lengths(batch.length, batch.padded, makes_masks=sharding.makes_masks)
         if batch.source is not None:
             lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
         positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)

@@ -87,7 +87,7 @@ class WholeSequenceRecorder:
         # Setting its level instead would walk through all loggers of the process, which takes a millisecond.
         disabled, log.disabled = log.disabled, True
         try:
-            with recording(needs_masks=self._slot.needs_masks), torch.no_grad():
+            with recording(self._slot.masks), torch.no_grad():
                 hidden = without_values((rows, length, self._outline.width), self._model.dtype, device)
                 # Call the class's forward: hooks on the base model are the user's, and meant for real forwards.
                 type(self._base).forward(self._base, inputs_embeds=hidden, **options)
