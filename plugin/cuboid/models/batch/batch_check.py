@@ -156,9 +156,13 @@ class BatchCheck:
             first, decoder_ids = limits.first_position, self._tensors.get("decoder_input_ids", ids)
             last = first + max(ids.shape[1], decoder_ids.shape[1])
             self._tensors["position_ids"] = torch.arange(first, last, device=device).unsqueeze(0)
-        out_of_range = {name: limits.out_of_range(name, x, self._ignore_index) for name, x in self._tensors.items()}
-        self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
-        found = [outside.any() for outside in out_of_range.values() if outside is not None]
+        self._bounded: list[str] = []
+        found: list[torch.Tensor] = []
+        for name, x in self._tensors.items():
+            outside = limits.out_of_range(name, x, self._ignore_index)
+            if outside is not None:
+                self._bounded.append(name)
+                found.append(outside.any())
         #: Each rank's generators, and a number of the first one if they differ; known once the check has been read.
         self._states: torch.Tensor | None = None
         self._number: int | None = None
@@ -229,7 +233,8 @@ class BatchCheck:
             x = self._tensors.get(name)
             is_mask = name.endswith("attention_mask")
             numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places, is_mask=is_mask))
-        numbers += [torch.full((), number, dtype=torch.int64, device=device) for number in generator_numbers(libraries)]
+        for number in generator_numbers(libraries):
+            numbers.append(torch.full((), number, dtype=torch.int64, device=device))
         return torch.stack(numbers)
 
 

@@ -32,21 +32,18 @@ def own_loss_of(model: PreTrainedModel, task: Task) -> Callable[..., Any] | None
     """The function that computes a model's loss, if it isn't the ordinary one of the task; else None."""
     if task not in _ORDINARY:
         return None
-    function: Callable[..., Any] = model.loss_function
-    if not _is_from(loss_utils, function, _ORDINARY[task]):
-        return function
-    # The ordinary losses call these, which scripts and libraries replace, too.
-    for module, name in ((loss_utils, "fixed_cross_entropy"), (nn.functional, "cross_entropy")):
-        part: Callable[..., Any] = getattr(module, name)
-        if not _is_from(module, part, name):
-            return part
+    parts: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (loss_utils, _ORDINARY[task], model.loss_function),
+        # The ordinary losses call these, which scripts and libraries replace, too.
+        (loss_utils, "fixed_cross_entropy", loss_utils.fixed_cross_entropy),
+        (nn.functional, "cross_entropy", nn.functional.cross_entropy),
+    )
+    for module, name, function in parts:
+        # Whether its code is what the module's file has under that name: a replaced one may have the name, too.
+        code = getattr(function, "__code__", None)
+        if code is None or (code.co_filename, code.co_name) != (module.__file__, name):
+            return function
     return None
-
-
-def _is_from(module: Any, function: Any, name: str) -> bool:
-    """Whether a function's code is what the module's file has under a name. A replaced one may have that name, too."""
-    code = getattr(function, "__code__", None)
-    return code is not None and (code.co_filename, code.co_name) == (module.__file__, name)
 
 
 def check_loss_in_pipeline(model: PreTrainedModel, task: Task) -> None:

@@ -382,7 +382,7 @@ class AsSharded:
     """
 
     def __init__(self, model: nn.Module, *, is_cut: bool) -> None:
-        self._is_cut, self._is_first = is_cut, True
+        self.is_cut, self._is_first = is_cut, True
         self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
         self._parameters = list(model.parameters())
 
@@ -400,11 +400,11 @@ class AsSharded:
             if (
                 not same
                 or type(module) is not part.cls
-                or ("forward" in own and part.name and self._is_cut)
+                or ("forward" in own and part.name and self.is_cut)
                 or list(own["_modules"].values()) != part.children
             ):
                 self._check_part(module, part, same_parameters=same)
-        if not self._is_cut:
+        if not self.is_cut:
             return
         for parameter in self._parameters:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
@@ -423,7 +423,7 @@ class AsSharded:
                 f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
                 "parametrizations do), which has no rule"
             )
-        if "forward" in vars(module) and "forward" not in part.methods and part.name and self._is_cut:
+        if "forward" in vars(module) and "forward" not in part.methods and part.name and self.is_cut:
             raise _method_replaced(part.name, "forward")
         kept = {id(child) for child in part.children}
         for key, child in module._modules.items():

@@ -31,11 +31,13 @@ class ModelDraws(RandomDraws):
 
     Attributes:
         libraries: whose generators it draws from.
+        has_modules: whether some modules draw in code of their own.
     """
 
     def __init__(self, mesh: Mesh, width: int) -> None:
         super().__init__(mesh, width)
         self.libraries: frozenset[Library] = frozenset({"torch"})
+        self.has_modules = False
 
 
 def seed_random_modules(
@@ -69,6 +71,7 @@ def seed_random_modules(
         libraries = found[cls]
         draws.libraries |= libraries
         if libraries:
+            draws.has_modules = True
             vars(module).update(cuboid_draws=(draws, place, tuple(x for x in _HOST if x in libraries)))
             module.__class__ = _drawing(cls)  # type: ignore[arg-type]
     return draws

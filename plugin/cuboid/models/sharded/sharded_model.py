@@ -267,13 +267,14 @@ def shard_modules(
     if inner is not model:
         inner.cuboid = model.cuboid
         inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
-    _guard_ends(model)
+    is_cut = mesh.shape.size > 1
+    if is_cut:
+        _guard_ends(model)
     hook_heads(model)
     early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
     if early is not None:
         model.get_submodule(early).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
-    is_cut = mesh.shape.size > 1
     if is_cut:
         guard_hooks(model, runs_whole=True)
     model.cuboid.made = AsSharded(model, is_cut=is_cut)
@@ -348,8 +349,8 @@ def _guard_ends(model: PreTrainedModel) -> None:
 
 
 @uncompiled
-def _check_in_forward(module: Any, _: Any, what: str) -> None:
-    if module.mesh.shape.size > 1 and not (is_in_forward() or is_in_head() or is_recomputing()):
+def _check_in_forward(_: Any, __: Any, what: str) -> None:
+    if not (is_in_forward() or is_in_head() or is_recomputing()):
         raise UnsupportedModelError(
             f"the sharded model's {what} was called by itself, but takes and returns a rank's part of a micro-batch; "
             "call the model, its base model (model.base_model) or what model.get_output_embeddings() returns"
@@ -401,7 +402,7 @@ def derived_class(mixin: type[Any] | None, base: type[Any], forward: Callable[..
 
 @functools.cache
 def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    signature = inspect.signature(base.forward)
+    bind = _binder(base.forward)
 
     # Trainers read this signature to learn which columns and loss arguments the model takes.
     @functools.wraps(base.forward)
@@ -409,8 +410,8 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if torch.compiler.is_compiling():
             _reject_compiling(self)
         with StepGuard(self.cuboid.mesh, "forward"):
-            run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
-            return _differentiable_once(self.cuboid.forward(self, run, arguments), self.cuboid.mesh)
+            run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
+            return _differentiable_once(self.cuboid.forward(self, run, arguments), self.cuboid.made)
 
     return derived_class(ShardedModel, base, forward)
 
@@ -418,7 +419,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 @functools.cache
 def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose forward takes whole micro-batches, unless the model around it calls it."""
-    signature = inspect.signature(base.forward)
+    bind = _binder(base.forward)
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -426,15 +427,15 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
             return base.forward(self, *args, **kwargs)
         # The forward of a classifier around it has a guard, too; the outer one leaves alone what this one has reported.
         with StepGuard(self.cuboid.mesh, "forward"):
-            run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
-            return _differentiable_once(_base_forward(self, run, arguments), self.cuboid.mesh)
+            run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
+            return _differentiable_once(_base_forward(self, run, arguments), self.cuboid.made)
 
     return derived_class(ShardedBase, base, forward)
 
 
-def _differentiable_once(output: Any, mesh: Mesh) -> Any:
+def _differentiable_once(output: Any, made: AsSharded) -> Any:
     """The same output of a forward, whose backward raises an error if it is to be differentiated itself."""
-    if mesh.shape.size > 1 and torch.is_grad_enabled():
+    if made.is_cut and torch.is_grad_enabled():
         # The hidden states of all layers are a tuple inside the output.
         for x in tree_leaves(tuple(output) if isinstance(output, tuple) else tuple(output.values())):
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -452,13 +453,18 @@ def _check_differentiated_once(_: torch.Tensor) -> None:
         )
 
 
-def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's arguments by name."""
-    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
-    del arguments["self"]
+def _binder(forward: Callable[..., Any]) -> Callable[[Any, tuple, dict[str, Any]], dict[str, Any]]:
+    """A function that returns the arguments of a call of ``forward`` by name."""
+    signature = inspect.signature(forward)
     extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    arguments.update(arguments.pop(extra, {}) if extra else {})
-    return arguments
+
+    def bind(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments.update(arguments.pop(extra, {}) if extra else {})
+        return arguments
+
+    return bind
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -550,7 +556,8 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
     if arguments.get("input_ids") is not None:
         sharding.whole.limits.targets.check(arguments)
     arguments = _with_decoder_ids(model, arguments)
-    with _taken(model, arguments) as batch:
+    own_loss = _own_loss(model, arguments) if sharding.verdict.counts_items else None
+    with _taken(model, arguments, own_loss=own_loss) as batch:
         source = batch.source
         assert source is not None
         with whole_sequence(Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
@@ -560,7 +567,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
         labels = batch.tensors.pop("labels", None)
         seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
         own = {f"decoder_{name}": x for name, x in batch.tensors.items()}
-        gathers = sharding.verdict.counts_items and _own_loss(model, arguments) is not None
+        gathers = own_loss is not None
         if gathers:
             own["labels"] = arguments["labels"]
         with _gathering_logits(sharding, batch) if gathers else _vocabulary_parts(model):
@@ -616,17 +623,22 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     keep = arguments.pop("logits_to_keep", 0)
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
-    gathers = sharding.verdict.gathers_logits or _own_loss(model, arguments) is not None
+    own_loss = _own_loss(model, arguments)
+    gathers = sharding.verdict.gathers_logits or own_loss is not None
+    set_loss = functools.partial(setattr, sharding, "loss")
     with ExitStack() as stack:
-        batch = stack.enter_context(_taken(model, arguments))
-        bounded = not gathers and _wants_loss_only(model, batch)
+        batch = stack.enter_context(_taken(model, arguments, own_loss=own_loss))
+        # Logits aren't wanted, and the ordinary loss can be computed in chunks without them.
+        has_head = "labels" in batch.tensors and model.base_model is not model
+        bounded = has_head and not gathers and not _wants_logits(model)
         local = _local_arguments(model, batch)
         if gathers:
             # The loss is computed from gathered logits, so it needs whole labels too.
             stack.enter_context(_gathering_logits(sharding, batch))
             local.update({name: arguments[name] for name in LABELS if name in local})
         elif not bounded:
-            stack.enter_context(_loss_replaced(sharding, functools.partial(sharded_loss, mesh=sharding.mesh)))
+            set_loss(functools.partial(sharded_loss, mesh=sharding.mesh))
+            stack.callback(set_loss, None)
         wants_routers = arguments.get("output_router_logits")
         if wants_routers is None:
             wants_routers = getattr(model.config, "output_router_logits", False)
@@ -641,7 +653,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
             output = forward_with_bounded_loss(
                 model,
                 run,
-                replaced=functools.partial(_loss_replaced, sharding),
+                set_loss=set_loss,
                 unbound=sharding.base.forward,
                 mesh=sharding.mesh,
                 chunk_bytes=sharding.chunk_bytes,
@@ -660,7 +672,8 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
 
 def _own_loss(model: Any, arguments: dict[str, Any]) -> Callable[..., Any] | None:
     """The loss function that was put in place of the task's, if a forward's arguments have labels for it; else None."""
-    if all(arguments.get(name) is None for name in LABELS):
+    labels, shifted = map(arguments.get, LABELS)
+    if labels is None and shifted is None:
         return None
     if inspect.getattr_static(type(model), "loss_function") is not ShardedModel.__dict__["loss_function"]:
         raise UnsupportedModelError(
@@ -668,16 +681,6 @@ def _own_loss(model: Any, arguments: dict[str, Any]) -> Callable[..., Any] | Non
             "model.loss_function = …"
         )
     return own_loss_of(model, model.cuboid.whole.limits.targets.task)
-
-
-@contextmanager
-def _loss_replaced(sharding: Sharding, function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """In the ``with`` block, the model's code finds ``function`` as its ``loss_function``."""
-    sharding.loss = function
-    try:
-        yield
-    finally:
-        sharding.loss = None
 
 
 @contextmanager
@@ -812,8 +815,11 @@ def _are_split(states: Any, model: Any, batch: LocalBatch) -> bool:
 
 
 @contextmanager
-def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
-    """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective."""
+def _taken(model: Any, arguments: dict[str, Any], *, own_loss: Any = None) -> Iterator[LocalBatch]:
+    """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective.
+
+    ``own_loss`` is the result of :func:`_own_loss`; None where nothing computes a loss in parts.
+    """
     sharding: Sharding = model.cuboid
     check_reached()
     sharding.mesh.connect()
@@ -834,7 +840,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         )
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
-    modes = (model.training, torch.is_grad_enabled(), _own_loss(model, arguments) is not None, *asked)
+    modes = (model.training, torch.is_grad_enabled(), own_loss is not None, *asked)
     assert sharding.draws is not None
     libraries = sharding.draws.libraries
     check = BatchCheck(
@@ -849,26 +855,22 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
             lengths = Lengths(batch.length, batch.padded, makes_masks=sharding.makes_masks)
         if batch.source is not None:
             lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
-        positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)
-        sharding.draws.begin(
-            -(-batch.rows // sharding.mesh.size("batch")),
-            [count // sharding.mesh.size("sequence") for count in positions if count],
-        )
-        with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)), compared_by(check):
+        if sharding.draws.has_modules:
+            positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)
+            sharding.draws.begin(
+                -(-batch.rows // sharding.mesh.size("batch")),
+                [count // sharding.mesh.size("sequence") for count in positions if count],
+            )
+        own_positions, packed = batch.tensors.get("position_ids"), None
+        # Positions that the user didn't give count up in one sequence. With a mask, transformers ignores packing.
+        may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
+        if own_positions is not None and may_be_packed:
+            packed = find_packed_sequence_indices(own_positions)
+        with whole_sequence(lengths), known_packing(own_positions, packed), compared_by(check):
             yield batch
         check.read()
     finally:
         sharding.check = sharding.batch = None
-
-
-def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The positions that the model gets, and the index of each one's packed sequence; see ``known_packing``."""
-    positions = batch.tensors.get("position_ids")
-    if positions is None:
-        return None, None
-    # Positions that the user didn't give count up in one sequence. With a mask, transformers ignores packing.
-    may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
-    return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
@@ -881,11 +883,6 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
         return {**batch.options, **tensors, "use_cache": False}
     embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
     return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
-
-
-def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
-    """Whether the chunked loss can be used: logits aren't wanted. The loss function must be the task's ordinary one."""
-    return "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
 
 
 def _wants_logits(model: Any) -> bool:
