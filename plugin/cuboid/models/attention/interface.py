@@ -10,8 +10,9 @@ up. They leave a call alone unless its module has a record, or a sharded model's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,8 @@ def check_reached() -> None:
         )
 
 
+# Models look functions up in each layer's forward. The same lookup gives the same object, as without us.
+@functools.cache
 def attention_of(name: str, kernel: _Kernel) -> _Kernel:
     """Return what an attention module is to call in place of one implementation's function.
 
@@ -161,7 +164,7 @@ def _attend(name: str, kernel: _Kernel, record: AttentionRecord, module: nn.Modu
     if record.images is not None:
         query, key, value = _without_filling(record.images, module, call.query, call.key, call.value)
         call = Call(query, key, value, call.mask, call.options)
-    unit = record.unit
+    unit = None if record.slot is None else record.unit
     if record.slot is not None and unit is not None:
         check_call(call, unit, module)
         # A module may call attention more than once, as differential attention does for each half of its values.
@@ -169,7 +172,8 @@ def _attend(name: str, kernel: _Kernel, record: AttentionRecord, module: nn.Modu
         if is_plain(name, call, unit):
             return attend_plain(call, unit, layer), None
         call = with_prefix(name, call, unit, layer)
-    with _random_numbers(record, call):
+    mesh = record.mesh if call.options.get("dropout") else None
+    with nullcontext() if mesh is None else own_random_numbers(mesh, call.query.device):
         output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
     return output if record.images is None else record.images.filled_up(output, dim=1), weights
 
@@ -187,23 +191,18 @@ def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor
     return tuple(x[:, :, : images.length] for x in heads)
 
 
-def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManager[None]:
-    if record.mesh is None or not call.options.get("dropout"):
-        return nullcontext()
-    return own_random_numbers(record.mesh, call.query.device)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_outside() -> bool:
     # Asked while a plain model is compiled, since reading a ContextVar would break its graph.
     return running_slot() is None and not is_in_forward() and not is_recording()
 
 
+@functools.cache
 def mask_of(name: str, plain: _MaskFunction) -> _MaskFunction:
     """Return what a model is to call in place of one attention implementation's mask function, ``plain``."""
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        if _is_outside():
+        if torch.compiler.is_compiling() and _is_outside():
             return plain(*args, **kwargs)
         slot, lengths, recorded = running_slot(), _lengths.get(None), recorded_masks()
         unit = None if slot is None else slot.current

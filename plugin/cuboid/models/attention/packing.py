@@ -55,7 +55,7 @@ def packed_indices(
     Returns:
         The known indices, if ``position_ids`` are columns of the known positions; otherwise the result of ``search``.
     """
-    known = None if _is_unknown() else _known.get()
+    known = None if torch.compiler.is_compiling() and _is_unknown() else _known.get()
     if known is None:
         return search(position_ids)
     whole = known.positions

@@ -228,7 +228,7 @@ class BatchCheck:
         digest = int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=8).digest(), "big", signed=True)
         # `full` passes the number as a kernel argument, where `tensor` would copy it to the device and wait.
         numbers = [torch.full((), digest, dtype=torch.int64, device=device), divisor]
-        places = _places(max(x.numel() for x in self._tensors.values()), device)
+        places = _places(max(map(torch.numel, self._tensors.values())), device)
         for name in self._names:
             x = self._tensors.get(name)
             is_mask = name.endswith("attention_mask")

@@ -765,12 +765,12 @@ def _asked_of_layers(model: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         UnsupportedModelError: attention weights.
     """
-    names = ("output_hidden_states", "output_attentions")
-    given = {name: arguments.get(name) for name in names}
-    states, attentions = (
-        getattr(model.config, name, None) if value is None else value for name, value in given.items()
-    )
-    if attentions and model.cuboid.mesh.shape.size > 1:
+    states, attentions = arguments.get("output_hidden_states"), arguments.get("output_attentions")
+    if states is None:
+        states = getattr(model.config, "output_hidden_states", None)
+    if attentions is None:
+        attentions = getattr(model.config, "output_attentions", None)
+    if attentions and model.cuboid.made.is_cut:
         raise UnsupportedModelError(
             "output_attentions has no rule on a mesh, where a rank has the weights of its own heads; leave it out, "
             "in the config too, and look at attention in plain transformers"
@@ -791,7 +791,7 @@ def _whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: 
         UnsupportedModelError: there is another entry, or hidden states aren't split as the residual stream is.
     """
     mesh: Mesh = model.cuboid.mesh
-    if mesh.shape.size == 1:
+    if not model.cuboid.made.is_cut:
         return
     for name, x in output.items():
         if x is None or name in known:
