@@ -15,8 +15,8 @@ from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts, copies_of_key_value_heads
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.roles import Role, find_roles, split_blocks
-from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.certification.small_config import small_config
+from cuboid.models.sharded.customizations import check_as_made, made_anew
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.verify import SmallModel
 
@@ -126,7 +126,7 @@ def test_what_a_model_has_beyond_its_architecture_is_rejected_by_name():
     with pytest.raises(
         UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.adapter' is a Linear \(parameters: weight, bias\), which"
     ):
-        certified_plan(model, MeshShape())
+        check_as_made(model, made_anew(type(model), model.config), stages=False)
 
 
 def test_tables_with_options_of_their_own_are_rejected():

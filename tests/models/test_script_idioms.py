@@ -189,7 +189,7 @@ def test_ranks_with_other_data_are_found_out_in_every_batch_before_anything_is_c
         else:
             assert differing == name
     # Seven numbers of eight bytes, to the one other rank.
-    assert sent == 56
+    assert sent == 72
 
 
 def sizes_of_the_ends(mesh, tied):

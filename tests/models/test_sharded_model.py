@@ -222,7 +222,7 @@ def refusals(small, mesh):
         "use_cache": {"use_cache": True},
         "token_type_ids": {"token_type_ids": ids},
         "inputs_embeds": {"inputs_embeds": torch.zeros(BATCH, LENGTH, small.hidden)},
-        "output_hidden_states": {"output_hidden_states": True},
+        "output_attentions": {"output_attentions": True},
         "logits_to_keep": {"logits_to_keep": 1, "labels": ids},
         "attention_mask": {"attention_mask": torch.ones(BATCH, LENGTH + 1)},
         "beyond": {"input_ids": ids + small.vocabulary},
@@ -241,7 +241,7 @@ def refusals(small, mesh):
 
 def test_arguments_without_a_rule_are_refused_by_name(pool):
     for messages in pool.run(2, refusals, WIDE, "2x1x1"):
-        for name in ("use_cache", "token_type_ids", "inputs_embeds", "output_hidden_states", "logits_to_keep"):
+        for name in ("use_cache", "token_type_ids", "inputs_embeds", "output_attentions", "logits_to_keep"):
             assert messages[name].startswith(name)
         assert messages["attention_mask"] == "attention_mask is [8, 25], but input_ids is [8, 24]"
         assert messages["beyond"].startswith("input_ids[0, 0] (and 191 more) is ")

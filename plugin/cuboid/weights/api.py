@@ -21,8 +21,10 @@ from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_model
+from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
+from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
@@ -168,6 +170,10 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
+    check_attention(model.config)
+    if parsed.pipeline is not None:
+        # Before certification, which would only say that the code is another.
+        check_loss_in_pipeline(model, task_of(type(model)))
     reference = made_anew(type(model), model.config)
     check_as_made(model, reference, stages=parsed.pipeline is not None)
     shape = choose_mesh(model, parsed, world_size=current_world_size())

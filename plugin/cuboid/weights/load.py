@@ -23,9 +23,10 @@ from cuboid.distributed.mesh import Mesh, current_rank, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.library_warnings import progress_bars_of
-from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
+from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class, task_of
 from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
@@ -222,6 +223,9 @@ class _Loading:
         with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
+        if config.pipeline is not None:
+            # Before certification, which would only say that the code is another.
+            check_loss_in_pipeline(self, task_of(self._cuboid_base))
         shape = (
             choose_mesh(self, config, self._cuboid_base, world_size=current_world_size())
             if plan is None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -177,8 +176,8 @@ def _check_attributes(name: str, module: nn.Module, wanted: nn.Module) -> None:
 
 
 def _is_option(key: str, value: object, module: nn.Module) -> bool:
-    """Whether an attribute decides what is computed. Rates of dropout don't, nor which token pads."""
-    if key.startswith("_") or "drop" in key or "pad" in key or isinstance(module, _DropoutNd):
+    """Whether an attribute decides what is certified. Rates of dropout don't, nor the padding token, nor the loss."""
+    if key.startswith(("_", "loss_")) or "drop" in key or "pad" in key or isinstance(module, _DropoutNd):
         return False
     return isinstance(value, str | int | float | tuple)
 
@@ -370,7 +369,7 @@ class _Part:
     cls: type[nn.Module]
     children: list[nn.Module | None]
     methods: frozenset[str]
-    parameters: dict[str, nn.Parameter | None]
+    parameters: dict[str, torch.Size | None]
 
 
 class AsSharded:
@@ -384,7 +383,7 @@ class AsSharded:
     def __init__(self, model: nn.Module, *, is_cut: bool) -> None:
         self.is_cut, self._is_first = is_cut, True
         self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
-        self._parameters = list(model.parameters())
+        self._tied = _tied_names(model)
 
     def check(self, model: nn.Module) -> None:
         """Check that nothing was changed; in every forward, which takes 1 µs a module.
@@ -394,9 +393,14 @@ class AsSharded:
         """
         for module, part in self._parts.items():
             own = module.__dict__
-            present, made = own["_parameters"], part.parameters
-            # By identity: dicts of tensors would compare their elements.
-            same = present.keys() == made.keys() and all(map(operator.is_, present.values(), made.values()))
+            same = True
+            for key, parameter in own["_parameters"].items():
+                if parameter is None:
+                    same &= part.parameters.get(key) is None
+                    continue
+                same &= part.parameters.get(key) == parameter.shape
+                if self.is_cut and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                    check_parameter_hooks(model)
             if (
                 not same
                 or type(module) is not part.cls
@@ -406,9 +410,11 @@ class AsSharded:
                 self._check_part(module, part, same_parameters=same)
         if not self.is_cut:
             return
-        for parameter in self._parameters:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                check_parameter_hooks(model)
+        if self._is_first and _tied_names(model) != self._tied:
+            raise UnsupportedModelError(
+                "parameters were tied or untied after the model was sharded, unlike its config says; set "
+                "tie_word_embeddings in the config before"
+            )
         if self._is_first:
             _check_global_hooks()
             for module, part in self._parts.items():
@@ -442,15 +448,15 @@ class AsSharded:
             )
         if not same_parameters:
             raise UnsupportedModelError(
-                f"{part.name or type(module).__name__!r} was given other parameters after it was sharded (as pruning "
-                "and weight_norm do), which aren't what is multiplied by; change values in place (with "
-                "torch.no_grad(): parameter.copy_(shard))"
+                f"{part.name or type(module).__name__!r} was given other parameters, or of other shapes, after it was "
+                "sharded, as pruning, weight_norm and whole tensors do; change values in place, with "
+                "torch.no_grad(): parameter.copy_(shard)"
             )
 
 
 def _part_of(name: str, module: nn.Module) -> _Part:
-    children, parameters = list(module._modules.values()), dict(module._parameters)
-    return _Part(name, type(module), children, frozenset(_own_methods(module)), parameters)
+    shapes = {key: None if x is None else x.shape for key, x in module._parameters.items()}
+    return _Part(name, type(module), list(module._modules.values()), frozenset(_own_methods(module)), shapes)
 
 
 def _own_methods(module: nn.Module) -> Iterator[str]:
