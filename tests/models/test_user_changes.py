@@ -23,6 +23,9 @@ from transformers.loss import loss_utils
 
 import cuboid
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward
 from support.threaded import Threaded, assert_as_alone
 
 VOCABULARY = 67
@@ -269,3 +272,44 @@ def test_a_gradient_penalty_is_refused_before_the_backward(mesh, of):
         part(input_ids=ids)[0].square().mean().backward()
 
     Threaded(causal(), mesh).run(step)
+
+
+# --- values changed by ``.data`` -----------------------------------------------------------------------------------
+
+
+def subtract(parameter):
+    parameter.data -= 0.1 * parameter.grad
+
+
+def swap(parameter):
+    parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def add_detached(parameter):
+    parameter.detach().add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("mesh", ["2x1x1", "1x2x2"])
+@pytest.mark.parametrize("change", [subtract, swap, add_detached])
+@pytest.mark.parametrize("kept", [False, True])
+def test_values_changed_by_data_are_those_of_the_next_forward(mesh, change, kept):
+    batch = uneven_batch()
+
+    def losses(model):
+        if kept and isinstance(model, ShardedModel):
+            disable_reshard_after_forward(model)
+        found = []
+        for _ in range(2):
+            model(**batch).loss.backward()
+            # Its graph keeps unsharded weights while they change.
+            before = model(**batch).loss
+            for parameter in model.parameters():
+                change(parameter)
+            found += [before.item(), model(**batch).loss.item()]
+            model.zero_grad()
+        return torch.tensor(found, dtype=torch.float64)
+
+    with KeepFloat64():
+        wanted = losses(causal())
+    for found in Threaded(causal(), mesh).run(losses):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)

@@ -115,7 +115,10 @@ class ShardedParam:
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Prefetched outside autocast and needed inside, or the other way round.
             self.discard()
-        copy = None if self._copy is None else self._current_copy(shard.dtype)
+        # Outside of a backward and of a pipeline's step, a script may have changed the shard by ``.data``, which
+        # nothing counts, while the graph of an earlier forward keeps a copy.
+        may_reuse = self._copy is not None and (self.copies_of_step is not None or is_recomputing())
+        copy = self._current_copy(shard.dtype) if may_reuse else None
         if self.state is ShardedState.SHARDED and copy is not None:
             self._block, self._dtype, self.state = copy.whole, shard.dtype, ShardedState.UNSHARDED
         return self.state is ShardedState.SHARDED
@@ -151,8 +154,8 @@ class ShardedParam:
             keep: whether a backward will follow.
 
         Returns:
-            With "weight_gather": "step", the block: it stays unsharded for the backward, and for other forwards until
-            then, as long as this is referred to. Else None.
+            With "weight_gather": "step", the block: it stays unsharded for the backward, in a pipeline for other
+            forwards until then too, as long as this is referred to. Else None.
         """
         if self.ranks == 1 or is_recomputing():
             # The backward of a recomputed forward follows at once, and uses the same block.
@@ -168,6 +171,8 @@ class ShardedParam:
             self._copy = weakref.ref(copy)
             if self.copies_of_step is not None:
                 self.copies_of_step.append(copy)
+        # All graphs share the newest block, as those of a plain model share its weights.
+        copy.whole = whole
         return copy
 
     def _current_copy(self, dtype: torch.dtype) -> UnshardedCopy | None:
@@ -391,7 +396,7 @@ def defer_gradient_sync(model: nn.Module) -> GradientSync:
 
 
 def disable_reshard_after_forward(model: nn.Module) -> None:
-    """Keep weights unsharded from a forward to its backward; other forwards in between use them too."""
+    """Keep weights unsharded from a forward to its backward."""
     steps = OptimizerSteps()
     for param in _params_of(model):
         param.optimizer_steps = steps
