@@ -44,7 +44,7 @@ from cuboid.tensor3d.layers.norm import ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterSequence
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding import param_group, sharded_param
-from cuboid.tensor3d.sharding.sharded_param import ShardedParam, UnshardedCopy
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam, ShardedState, UnshardedCopy
 from cuboid.verify import SmallModel, WorkerPool, sharded
 from cuboid.verify.compare import Kind
 from cuboid.verify.report import Pass
@@ -285,8 +285,18 @@ def stale_weights() -> Iterator[None]:
         kept.append(block)
         return block
 
+    needs_unshard = ShardedParam.needs_unshard
+
+    def reuse(self: ShardedParam, shard: Any) -> bool:
+        copy = None if self._copy is None else self._copy()
+        if copy is None or self.state is not ShardedState.SHARDED or copy.whole.dtype != shard.dtype:
+            return needs_unshard(self, shard)
+        self._block, self._dtype, self.state = copy.whole, shard.dtype, ShardedState.UNSHARDED
+        return False
+
     with (
         mock.patch.object(ShardedParam, "reshard_after_forward", keep),
+        mock.patch.object(ShardedParam, "needs_unshard", reuse),
         mock.patch.object(UnshardedCopy, "is_of", return_value=True),
     ):
         yield
