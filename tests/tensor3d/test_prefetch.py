@@ -139,19 +139,17 @@ def test_kept_weights_are_forgotten_when_an_optimizer_steps(pool, path):
         assert after != pytest.approx(before, rel=1e-3)
 
 
-def sent_by_forwards(path, autocast):
-    """Bytes over `batch` of two forwards whose backward is yet to come, and those of the layers' weights."""
-    model = sharded(path, (6, 1, 1), weight_gather="step").train().float()
+def sent_in_backward(path, autocast, mode):
+    """Bytes over `batch` of a backward, and those of the layers' weights."""
+    model = sharded(path, (6, 1, 1), weight_gather=mode).train().float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.base_model(input_ids=tokens()).last_hidden_state
     traffic = cuboid.mesh_of(model).comm_counter
-    sent, graphs = [], []
-    for _ in range(2):
-        traffic.reset()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            graphs.append(model.base_model(input_ids=tokens()).last_hidden_state)
-        sent.append(traffic.snapshot()["batch"])
+    traffic.reset()
+    hidden.sum().backward()
     layers = [module for module in model.base_model.layers.modules() if isinstance(module, linear.ShardedLinear)]
     elements = sum(layer.weight.numel() for layer in layers)
-    return sent, 5 * elements * (2 if autocast else 4)
+    return traffic.snapshot()["batch"], 5 * elements * (2 if autocast else 4)
 
 
 def sent_by_a_stage(path, settings):
@@ -215,9 +213,10 @@ def test_the_formula_has_what_a_stages_layer_sends_in_a_step(path):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_that_autocast_casts_are_kept_too(pool, path, autocast):
-    # A cast is a new tensor at each forward, but made of the same values.
-    for (first, second), weights in pool.run(6, sent_by_forwards, path, autocast):
-        assert first - second == pytest.approx(weights, rel=0.01)
+    # A cast is a new tensor, but made of the same values.
+    modes = [pool.run(6, sent_in_backward, path, autocast, mode) for mode in ("layer", "step")]
+    for (again, weights), (kept, _) in zip(*modes, strict=True):
+        assert again - kept == pytest.approx(weights, rel=0.01)
 
 
 def test_updates_count_until_nobody_wants_to_know():
