@@ -40,11 +40,10 @@ from cuboid.models.certification.certificates import (
     features_of,
     find_out,
 )
-from cuboid.models.certification.check import CannotProbe
+from cuboid.models.certification.check import CannotProbe, small_for_probe
 from cuboid.models.certification.code_identity import code_of
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
-from cuboid.models.certification.small_config import small_config
 from generators.marked import table
 
 _ROPE = {"rope_theta": 10000.0}
@@ -231,7 +230,7 @@ def _sources_of_head(case: tuple[str, str]) -> Mapping[str, str]:
 
 
 def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str]:
-    code = code_of(cls, small_config(config))
+    code = code_of(cls, small_for_probe(cls, config))
     # What a process patches must not get into the tables.
     return code.files if code.is_stock else {}
 

@@ -26,6 +26,7 @@ from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Ve
 from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.layer_kinds import layer_kinds
 from cuboid.models.certification.small_config import LONGEST, small_config
 from cuboid.models.stages.router_loss import RouterSums, exact_router_loss
 from cuboid.models.stages.units import SegmentedBatch
@@ -224,6 +225,69 @@ def test_a_small_config_has_layers_of_all_kinds():
     assert 2 <= small.num_kv_shared_layers < small.num_hidden_layers == 8
     small = small_config(transformers.Zamba2Config())
     assert [index for index, kind in enumerate(small.layers_block_type) if kind == "hybrid"] == small.hybrid_layer_ids
+
+
+SPARSE = {"num_experts": 8, "num_hidden_layers": 24}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "layers"),
+    [
+        ("llama", {}, 3),
+        ("deepseek_v3", {"first_k_dense_replace": 20}, 3),
+        ("ernie4_5_moe", {"moe_layer_start_index": 3}, 4),
+        ("qwen3_moe", {"mlp_only_layers": [3], **SPARSE}, 4),
+        ("qwen3_moe", {"mlp_only_layers": [17], **SPARSE}, 3),
+        ("qwen3_moe", {"decoder_sparse_step": 4, **SPARSE}, 4),
+        ("llama4_text", {"interleave_moe_layer_step": 6}, 12),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 16}, 4),
+    ],
+)
+def test_a_small_model_has_all_kinds_of_layers_wherever_they_begin(architecture, options, layers):
+    config = AutoConfig.for_model(architecture, **options)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    small = check.small_for_probe(cls, config)
+    deep = small_config(config, range(config.num_hidden_layers))
+    with torch.device("meta"):
+        (kinds,), (real,) = (layer_kinds(cls(each)).values() for each in (small, deep))
+    assert set(kinds) == set(real)
+    assert small.num_hidden_layers == layers
+
+
+class LateShift(transformers.LlamaForCausalLM):
+    """From its sixth layer on, an MLP sees the token before."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.mlp.shifts = index >= 5
+
+
+def shifting(forward):
+    def inner(self, x):
+        shifts = getattr(self, "shifts", False)
+        return forward(self, x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0)) if shifts else x)
+
+    return inner
+
+
+def test_what_only_late_layers_do_is_probed(monkeypatch):
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    monkeypatch.setattr(mlp, "forward", shifting(mlp.forward))
+    shallow = check.check(LateShift, transformers.LlamaConfig(num_hidden_layers=5))
+    assert shallow.reason_against("segments") is None
+    assert "differs by" in check.check(LateShift, transformers.LlamaConfig()).reason_against("segments")
+
+
+def test_a_model_with_more_kinds_of_layers_than_a_probe_can_hold_is_named():
+    class Various(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for index, layer in enumerate(self.model.layers):
+                layer.what = str(index)
+
+    with pytest.raises(CannotProbe, match=r"model.layers.3 is of a kind that no small model of up to 12 layers has"):
+        check.small_for_probe(Various, transformers.LlamaConfig(num_hidden_layers=20))
 
 
 def test_rotary_embeddings_that_remember_the_longest_sequence_are_right_in_any_order():

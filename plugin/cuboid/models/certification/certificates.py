@@ -27,7 +27,7 @@ from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, code_of
 from cuboid.models.certification.head_check import check_head
-from cuboid.models.certification.small_config import meaningful_fields, small_config
+from cuboid.models.certification.small_config import meaningful_fields
 
 T = TypeVar("T")
 
@@ -102,8 +102,8 @@ class Question:
         Raises:
             CannotProbe: the config can't be made small.
         """
-        features = features_of(architecture, config)
-        code = code_of(architecture, small_for_probe(config))
+        small = small_for_probe(architecture, config)
+        features, code = _features(architecture, config, small), code_of(architecture, small)
         file = _cache_file({**features, "code": code.digest}, folder)
         return cls(file, digest_of(features), code, architecture, config)
 
@@ -139,15 +139,15 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
     Raises:
         CannotProbe: the config can't be made small.
     """
-    try:
-        fields = meaningful_fields(small_config(config))
-    except Exception as error:
-        raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+    return _features(cls, config, small_for_probe(cls, config))
+
+
+def _features(cls: type[PreTrainedModel], config: PretrainedConfig, small: PretrainedConfig) -> dict[str, Any]:
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "transformers": ".".join(version("transformers").split(".")[:2]),
         "attention": "eager" if config._attn_implementation == "eager" else "fused",
-        "config": fields,
+        "config": meaningful_fields(small),
         **_of_head(cls, config),
     }
 

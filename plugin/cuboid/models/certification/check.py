@@ -25,7 +25,7 @@ from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
 from cuboid.models.certification.float64 import KeepFloat64, widen
-from cuboid.models.certification.small_config import small_config
+from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.outline import Outline
@@ -114,7 +114,7 @@ def first_verdict(
         UnsupportedModelError: a pipeline can't cut it at all.
     """
     with quiet_cpu():
-        small = small_for_probe(config)
+        small = small_for_probe(cls, config)
         outline = draw_outline(cls, small)
         for attempt in ATTEMPTS:
             try:
@@ -126,14 +126,16 @@ def first_verdict(
         raise obstacle
 
 
-def small_for_probe(config: PretrainedConfig) -> PretrainedConfig:
-    """A config with tiny sizes.
+def small_for_probe(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """A config with tiny sizes, of a model with all kinds of layers.
 
     Raises:
         CannotProbe: it can't be made small, with the reason.
     """
     try:
-        return small_config(config)
+        return small_with_all_kinds(cls, config)
+    except NoSmallModel as error:
+        raise CannotProbe(str(error)) from error
     except Exception as error:
         raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
 
@@ -149,7 +151,7 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
         False if it compares a position with its own label; None if neither is so, or no small model runs.
     """
     with quiet_cpu(), suppress(Exception):
-        small = small_config(config)
+        small = small_for_probe(cls, config)
         for attempt in ATTEMPTS:
             with suppress(Exception), default_dtype(attempt.default), attempt.precision():
                 model = random_model(cls, small, config._attn_implementation, attempt)

@@ -78,7 +78,7 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         CannotProbe: with the reason.
     """
     with quiet_cpu():
-        small = small_for_probe(config)
+        small = small_for_probe(cls, config)
         if takes_images(cls):
             small = _with_odd_positions(cls, small)
         for attempt in _EXACT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -67,6 +67,10 @@ _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "encoder_layers",
 )
+#: So many layers at the start are of one kind.
+_FIRST_LAYERS = ("first_k_dense", "num_dense_layers", "moe_layer_start_index")
+#: Lists of layers.
+_INDICES = ("_layers", "_layer_ids", "_layer_indices", "_layer_idxs", "_layers_idx", "_idxs", "_layer_idx")
 #: So many layers at the end use keys and values of earlier ones.
 _SHARED_LAYERS = "num_kv_shared_layers"
 #: Periods: one layer in so many differs, without a list in the config that says which.
@@ -102,15 +106,19 @@ _MEANINGLESS = frozenset(
 )
 
 
-def small_config(config: PretrainedConfig) -> PretrainedConfig:
+def small_config(config: PretrainedConfig, layers: Sequence[int] | None = None) -> PretrainedConfig:
     """A copy with tiny sizes, in which :data:`LONGEST` tokens cross all lengths at which the model changes.
 
     Models that differ in nothing but their sizes have the same small config.
 
+    Args:
+        config: of the real model.
+        layers: indices of the layers to keep; by default those that its lists and periods tell apart.
+
     Raises:
         Exception: of any kind, from the config's own class, if the sizes don't fit together.
     """
-    small = type(config)(**_shrunk_fields(config))
+    small = type(config)(**_shrunk_fields(config, layers))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
     if getattr(small, "router_aux_loss_coef", None) is not None:
         # One value for all configs, large enough for mistakes to show.
@@ -130,17 +138,28 @@ def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in without}
 
 
-def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
+def layer_count(config: PretrainedConfig) -> int:
+    """The largest number of layers in a config and those inside it; 0 if none has one."""
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    counts = [layer_count(each) for each in inner if isinstance(each, PretrainedConfig)]
+    return max(
+        [*counts, *(value for name in _LAYERS if isinstance(value := getattr(config, name, None), int))], default=0
+    )
+
+
+def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _MEANINGLESS}
     fields.pop("model_type", None)
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PretrainedConfig):
-            fields[name] = _shrunk_fields(inner)
+            fields[name] = _shrunk_fields(inner, layers)
     count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
-    if count is not None and not _lists_by_layer(fields, count):
+    if count is not None and layers is None and not _lists_by_layer(fields, count):
         fields.update(_shorter_periods(fields))
     kept = None if count is None else _kept_layers(fields, count)
+    if count is not None and layers is not None:
+        kept = [index for index in layers if index < count]
     original = dict(fields)
     for name, value in original.items():
         if isinstance(value, list) and kept is not None and len(value) == count:
@@ -148,10 +167,15 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
         elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
             by_layer = {int(key): inner for key, inner in value.items()}
             fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
-        elif isinstance(value, list) and kept is not None and name.endswith("_layer_ids"):
+        elif isinstance(value, list) and kept is not None and _lists_indices(name, value, layers):
             fields[name] = [place for place, index in enumerate(kept) if index in value]
         else:
             fields[name] = _smaller(name, value, original, kept)
+    if kept is not None and layers is not None:
+        before = {name: value for name, value in original.items() if name.startswith(_FIRST_LAYERS)}
+        fields.update(
+            {name: sum(index < value for index in kept) for name, value in before.items() if isinstance(value, int)}
+        )
     if kept is not None and isinstance(fields.get(_SHARED_LAYERS), int):
         fields[_SHARED_LAYERS] = sum(index >= count - original[_SHARED_LAYERS] for index in kept)
     if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
@@ -162,6 +186,13 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
     if isinstance(fields.get("rope_parameters"), dict):
         fields["rope_parameters"] = _rope(fields["rope_parameters"], fields)
     return fields
+
+
+def _lists_indices(name: str, value: list[Any], layers: Sequence[int] | None) -> bool:
+    """Whether a list says which layers are of a kind."""
+    if name.endswith("_layer_ids"):
+        return True
+    return layers is not None and name.endswith(_INDICES) and all(type(index) is int for index in value)
 
 
 def _lists_by_layer(fields: Mapping[str, Any], count: int) -> list[list[Any]]:
