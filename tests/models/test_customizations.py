@@ -2,10 +2,12 @@
 
 import copy
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from transformers import AutoModelForCausalLM
@@ -280,3 +282,28 @@ def a_base_model_of_its_own(config):
 
 def test_a_step_of_a_pipeline_checks_first(pool):
     pool.run(2, a_base_model_of_its_own, STAGES)
+
+
+def replaced_code_later(_):
+    """What a forward says after a class, or a function that it calls, was patched behind the sharding."""
+    modeling, messages = transformers.models.llama.modeling_llama, []
+    patches = [
+        mock.patch.object(modeling.LlamaDecoderLayer, "forward", lambda self, hidden, **_: hidden),
+        mock.patch.object(modeling, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k)),
+        mock.patch.object(nn.functional, "silu", lambda x: x),
+    ]
+    for patch in patches:
+        model = cuboid.shard(built(), section((1, 2, 1)))
+        with patch, pytest.raises(cuboid.UnsupportedModelError) as error:
+            model(**batch())
+        messages.append(str(error.value))
+        model(**batch())
+    return messages
+
+
+def test_code_that_is_replaced_after_sharding_is_named(pool):
+    for layer_said, function_said, silu_said in pool.run(2, replaced_code_later, None):
+        assert "isn't what was certified when it was sharded" in layer_said
+        assert "LlamaDecoderLayer.forward" in layer_said
+        assert "apply_rotary_pos_emb" in function_said
+        assert "silu" in silu_said

@@ -23,6 +23,7 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
 from cuboid.models.attention.interface import check_attention
+from cuboid.models.certification.certificates import code_check
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.pipeline.staging_plan import plan_staging
@@ -165,6 +166,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
     sharding = sharding_of(sharded)
+    sharding.made.check_code = code_check(sharding.base, sharded.config)
     sharding.former, sharding.save = former, save_sharded
     return sharded
 

@@ -25,6 +25,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.library_warnings import progress_bars_of
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class, task_of
 from cuboid.models.attention.segments import UnitSlot
+from cuboid.models.certification.certificates import code_check
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.pipeline.staging_plan import plan_staging
@@ -320,6 +321,7 @@ class _Loading:
         else:
             shard_modules(self, parallel_plan, mesh, settings, _as_loaded)
         self.cuboid.save = save_sharded
+        self.cuboid.made.check_code = code_check(self._cuboid_base, self.config)
 
 
 def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:

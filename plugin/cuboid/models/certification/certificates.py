@@ -5,6 +5,8 @@ It comes from the table that ships with Cuboid, from this machine's cache, or fr
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import os
@@ -102,10 +104,14 @@ class Question:
         Raises:
             CannotProbe: the config can't be made small.
         """
-        small = small_for_probe(architecture, config)
-        features, code = _features(architecture, config, small), code_of(architecture, small)
-        file = _cache_file({**features, "code": code.digest}, folder)
-        return cls(file, digest_of(features), code, architecture, config)
+        options = json.dumps([config._attn_implementation, config.to_dict()], sort_keys=True, default=str)
+        asked = _asked((architecture, options, folder))
+        if asked.question is None or not asked.question.code.is_current_stock:
+            small = small_for_probe(architecture, config)
+            features, code = _features(architecture, config, small), code_of(architecture, small)
+            file = _cache_file({**features, "code": code.digest}, folder)
+            asked.question = cls(file, digest_of(features), code, architecture, copy.deepcopy(config))
+        return asked.question
 
     def known(self, table: Path) -> Any:
         """What a table that ships with Cuboid has about it; None if it has nothing about this code."""
@@ -117,6 +123,47 @@ class Question:
         """The result of ``find``, or what the cache has of it; see :func:`found_once`."""
         # What can't be identified has another address in each process.
         return find() if self.code.unknown else found_once(self.file, find, read, written)
+
+
+@dataclass
+class _Asked:
+    """The question that was asked last, since a load asks several times.
+
+    Args:
+        key: the class, the options of the config, and the folder.
+    """
+
+    key: tuple[Any, str, str]
+    question: Question | None = None
+
+
+_asked = functools.lru_cache(maxsize=64)(_Asked)
+
+
+def code_check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Callable[[], None]:
+    """A function that raises an error if the code that is certified now has been replaced.
+
+    Args:
+        cls: the architecture's class.
+        config: of the model.
+    """
+    try:
+        code = Question.of(cls, config).code
+    except CannotProbe:
+        # The user has verified the model; nothing says what its code is.
+        return lambda: None
+
+    def check() -> None:
+        if code.is_current:
+            return
+        now = Question.of(cls, config).code
+        if now.digest != code.digest:
+            raise UnsupportedModelError(
+                f"the code of {cls.__name__} isn't what was certified when it was sharded"
+                f"{words_of_changes(now.changes)}; replace it before the model is sharded, so that it is certified too"
+            )
+
+    return check
 
 
 # In this process, too, because files can't be written everywhere, and a load asks several times.

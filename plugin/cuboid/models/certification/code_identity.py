@@ -141,6 +141,16 @@ class CodeIdentity:
     seen: _Seen | None = field(default=None, compare=False, repr=False)
     held: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether all of it is still as it was; False also if that isn't known."""
+        return self.seen is not None and self.seen.is_current()
+
+    @property
+    def is_current_stock(self) -> bool:
+        """Whether it is the libraries' own code, and still as it was."""
+        return self.is_stock and self.is_current
+
 
 def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
     """The identity of the code that a model of a class runs with a config.
@@ -151,7 +161,7 @@ def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentit
     """
     last = _last((cls, json.dumps(config.to_dict(), sort_keys=True, default=str)))
     known = last.identity
-    if known is None or known.seen is None or not known.is_stock or not known.seen.is_current():
+    if known is None or not known.is_current_stock:
         known = last.identity = _walked(cls, config)
     return known
 

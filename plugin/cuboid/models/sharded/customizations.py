@@ -384,6 +384,8 @@ class AsSharded:
         self.is_cut, self._is_first = is_cut, True
         self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
         self._tied = _tied_names(model)
+        #: Raises an error if the code that was certified has been replaced; set by what has certified it.
+        self.check_code: Callable[[], None] | None = None
 
     def check(self, model: nn.Module) -> None:
         """Check that nothing was changed; in every forward, which takes 1 µs a module.
@@ -417,6 +419,8 @@ class AsSharded:
             )
         if self._is_first:
             _check_global_hooks()
+            if self.check_code is not None:
+                self.check_code()
             for module, part in self._parts.items():
                 added = set(_own_methods(module)) - part.methods
                 if added and part.name:
