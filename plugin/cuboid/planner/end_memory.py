@@ -17,9 +17,9 @@ from cuboid.planner.layer_memory import norm_kept_bytes, statistic_bytes, whole_
 
 #: Size of a token id or label.
 _INDEX_BYTES = 8
-#: Size of the seven numbers by which ranks check that they have the same micro-batch; see
+#: Size of the nine numbers by which ranks check that they have the same micro-batch; see
 #: cuboid.models.batch.batch_check.
-_SUMMARY_BYTES = 56
+_SUMMARY_BYTES = 72
 
 #: A collective, its axes, the bytes of its full tensor, and how often it runs.
 _Call = tuple[Operation, tuple[Axis, ...], int, int]

@@ -321,7 +321,7 @@ class _Loading:
         else:
             shard_modules(self, parallel_plan, mesh, settings, _as_loaded)
         self.cuboid.save = save_sharded
-        self.cuboid.made.check_code = code_check(self._cuboid_base, self.config)
+        self.cuboid.made.check_code = code_check(self.cuboid.base, self.config)
 
 
 def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
