@@ -394,7 +394,10 @@ class _FusedAttention(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             names = ("query", "key", "value")
-            return _Attend.apply(*(args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names)), mask)
+            heads = [args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names)]
+            # No fused kernel broadcasts heads (Falcon has one of keys and values); torch multiplies step by step then.
+            if heads[0].shape[1] == heads[1].shape[1] or kwargs.get("enable_gqa"):
+                return _Attend.apply(*heads, mask)
         return func(*args, **kwargs)
 
 
