@@ -147,6 +147,8 @@ def code_check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Callable
         cls: the architecture's class.
         config: of the model.
     """
+    # Frameworks and scripts change options later, such as `use_cache`, which don't matter here.
+    config = copy.deepcopy(config)
     try:
         code = Question.of(cls, config).code
     except CannotProbe:

@@ -58,6 +58,8 @@ _NO_PART = frozenset(
         *("post_init", "init_weights", "_init_weights", "_initialize_weights", "initialize_weights", "tie_weights"),
         *("from_pretrained", "_from_config", "from_config", "save_pretrained", "generate", "push_to_hub"),
         *("prepare_inputs_for_generation", "resize_token_embeddings", "reset_parameters"),
+        # What classes remember of themselves at a first call.
+        *("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value", "_auto_class"),
     }
 )
 #: Methods of torch's modules that run without being named.
