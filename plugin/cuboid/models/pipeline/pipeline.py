@@ -315,9 +315,7 @@ class Pipeline:
             )
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter(runners, self._channels, observe)
-        # Without dropout nothing is drawn, and a script's own draws (the order of its data) stay as in plain training.
-        draws_apart = self._model.training and self._model.cuboid.whole.has_dropout
-        draws = random_numbers_of_stages(self.mesh, self._device) if draws_apart else nullcontext()
+        draws = random_numbers_of_stages(self.mesh, self._device) if self._model.training else nullcontext()
         try:
             with draws:
                 interpreter.run(program, step.shape)

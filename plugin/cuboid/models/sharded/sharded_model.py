@@ -81,13 +81,11 @@ class WholeModel:
         parameters: number of elements of each parameter by name; tied ones are counted once.
         embeddings: the names of embeddings' weights.
         limits: which values a micro-batch may contain.
-        has_dropout: whether some rate of dropout, of a module or in the config, isn't zero.
     """
 
     parameters: dict[str, int]
     embeddings: frozenset[str]
     limits: Limits
-    has_dropout: bool = False
 
     @classmethod
     def of(
@@ -106,9 +104,7 @@ class WholeModel:
         vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
         limits = Limits(tokens, vocabulary, positions, longest=longest_sequence(model.config))
-        rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-        rates += [rate for name, rate in model.config.to_dict().items() if "drop" in name and isinstance(rate, float)]
-        return cls(counts, frozenset(f"{name}.weight" for name in tables), limits, has_dropout=any(rates))
+        return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
 
 
 class FormerParameters:
