@@ -284,7 +284,7 @@ def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give a parameter's shard the parameter's hooks."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (old._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
         new.register_post_accumulate_grad_hook(hook)
 
 

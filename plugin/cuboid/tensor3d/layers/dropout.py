@@ -200,22 +200,16 @@ class ShardedDropout(MeshDropout):
         mesh: this rank's mesh.
         axes: along which ranks have different elements.
         late: if it says that activations are whole, ranks along `batch` only have different ones.
-
-    Attributes:
-        axes: along which the last call's masks differ.
     """
-
-    axes: tuple[Axis, ...]
 
     def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES, *, late: MaybeWhole | None = None) -> None:
         super().__init__(p, mesh)
-        self.axes = self._axes = axes
+        self._axes = axes
         self._late = late
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         is_whole = self._late is not None and self._late.is_whole
-        self.axes = ("batch",) if is_whole else self._axes
-        with own_random_numbers(self.mesh, x.device, self.axes):
+        with own_random_numbers(self.mesh, x.device, ("batch",) if is_whole else self._axes):
             return nn.functional.dropout(x, self.p, training=True)
 
 

@@ -202,13 +202,6 @@ def compute_whole(
         block.__class__ = _computed_whole(cls)
 
 
-def axes_computed_alike(module: nn.Module) -> tuple[Axis, ...]:
-    """Axes along which all ranks compute the same in this module (not in a block around it); none if it is split."""
-    if "cuboid_everywhere" not in vars(module):
-        return ()
-    return AXES if vars(module)["cuboid_everywhere"] else ("sequence", "hidden")
-
-
 @cache
 def _computed_whole(own: Any) -> type[nn.Module]:
     # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
