@@ -105,11 +105,11 @@ class Question:
             CannotProbe: the config can't be made small.
         """
         options = json.dumps([config._attn_implementation, config.to_dict()], sort_keys=True, default=str)
-        asked = _asked((architecture, options, folder))
+        asked = _asked((architecture, options, _cache_folder(folder)))
         if asked.question is None or not asked.question.code.is_current_stock:
             small = small_for_probe(architecture, config)
             features, code = _features(architecture, config, small), code_of(architecture, small)
-            file = _cache_file({**features, "code": code.digest}, folder)
+            file = _cache_file({**features, "code": code.digest}, _cache_folder(folder))
             asked.question = cls(file, digest_of(features), code, architecture, copy.deepcopy(config))
         return asked.question
 
@@ -133,7 +133,7 @@ class _Asked:
         key: the class, the options of the config, and the folder.
     """
 
-    key: tuple[Any, str, str]
+    key: tuple[Any, str, Path]
     question: Question | None = None
 
 
@@ -242,11 +242,15 @@ def _sources_digest() -> str:
     return total.hexdigest()
 
 
-def _cache_file(features: Mapping[str, Any], folder: str) -> Path:
-    """Where this machine keeps the results of this version of Cuboid for such a model."""
+def _cache_folder(name: str) -> Path:
+    """The folder in which this machine keeps results of a kind."""
     base = os.environ.get("XDG_CACHE_HOME")
-    own = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder
-    return own / f"{digest_of({**features, 'sources': _sources_digest()})}.json"
+    return (Path(base) if base else Path.home() / ".cache") / "cuboid" / name
+
+
+def _cache_file(features: Mapping[str, Any], folder: Path) -> Path:
+    """The file with the results of this version of Cuboid for such a model."""
+    return folder / f"{digest_of({**features, 'sources': _sources_digest()})}.json"
 
 
 def _written(certificate: Certificate) -> dict[str, Any]:
