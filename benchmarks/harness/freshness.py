@@ -31,7 +31,11 @@ STAGES = tuple(
     f"{_CUBOID}/models/{name}/**/*.py" for name in ("attention", "batch", "cross_entropy", "pipeline", "stages")
 )
 #: A training step under DeepSpeed.
-ENGINE = (f"{_CUBOID}/integrations/deepspeed/**/*.py", f"{_CUBOID}/optim/**/*.py")
+ENGINE = (
+    f"{_CUBOID}/integrations/deepspeed/**/*.py",
+    f"{_CUBOID}/optim/**/*.py",
+    f"{_CUBOID}/failures/rank_agreement.py",
+)
 LOADING = (f"{_CUBOID}/weights/**/*.py",)
 #: Has no part in any benchmark: their models have rules for all blocks and complete weights, their ranks are processes.
 NOT_MEASURED = (

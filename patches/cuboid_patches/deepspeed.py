@@ -20,9 +20,9 @@ from cuboid.config.compatibility import check_framework_config, check_layout
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, own_config
 from cuboid.distributed.mesh import Mesh, current_world_size
-from cuboid.distributed.rank_agreement import run_on_all_ranks
-from cuboid.distributed.startup import await_all_ranks
 from cuboid.errors import ConfigError, OptimizerError
+from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.failures.startup import await_all_ranks
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.handoff import (

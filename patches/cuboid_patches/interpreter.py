@@ -10,9 +10,9 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
-from cuboid.distributed.rank_agreement import report_before_group
-from cuboid.endings import tell_launcher
 from cuboid.errors import CuboidError, RankError
+from cuboid.failures.exit_messages import tell_launcher
+from cuboid.failures.rank_agreement import report_before_group
 from cuboid_patches.base import Patch
 
 #: How long a rank waits if another rank has the original error, so that the launcher doesn't end the job before that

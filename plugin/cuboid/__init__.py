@@ -3,7 +3,7 @@ that trains them."""
 
 from typing import TYPE_CHECKING, Any
 
-from cuboid.endings import expect_interrupts
+from cuboid.failures.exit_messages import expect_interrupts
 from cuboid.requirements import check_installed
 
 # First, because the imports below take seconds, and Ctrl-C during them shouldn't print a traceback.

@@ -21,8 +21,8 @@ from transformers import BartConfig, LlamaConfig, LlamaForCausalLM, ViTConfig
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
 from cuboid.config.schema import PipelineConfig
-from cuboid.distributed import rank_agreement, startup
-from cuboid.distributed.startup import bound_device
+from cuboid.failures import rank_agreement, startup
+from cuboid.failures.startup import bound_device
 from cuboid.train import process
 from cuboid.train.data import tokens as tokens_module
 from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks

@@ -18,8 +18,8 @@ from cuboid.checkpoint.exchange import Exchange
 from cuboid.checkpoint.file_plan import gather_holdings, plan_tasks
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
-from cuboid.distributed import rank_agreement
 from cuboid.distributed.mesh import Mesh
+from cuboid.failures import rank_agreement
 from cuboid.models.pipeline import pipeline as pipelines
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_norm import scale_to, total_norm

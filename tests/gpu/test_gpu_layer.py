@@ -9,7 +9,7 @@ import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cuboid
-from cuboid.distributed import rank_agreement
+from cuboid.failures import rank_agreement
 from cuboid.verify import WorkerPool
 from proofs.mirror import mirrored
 

@@ -20,8 +20,8 @@ from cuboid.checkpoint.reader import TensorFolder
 from cuboid.checkpoint.save_planner import assign
 from cuboid.checkpoint.shards import Run
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import gather_objects, run_on_all_ranks
 from cuboid.errors import CheckpointError, DamagedCheckpointError
+from cuboid.failures.rank_agreement import gather_objects, run_on_all_ranks
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 

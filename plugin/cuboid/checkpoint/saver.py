@@ -22,8 +22,8 @@ from cuboid.checkpoint.optimizer_state import merge_stages
 from cuboid.checkpoint.writer import Written, write_families, write_indices
 from cuboid.config.schema import CheckpointConfig
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
 from cuboid.errors import CheckpointError, CuboidError
+from cuboid.failures.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
 
 logger = logging.getLogger(__name__)
 #: By mesh, its last save in the background, which has the mesh's host groups to itself until it ends.

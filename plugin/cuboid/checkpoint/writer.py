@@ -20,7 +20,7 @@ from cuboid.checkpoint.format.weight_index import write_index
 from cuboid.checkpoint.shards import Family
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import gather_objects
+from cuboid.failures.rank_agreement import gather_objects
 
 
 @dataclass

@@ -19,7 +19,7 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import TrainCommand, train
 from cuboid.cli.verify import verify
-from cuboid.endings import INTERRUPTED, end_interrupted, tell_launcher
+from cuboid.failures.exit_messages import INTERRUPTED, end_interrupted, tell_launcher
 
 commands = typer.Typer(
     name="cuboid",

@@ -23,7 +23,7 @@ def profile(
     from rich.console import Console
 
     from cuboid.checkpoint.format.bounded_files import write_json
-    from cuboid.distributed.rank_agreement import run_on_all_ranks
+    from cuboid.failures.rank_agreement import run_on_all_ranks
     from cuboid.library_warnings import quiet
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.profile import Profiler

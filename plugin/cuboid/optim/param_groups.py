@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import gather_objects
 from cuboid.errors import OptimizerError
+from cuboid.failures.rank_agreement import gather_objects
 from cuboid.optim.schedule_groups import (
     check_found,
     check_other_lists,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import cuboid
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, DamagedCheckpointError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import Job
 from cuboid.train.loop import History

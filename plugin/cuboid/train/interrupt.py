@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cuboid import CuboidError
-from cuboid.endings import say_interrupted
 from cuboid.errors import PeerLostError, RankError
+from cuboid.failures.exit_messages import say_interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 0.5

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
-from cuboid.distributed.rank_agreement import run_on_all_ranks
-from cuboid.distributed.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
+from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.failures.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
 
 T = TypeVar("T")
 

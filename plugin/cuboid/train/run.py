@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError
-from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.train.checkpoints import Keeper
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import read_corpus

@@ -19,8 +19,8 @@ from cuboid.config.config_file import ConfigSource
 from cuboid.config.schema import CuboidConfig, require_config
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import Mesh, current_world_size
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import code_check

@@ -16,8 +16,8 @@ from cuboid.checkpoint.loader import Opened, open_checkpoint
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.checkpoint.saver import Saver
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.optim.param_groups import GroupNames
 from cuboid.optim.schedule_groups import check_ungrouped, regrouped

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import WeightSeed
-from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class

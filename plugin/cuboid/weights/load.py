@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import Mesh, current_rank, current_world_size
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.library_warnings import progress_bars_of
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class, task_of
 from cuboid.models.attention.segments import UnitSlot

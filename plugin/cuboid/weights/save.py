@@ -18,9 +18,9 @@ from cuboid.checkpoint.saver import join_background_save
 from cuboid.checkpoint.writer import write_families, write_indices
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CheckpointError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.grad_buffer import gradient_of

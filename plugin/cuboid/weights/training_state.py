@@ -15,8 +15,8 @@ from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimize
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.rng_state import capture, restore
 from cuboid.checkpoint.shards import Bundle, Family
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.param_groups import GroupNames

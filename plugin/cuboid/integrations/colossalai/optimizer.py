@@ -10,8 +10,8 @@ import torch
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 
-from cuboid.distributed.rank_agreement import StepGuard, begin_update
 from cuboid.errors import CuboidError
+from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from cuboid.config.config_file import ConfigSource
 from cuboid.distributed.mesh import current_world_size
-from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import ConfigError, CuboidError, OptimizerError, UnsupportedModelError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.colossalai.checkpoint import CuboidCheckpointIO
 from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.model import CuboidModel

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import StepGuard, begin_update
 from cuboid.errors import CheckpointError
+from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.optim.grad_norm import scale_to, total_norm

@@ -15,8 +15,8 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from cuboid.checkpoint.loader import Opened
-from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError
+from cuboid.failures.rank_agreement import StepGuard
 from cuboid.integrations.deepspeed.checkpoint import positioned
 from cuboid.integrations.deepspeed.engine import CuboidEngine
 from cuboid.models.pipeline.pipeline import Pipeline

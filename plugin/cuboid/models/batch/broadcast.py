@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rendezvous import EQUAL_SHARES, Failure, is_lost
 from cuboid.errors import CuboidError
+from cuboid.failures.rendezvous import EQUAL_SHARES, Failure, is_lost
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
 from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.batch_check import Limits

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.errors import ConfigError, CuboidError
+from cuboid.failures.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits

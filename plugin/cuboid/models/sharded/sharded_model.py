@@ -21,8 +21,8 @@ from transformers.utils import ModelOutput
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
-from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.failures.rank_agreement import StepGuard
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import takes_pixels, token_embeddings
 from cuboid.models.architectures.supported_tasks import compiling_refused

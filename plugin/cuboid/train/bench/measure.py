@@ -20,7 +20,7 @@ import cuboid
 from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import require_config
-from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.comm_formula import layer_bytes

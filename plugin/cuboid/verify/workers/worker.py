@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed.startup import bound_device
 from cuboid.errors import CuboidError
+from cuboid.failures.startup import bound_device
 from cuboid.library_warnings import quiet
 from cuboid.verify.workers.staged_group import register_staged
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed import rank_agreement, rendezvous
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import (
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CheckpointError, ConfigError, CuboidError, PeerLostError, RankError
+from cuboid.failures import rank_agreement, rendezvous
+from cuboid.failures.rank_agreement import (
     StepGuard,
     agreement_lane,
     gather_objects,
     raise_on_all_ranks,
     run_on_all_ranks,
 )
-from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CheckpointError, ConfigError, CuboidError, PeerLostError, RankError
 from cuboid.verify.workers.pool import WorkerError
 from fresh_ranks import endings_of
 

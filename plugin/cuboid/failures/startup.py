@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from cuboid.distributed.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.errors import CuboidError, PeerLostError, RankError
+from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 
 _POLL_S = 0.02
 #: How long a rank that failed early waits for the others, which may still be loading, to read its report.

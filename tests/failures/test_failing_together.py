@@ -15,12 +15,12 @@ import torch.distributed as dist
 import transformers
 
 import cuboid
-from cuboid.distributed import rank_agreement, rendezvous, startup
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
-from cuboid.distributed.startup import Launch, await_all_ranks, report_early_failure
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
+from cuboid.failures import rank_agreement, rendezvous, startup
+from cuboid.failures.rank_agreement import StepGuard, run_on_all_ranks
+from cuboid.failures.startup import Launch, await_all_ranks, report_early_failure
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import as_ranks, free_port, torchrun
@@ -114,8 +114,8 @@ def test_a_rank_that_fails_twice_counts_once(monkeypatch):
 _UNHEARD = """
     import os, sys, time
     import cuboid
-    from cuboid.distributed import startup
-    from cuboid.distributed.rank_agreement import run_on_all_ranks
+    from cuboid.failures import startup
+    from cuboid.failures.rank_agreement import run_on_all_ranks
 
     startup._LINGER_S = 0.5
     if os.environ["RANK"] == "0":
@@ -334,9 +334,9 @@ _LINGERING = """
     import sys, time
     sys.path.insert(0, "tests/support")
     import torch, torch.distributed as dist
-    from cuboid.distributed import rendezvous
+    from cuboid.failures import rendezvous
     from cuboid.distributed.mesh import Mesh
-    from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
+    from cuboid.failures.rank_agreement import StepGuard, run_on_all_ranks
     from cuboid.distributed.topology import MeshShape
     from proofs import stuck_group
 
@@ -373,7 +373,7 @@ def test_a_launcher_sees_an_exit_status_within_seconds_of_a_failure_that_nothing
 
 _ENDING_WHILE_IT_ASKS = """
     import torch.distributed as dist
-    from cuboid.distributed import rendezvous
+    from cuboid.failures import rendezvous
 
     # All the time, and four times over, so that some thread is inside of the store's C++ when the process ends.
     rendezvous._LISTEN_S = 0

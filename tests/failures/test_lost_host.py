@@ -15,13 +15,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from cuboid.distributed import bounded_store, rendezvous, startup
-from cuboid.distributed.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import run_on_all_ranks
-from cuboid.distributed.startup import Launch, await_all_ranks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
+from cuboid.failures import bounded_store, rendezvous, startup
+from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
+from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import ROOT, finish, free_port, start

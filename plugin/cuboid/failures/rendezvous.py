@@ -24,11 +24,11 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from cuboid.distributed.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import Mesh, group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
+from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 
 #: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
@@ -284,7 +284,7 @@ class World:
         return Failure(rank, PeerLostError.__name__, text)
 
     def begin_update(self, mesh: Mesh, number: int) -> None:
-        """See :func:`cuboid.distributed.rank_agreement.begin_update`."""
+        """See :func:`cuboid.failures.rank_agreement.begin_update`."""
         self._updates = (mesh.coordinate.data, mesh.topology.data, number)
         if mesh.rank == mesh.copy_ranks[0]:
             self._store.post(f"update/{mesh.coordinate.data}", str(number))

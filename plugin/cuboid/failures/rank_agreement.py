@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rendezvous import MAIN_LANE, World, described
-from cuboid.distributed.startup import report_early_failure
 from cuboid.errors import CuboidError
+from cuboid.failures.rendezvous import MAIN_LANE, World, described
+from cuboid.failures.startup import report_early_failure
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what:
     where they arose. Calls may be nested.
 
     Before there is a process group the ranks can't meet: a failure is raised where it arises, and reported to the
-    others when they start the group (:mod:`cuboid.distributed.startup`).
+    others when they start the group (:mod:`cuboid.failures.startup`).
 
     Args:
         action: what to do.
