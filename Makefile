@@ -111,11 +111,12 @@ bench: install ## Measure everything that can run here, or CASE=…, with ARGS="
 docs: install ## Make the generated parts of docs/ again, and their pictures, or CASE=…; ARGS=--check writes nothing.
 	@$(BIN)/python docs/generate.py $(CASE) $(ARGS)
 
-lint: install ## Check style, types, and that imports only run down.
+lint: install ## Check style, types, names, and that imports only run down.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/python .ci/names
 
 clean: ## Remove .venv and everything that is built; runs/ stays.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ from comparing import stored
 from converting import nothing_left, run, same
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.cli import commands
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel
@@ -153,7 +153,7 @@ def test_a_value_out_of_float16s_range_is_rejected_with_the_tensors_name(checkpo
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.sampled_from([torch.float16, torch.bfloat16]))
 def test_a_cast_is_rejected_exactly_if_a_finite_number_becomes_infinite(values, dtype):
     block = torch.tensor(values, dtype=torch.float32)
-    tensors = Tensors({"x": TensorSpec(block.dtype, tuple(block.shape))}, lambda _: iter([block]))
+    tensors = BlockTensors({"x": TensorSpec(block.dtype, tuple(block.shape))}, lambda _: iter([block]))
     tensors = tensors.cast({"x": dtype})
     if (block.to(dtype).isinf() & block.isfinite()).any():
         with pytest.raises(CheckpointError, match="x holds"):
@@ -337,7 +337,7 @@ def test_as_stored_equals_what_transformers_saves(checkpoint, small):
     ties = model.all_tied_weights_keys
     state = {name: x for name, x in AutoModelForCausalLM.from_pretrained(path).state_dict().items() if name not in ties}
     specs = {name: spec for name, spec in state_specs(model).items() if name in state}
-    tensors = as_stored(model, Tensors(specs, lambda name: iter(state[name].split(5))))
+    tensors = as_stored(model, BlockTensors(specs, lambda name: iter(state[name].split(5))))
     assert tensors.specs.keys() == before.keys()
     assert all(torch.equal(torch.cat(list(tensors.blocks(name))), x) for name, x in before.items())
 

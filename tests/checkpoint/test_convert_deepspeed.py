@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import launching
 from comparing import stored
 from converting import layout, nothing_left, run
-from cuboid.convert.sources import Kind, find_checkpoint
+from cuboid.convert.sources import CheckpointKind, find_checkpoint
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel
 
@@ -256,7 +256,7 @@ def test_a_trainers_folder_has_the_config_itself(written, tmp_path):
     for name in ("config.json", "generation_config.json"):
         shutil.copy(written / "fused" / name, folder)
     for place in (folder, folder / TAG):
-        assert find_checkpoint(place).kind is Kind.DEEPSPEED
+        assert find_checkpoint(place).kind is CheckpointKind.DEEPSPEED
         run(place, tmp_path / f"new {place.name}", trust_pickle=True)
         assert_trained(written, "zero2", tmp_path / f"new {place.name}")
 

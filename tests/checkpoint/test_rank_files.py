@@ -18,7 +18,7 @@ import cuboid
 from comparing import stored
 from converting import layout, layout_section, nothing_left, run, same
 from cuboid.convert.formats import block_tensors as tensors_module
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.per_rank.plan import RankPlan
 from cuboid.convert.per_rank.source import open_rank_files
 from cuboid.convert.per_rank.target import write_document, write_rank_files
@@ -65,7 +65,7 @@ def test_a_ranks_file_has_exactly_its_shards_and_all_files_together_everything(t
     tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredLayout.of(cut), stages=(0,))
     folder = tmp_path_factory.mktemp("ranks")
     plan = RankPlan(mesh, (), {"x": tensor}, ())
-    tensors = Tensors({"x": tensor.spec}, lambda _: iter(blocks))
+    tensors = BlockTensors({"x": tensor.spec}, lambda _: iter(blocks))
     write_document(folder, write_rank_files(folder, tensors, plan, lambda _: None))
     places = RankFolder.read(folder).topology
     for place in range(places.world_size):

@@ -28,13 +28,13 @@ from cuboid.train.data import tokens as tokens_module
 from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
 from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
 from cuboid.train.data.initial_model import train_tokenizer
-from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint, tokenize
+from cuboid.train.data.tokens import TokenFolder, TokensMeta, fingerprint, tokenize
 from cuboid.train.figures import pipeline_figures
 from cuboid.train.job import TrainOptions, check_size, plan
 from cuboid.train.loop import History
 from cuboid.train.process import World, run_at_length
 from cuboid.train.reporting.curve import draw, smooth
-from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Report, Speed
+from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
 from launching import free_port
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
@@ -150,8 +150,8 @@ def test_tokens_decode_to_the_documents_each_with_its_end(tokenizer, tmp_path):
     assert tokenizer.decode(stream) == "".join(text + tokenizer.eos_token for text in TEXTS[:3])
     assert tokens.meta.train == len(stream)
     assert tokens.meta.largest_id == max(stream.max(), tokens.stream("heldout").max())
-    assert Tokens.is_store(tmp_path)
-    assert Tokens.open(tmp_path) == tokens
+    assert TokenFolder.is_store(tmp_path)
+    assert TokenFolder.open(tmp_path) == tokens
     assert {path.name for path in tmp_path.iterdir()} == {"train.npy", "heldout.npy", "tokens.json"}
 
 
@@ -179,7 +179,7 @@ def test_rejected_tokens_leave_the_existing_ones_unchanged(tokenizer, tmp_path):
     kept = tokenize(Corpus("kept", ("a",), ("b",)), tokenizer, tmp_path)
     with pytest.raises(CuboidError, match="other won't do"):
         tokenize(Corpus("other", ("c",), ("d",)), tokenizer, tmp_path, refuse)
-    assert Tokens.open(tmp_path) == kept
+    assert TokenFolder.open(tmp_path) == kept
     assert tokenizer.decode(kept.stream("train")) == "a" + tokenizer.eos_token
 
 
@@ -187,10 +187,10 @@ def test_malformed_tokens_are_rejected(tokenizer, tmp_path):
     tokenize(Corpus("test", ("a",), ("b",)), tokenizer, tmp_path)
     (tmp_path / "heldout.npy").unlink()
     with pytest.raises(CuboidError, match=r"heldout\.npy is missing"):
-        Tokens.open(tmp_path)
+        TokenFolder.open(tmp_path)
     (tmp_path / "tokens.json").write_text("{}")
     with pytest.raises(CuboidError, match="run `cuboid prepare` again"):
-        Tokens.open(tmp_path)
+        TokenFolder.open(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_the_command_prints_an_error_on_a_rank_whose_others_cannot_know_it(optio
 
 def _write_at_length(failing):
     process._MEETING_S = 0.1
-    rank, world_of_all = dist.get_rank(), rank_agreement._world(None)
+    rank, world_of_all = dist.get_rank(), rank_agreement._peers(None)
     world_of_all._timeout_s, kept = 1.0, world_of_all._timeout_s
     written = []
 
@@ -525,7 +525,7 @@ def test_cuda_is_told_to_load_kernels_at_once_and_to_let_segments_grow_unless_th
 def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):
     history = History(losses=[3.0, 2.0, 1.0], step_s=[9.0, 1.0, 2.0])
     assert history.mean_step_s == 1.5
-    report = Report(
+    report = TrainReport(
         model="model",
         data="data",
         device="cpu",
@@ -551,7 +551,7 @@ def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):
         config={},
         versions={},
     )
-    assert Report.model_validate_json(report.write(tmp_path).read_text()) == report
+    assert TrainReport.model_validate_json(report.write(tmp_path).read_text()) == report
     draw(report, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

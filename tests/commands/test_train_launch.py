@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cuboid.errors import CuboidError
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.reporting.report import Report
+from cuboid.train.reporting.report import TrainReport
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
 from traces import read_chrome_trace
 
@@ -103,7 +103,7 @@ def finished(job, tmp_path_factory):
 
 
 def report_of(out):
-    return Report.model_validate_json((out / "report.json").read_text())
+    return TrainReport.model_validate_json((out / "report.json").read_text())
 
 
 @pytest.mark.sample(1)

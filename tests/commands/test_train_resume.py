@@ -27,7 +27,7 @@ from cuboid.train import run_lock
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.loop import Goal, History
+from cuboid.train.loop import History, RunLength
 from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
@@ -503,7 +503,7 @@ def test_keep_last_is_set_in_the_config(options, job, tmp_path):
 
 @given(steps=st.integers(1, 60), evaluations=st.integers(1, 70), save_every=st.integers(0, 70))
 def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
-    goal = Goal(steps, evaluations, save_every, lambda _: None)
+    goal = RunLength(steps, evaluations, save_every, lambda _: None)
     evaluated = [step for step in range(steps + 1) if goal.evaluates_after(step)]
     assert evaluated[0] == 0
     assert evaluated[-1] == steps
@@ -513,7 +513,7 @@ def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
 
 
 def test_a_run_is_finished_when_its_last_step_is_evaluated():
-    goal = Goal(2, 1, 0, lambda _: None)
+    goal = RunLength(2, 1, 0, lambda _: None)
     first, last = (HeldoutPoint(step=step, loss=1.0) for step in (0, 2))
     assert not goal.is_reached(History([1.0], [first]))
     assert not goal.is_reached(History([1.0, 1.0], [first]))

@@ -379,7 +379,7 @@ _ENDING_WHILE_IT_ASKS = """
     rendezvous._LISTEN_S = 0
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    worlds = [rendezvous.World(0, 1, store) for _ in range(4)]
+    worlds = [rendezvous.Peers(0, 1, store) for _ in range(4)]
 """
 
 
@@ -400,7 +400,7 @@ def _return_from_what_was_aborted():
         if rank == 0:
             raise ValueError("boom")
         # A kernel that was aborted ends, and whoever waited for it goes on with what it has left.
-        while not rank_agreement._world(mesh).aborted_for:
+        while not rank_agreement._peers(mesh).aborted_for:
             time.sleep(0.01)
     return "a result"
 

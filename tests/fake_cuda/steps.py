@@ -246,7 +246,7 @@ STEPS = {
 
 def main(names):
     """Run steps by name, and print a line of JSON for each."""
-    rank_agreement._world = lambda mesh: None
+    rank_agreement._peers = lambda mesh: None
     torch.cuda.get_device_capability = lambda _: (9, 0)
     # The state of a CUDA generator is in the host's memory: asking for it waits for nothing. Made before there are only
     # fake tensors.

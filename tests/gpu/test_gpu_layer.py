@@ -35,7 +35,7 @@ def sharded(axes, sizes, device="cuda", dtype=torch.bfloat16):
     dist.destroy_process_group()
     ranks = axes[0] * axes[1] * axes[2]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    rank_agreement._world = lambda mesh: None
+    rank_agreement._peers = lambda mesh: None
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes), dtype=dtype).train()

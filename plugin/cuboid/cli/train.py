@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode
 
 if TYPE_CHECKING:
-    from cuboid.train.reporting.report import Report
+    from cuboid.train.reporting.report import TrainReport
     from cuboid.train.run import Stopped
 
 
@@ -128,7 +128,7 @@ def train(
             raise SystemExit(128 + result.by)
 
 
-def _done(report: Report, out: Path) -> str:
+def _done(report: TrainReport, out: Path) -> str:
     losses = report.losses
     text = (
         f"loss {_shown(losses.first)} -> {_shown(losses.last)}, held-out {losses.heldout_last:.4f}; "

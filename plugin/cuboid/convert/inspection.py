@@ -18,7 +18,7 @@ from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import SINGLE
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
 from cuboid.convert.per_rank.source import rank_file_faults
-from cuboid.convert.sources import Found, Kind
+from cuboid.convert.sources import CheckpointKind, Found
 from cuboid.convert.target import progress
 from cuboid.errors import CheckpointError
 from cuboid.weights.model_folder import check_model_folder, has_config
@@ -87,14 +87,14 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
     for entry in inspection.files:
         if entry.name.endswith(".safetensors") and not leads_outward(found.folder / entry.name):
             _add_tensors(inspection, found.folder, entry.name)
-    if found.kind is Kind.CUBOID:
+    if found.kind is CheckpointKind.CUBOID:
         _check_manifest(inspection, found.folder, verify)
         _check_index(inspection, found.folder)
-    elif found.kind is Kind.RANKS:
+    elif found.kind is CheckpointKind.RANKS:
         _check_ranks(inspection, found.folder, verify)
-    elif found.kind is Kind.HUGGING_FACE:
+    elif found.kind is CheckpointKind.HUGGING_FACE:
         _check_index(inspection, found.folder)
-    if found.kind is not Kind.DEEPSPEED and has_config(found.folder):
+    if found.kind is not CheckpointKind.DEEPSPEED and has_config(found.folder):
         inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
     else:
         inspection.faults += _faults(lambda: reject_outward_links(found.folder))

@@ -13,11 +13,11 @@ import torch
 
 from cuboid.checkpoint.format.bounded_files import read_object
 from cuboid.config.schema import MAX_FILE_BYTES, CuboidConfig
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.formats.loaded_dtypes import dtypes_when_loaded
 from cuboid.convert.per_rank.plan import RankPlan, plan_ranks
 from cuboid.convert.per_rank.target import write_document, write_rank_files
-from cuboid.convert.sources import Kind, Source, open_source
+from cuboid.convert.sources import CheckpointKind, Source, open_source
 from cuboid.convert.target import (
     CONFIG,
     check_free,
@@ -105,7 +105,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
 def _write(
     options: ConvertOptions,
     source: Source,
-    tensors: Tensors,
+    tensors: BlockTensors,
     plan: RankPlan | None,
     said: Sequence[str],
     say: Callable[[str], Any],
@@ -137,12 +137,12 @@ def _write(
     say(f"{options.target}: {kind}, {size_text(total_bytes)} in {files} file{'s' if files > 1 else ''}")
 
 
-def _config_dtype(source: Source, tensors: Tensors, options: ConvertOptions) -> torch.dtype | None:
+def _config_dtype(source: Source, tensors: BlockTensors, options: ConvertOptions) -> torch.dtype | None:
     """The dtype to write into ``config.json``; None to keep the one in it, because the dtype doesn't change."""
     if options.dtype is not None:
         # Even if most of the tensors' bytes are of those that stay in float32.
         return options.dtype
-    if not options.master and source.found.kind is not Kind.DEEPSPEED:
+    if not options.master and source.found.kind is not CheckpointKind.DEEPSPEED:
         return None
     floating = [spec for spec in tensors.specs.values() if spec.dtype.is_floating_point]
     return max(floating, key=lambda spec: spec.nbytes).dtype if floating else None

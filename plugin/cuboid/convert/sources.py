@@ -15,7 +15,7 @@ from cuboid.checkpoint.format.links import reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
 from cuboid.convert.per_rank.source import ProgressBar, open_rank_files
 from cuboid.convert.target import CONFIG
@@ -24,7 +24,7 @@ from cuboid.weights.model_folder import check_exists, check_model_folder, is_wei
 from cuboid.weights.rank_folder import SHARDS
 
 
-class Kind(Enum):
+class CheckpointKind(Enum):
     """Kinds of checkpoints; the values appear in messages."""
 
     CUBOID = "checkpoint of cuboid"
@@ -51,7 +51,7 @@ class Found:
         folder: its own folder, even if a folder of checkpoints was given.
     """
 
-    kind: Kind
+    kind: CheckpointKind
     folder: Path
 
 
@@ -66,20 +66,20 @@ def find_checkpoint(path: Path) -> Found:
         raise CheckpointError(f"{path}: is not a folder")
     # Most specific first: checkpoints of cuboid and per-rank files have a config.json and safetensors too.
     if (path / SHARDS).is_file():
-        return Found(Kind.RANKS, path)
+        return Found(CheckpointKind.RANKS, path)
     if (path / MANIFEST).is_file():
-        return Found(Kind.CUBOID, path)
+        return Found(CheckpointKind.CUBOID, path)
     reject_lost_manifest(path)
     if path.name.endswith((INCOMPLETE, CONVERTING)):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:
-        return Found(Kind.HUGGING_FACE, path)
+        return Found(CheckpointKind.HUGGING_FACE, path)
     if any(path.glob(f"*/{MANIFEST}")):
-        return Found(Kind.CUBOID, resolve(path))
+        return Found(CheckpointKind.CUBOID, resolve(path))
     tag = tag_folder(path)
     if tag is None:
         raise CheckpointError(f"{path}: is not a known kind of checkpoint: {_KNOWN}")
-    return Found(Kind.DEEPSPEED, tag)
+    return Found(CheckpointKind.DEEPSPEED, tag)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Source:
     """
 
     found: Found
-    tensors: Tensors
+    tensors: BlockTensors
     auxiliary_files: Path
     checked: str
 
@@ -126,16 +126,16 @@ def open_source(
     found = find_checkpoint(path)
     reject_outward_links(found.folder, within=path)
     auxiliary_files = _auxiliary_files(found, path, model)
-    if master and found.kind is not Kind.CUBOID:
+    if master and found.kind is not CheckpointKind.CUBOID:
         raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
     checked = [_check_auxiliary_files(auxiliary_files, found)]
-    if found.kind is Kind.DEEPSPEED:
+    if found.kind is CheckpointKind.DEEPSPEED:
         tensors = open_deepspeed(found.folder, auxiliary_files, stack, dtype=dtype, trusted=trusted)
         checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
-    elif found.kind is Kind.RANKS:
+    elif found.kind is CheckpointKind.RANKS:
         tensors = open_rank_files(found.folder, stack, checking)
         checked.insert(0, f"all files were compared with their checksums in {SHARDS}")
-    elif found.kind is Kind.CUBOID:
+    elif found.kind is CheckpointKind.CUBOID:
         checked.insert(0, _check_manifest(found.folder, master, checking))
         tensors = open_weights(found.folder, stack, trusted=trusted)
     else:
@@ -188,7 +188,7 @@ def _auxiliary_files(found: Found, path: Path, model: Path | None) -> Path:
     raise CheckpointError(f"{found.folder}: has no {CONFIG}; give --model, a Hugging Face folder or a config.json")
 
 
-def _with_masters(folder: Path, tensors: Tensors, stack: ExitStack) -> Tensors:
+def _with_masters(folder: Path, tensors: BlockTensors, stack: ExitStack) -> BlockTensors:
     """Replace the weights by the optimizer's fp32 master weights, from which they were rounded."""
     if weights_in(folder / _MASTERS) is None:
         raise CheckpointError(f"{folder}: has no {_MASTERS.as_posix()}: the model's own weights are all there are")
@@ -203,4 +203,4 @@ def _with_masters(folder: Path, tensors: Tensors, stack: ExitStack) -> Tensors:
     def blocks(name: str) -> Any:
         return (masters if name in masters.specs else tensors).blocks(name)
 
-    return Tensors({**tensors.specs, **masters.specs}, blocks)
+    return BlockTensors({**tensors.specs, **masters.specs}, blocks)

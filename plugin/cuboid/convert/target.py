@@ -20,7 +20,7 @@ from cuboid.checkpoint.format.folder import CONVERTING, sync
 from cuboid.checkpoint.format.state_file import STATE
 from cuboid.checkpoint.format.tensor_file import TensorFileWriter
 from cuboid.checkpoint.format.weight_index import write_index
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -106,7 +106,9 @@ def progress(total_bytes: int, what: str, *, hidden: bool) -> Iterator[Callable[
         yield bar.update
 
 
-def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance: Callable[[int], Any]) -> list[str]:
+def write_weights(
+    folder: Path, tensors: BlockTensors, max_shard_bytes: int, advance: Callable[[int], Any]
+) -> list[str]:
     """Write tensors into files named as Hugging Face does, with an index if there are several.
 
     Args:

@@ -36,6 +36,8 @@ after at most 30 s more: for processes of its machine that ended, for failures w
 decided, for a replica that is still training. In a step, ranks whose backend notices no loss (NCCL) read the store
 every 0.5 s, and abort their groups when another rank has failed.
 
+``rank_failure``: what a rank writes into the store of its failure, and the error that the others raise for it.
+
 ``bounded_store``: a request to the store that isn't answered within T (after a failure: within 10 s in all) raises an
 error instead of waiting; its host may be what was lost.
 

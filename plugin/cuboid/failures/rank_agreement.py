@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
-from cuboid.failures.rendezvous import MAIN_LANE, World, described
+from cuboid.failures.rank_failure import described
+from cuboid.failures.rendezvous import MAIN_LANE, Peers
 from cuboid.failures.startup import report_early_failure
 
 T = TypeVar("T")
@@ -52,9 +53,9 @@ def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what:
         if not getattr(error, "shared", False):
             _report(error, mesh, what)
         raise
-    world = _world(mesh)
-    if world is not None:
-        world.meet(what, None, _lane.get())
+    peers = _peers(mesh)
+    if peers is not None:
+        peers.meet(what, None, _lane.get())
     return result
 
 
@@ -79,9 +80,9 @@ def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") ->
         CuboidError: as :func:`run_on_all_ranks`, if another rank doesn't call this.
     """
     # The collective alone would wait for a missing rank without naming it.
-    world = _world(mesh)
-    if world is not None:
-        world.meet(what, None, _lane.get())
+    peers = _peers(mesh)
+    if peers is not None:
+        peers.meet(what, None, _lane.get())
     if mesh.topology.world_size == 1:
         return [item]
     # Makes the group if nothing has yet.
@@ -114,17 +115,17 @@ class StepGuard:
         if error is None:
             # Every step comes here: read what is known, and call nothing.
             group = dist.group.WORLD
-            met = None if group is None else _worlds.get(group)
-            if met is not None and met.aborted_for is not None:
-                heard = met.aborted_for.error()
-                heard.cuboid_told = True  # type: ignore[attr-defined]
-                raise heard
+            peers = None if group is None else _peers_by_group.get(group)
+            if peers is not None and peers.aborted_for is not None:
+                theirs = peers.aborted_for.error()
+                theirs.cuboid_told = True  # type: ignore[attr-defined]
+                raise theirs
             return
         # StopIteration, the end of the data, is not a failure.
         if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
             return
-        world = _world(self._mesh)
-        raised = error if world is None else world.failed_in_step(self._what, error)
+        peers = _peers(self._mesh)
+        raised = error if peers is None else peers.failed_in_step(self._what, error)
         raised.cuboid_told = True  # type: ignore[attr-defined]
         if raised is not error:
             raise raised from error
@@ -155,9 +156,9 @@ def begin_update(mesh: Mesh, number: int) -> None:
     Doesn't wait. From the records, a replica that has left training sees that others are still training, and those see
     which replica left before them.
     """
-    world = _world(mesh) if mesh.topology.data > 1 else None
-    if world is not None:
-        world.begin_update(mesh, number)
+    peers = _peers(mesh) if mesh.topology.data > 1 else None
+    if peers is not None:
+        peers.begin_update(mesh, number)
 
 
 @contextmanager
@@ -172,29 +173,29 @@ def agreement_lane(name: str) -> Iterator[None]:
 
 def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
     """Report to the other ranks, and raise the error that all of them raise; return if that is ``error``."""
-    world = _world(mesh)
-    if world is not None:
-        world.meet(what, error, _lane.get())
+    peers = _peers(mesh)
+    if peers is not None:
+        peers.meet(what, error, _lane.get())
         if isinstance(error, CuboidError) and not error.shared:
             # The store is gone, and the others can't have learned of it.
-            error.arising_on(world.rank)
+            error.arising_on(peers.rank)
     elif mesh is None and isinstance(error, Exception):
         report_before_group(error, what)
 
 
 #: By default process group; an entry lives as long as its group.
-_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
-_worlds_lock = threading.Lock()
+_peers_by_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
+_peers_lock = threading.Lock()
 
 
-def _world(mesh: Mesh | None) -> World | None:
+def _peers(mesh: Mesh | None) -> Peers | None:
     """The ranks to meet; None where there are no others, or no process group yet."""
     alone = mesh is not None and (mesh.topology.world_size == 1 or mesh.in_threads)
     if alone or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD
     assert group is not None
-    with _worlds_lock:
-        if group not in _worlds:
-            _worlds[group] = World(dist.get_rank(), dist.get_world_size(), _get_default_store())
-        return _worlds[group]
+    with _peers_lock:
+        if group not in _peers_by_group:
+            _peers_by_group[group] = Peers(dist.get_rank(), dist.get_world_size(), _get_default_store())
+        return _peers_by_group[group]

@@ -13,12 +13,10 @@ import contextlib
 import json
 import math
 import os
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import psutil
 import torch.distributed as dist
@@ -27,8 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import Mesh, group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
-from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
+from cuboid.errors import CuboidError, PeerLostError, RankError
 from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
+from cuboid.failures.rank_failure import RankFailure, is_lost
 
 #: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
@@ -40,12 +39,6 @@ _GRACE_S = 2.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
 #: How long a rank that lost the connection to another one waits for a report from it.
 _LOSS_S = 1.0
-_LOST = re.compile(
-    r"closed by (remote )?peer|reset by peer|broken pipe|remote process (has )?(exited|terminated)|socket closed"
-    r"|timed out (waiting|after)|wait timeout|operation timeout|application timeout|connection timed out"
-    r"|no route to host|(network|host) is (down|unreachable)|ncclRemoteError|NCCL communicator was aborted",
-    re.IGNORECASE,
-)
 #: Advice for replicas with data of different lengths.
 EQUAL_SHARES = (
     "All replicas must be given equally many batches: drop_last=True in the data loader, and a sampler that shares the "
@@ -64,60 +57,7 @@ POST_MORTEM_S = 10.0
 _DECISION_S = 2 * _GRACE_S
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a rank reports to the others.
-
-    Attributes:
-        rank: where it arose.
-        kind: name of the exception's class.
-        text: the error's message.
-        alike: whether all ranks failed by themselves, with the same message.
-        everywhere: whether all ranks raise it by themselves.
-    """
-
-    rank: int
-    kind: str
-    text: str
-    alike: bool = False
-    everywhere: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, what: str) -> Failure:
-        """Describe an exception that was raised on ``rank``.
-
-        Args:
-            error: as caught.
-            rank: this process's rank, used unless the error names another one.
-            what: name of the action that failed.
-        """
-        if isinstance(error, CuboidError):
-            origin = rank if error.rank is None else error.rank
-            return cls(origin, type(error).__name__, str(error), everywhere=error.shared)
-        if isinstance(error, OSError):
-            return cls(rank, CheckpointError.__name__, _words_of(error))
-        if is_lost(error):
-            return cls(rank, PeerLostError.__name__, f"{what}: lost the connection to another rank: {error}")
-        happened = f"was stopped by {described(error)}" if not isinstance(error, Exception) else described(error)
-        return cls(rank, RankError.__name__, f"{what}: {happened}")
-
-    def error(self) -> CuboidError:
-        """The error to raise for it, on a rank where nothing else went wrong."""
-        error = _class_named(self.kind)(self.text)
-        error.shared = self.everywhere
-        return error if self.alike else error.arising_on(self.rank)
-
-    def encode(self) -> str:
-        """As text, for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> Failure | None:
-        """The inverse of :meth:`encode`; None for the outcome that all ranks succeeded."""
-        return None if text == b"ok" else cls(**json.loads(text))
-
-
-class World:
+class Peers:
     """The ranks of one process group, and the state of this rank's meetings with the others.
 
     Args:
@@ -141,11 +81,11 @@ class World:
         self._host, self._members = host_identity("pid"), {rank: os.getpid()}
         self._store.post(f"member/{rank}", json.dumps([self._host, os.getpid()]))
         #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
-        self._heard: tuple[int, Failure] | None = None
+        self._heard: tuple[int, RankFailure] | None = None
         #: Whether this rank must abort its groups itself if another one fails in a step.
         self._aborts = waits_for_lost_ranks()
         #: The failure for which it did so, if it did.
-        self.aborted_for: Failure | None = None
+        self.aborted_for: RankFailure | None = None
         if self._aborts or _ends_with_rank_0(store):
             self._start_listening()
 
@@ -164,7 +104,7 @@ class World:
                 step = self._broken_steps
                 if self._heard is None or self._heard[0] != step:
                     key = f"step/{step}/outcome"
-                    failure = Failure.decode(self._store.get(key)) if self._store.check(key) else None
+                    failure = RankFailure.decode(self._store.get(key)) if self._store.check(key) else None
                     self._heard = None if failure is None else (step, failure)
                     if failure is not None and not failure.everywhere and failure.rank != self.rank:
                         self._abort(failure)
@@ -173,7 +113,7 @@ class World:
             # The store is gone: there is nothing more to read.
             return
 
-    def _abort(self, failure: Failure) -> None:
+    def _abort(self, failure: RankFailure) -> None:
         """Abort the groups, if threads that wait in them wouldn't learn of a failure otherwise."""
         if self._aborts and self.aborted_for is None:
             # Set first, so that no thread uses the incomplete result of an aborted collective.
@@ -197,20 +137,20 @@ class World:
         if number > 0:
             self._forget(f"{lane}/{number - 1}")
 
-    def _raise(self, outcome: Failure, own: BaseException | None) -> None:
-        """Raise the outcome as this rank's error; return if that is ``own`` itself, which the caller re-raises."""
-        if own is not None and not isinstance(own, Exception):
-            own.shared = True  # type: ignore[attr-defined]
+    def _raise(self, outcome: RankFailure, error: BaseException | None) -> None:
+        """Raise the outcome on this rank; return if it is this rank's ``error`` itself, which the caller re-raises."""
+        if error is not None and not isinstance(error, Exception):
+            error.shared = True  # type: ignore[attr-defined]
             return
-        is_mine = own is not None and (outcome.alike or outcome.rank == self.rank)
-        if is_mine and isinstance(own, CuboidError):
+        arose_here = error is not None and (outcome.alike or outcome.rank == self.rank)
+        if arose_here and isinstance(error, CuboidError):
             if not outcome.alike:
-                own.arising_on(self.rank)
-            own.shared = True
+                error.arising_on(self.rank)
+            error.shared = True
             return
         raised = outcome.error()
         raised.shared = True
-        raise raised from own
+        raise raised from error
 
     def _forget(self, key: str) -> None:
         # All ranks came to the meeting that has just succeeded, so none still reads the keys of the one before.
@@ -263,25 +203,25 @@ class World:
         if self._heard is not None and self._heard[0] == self._broken_steps:
             return self._heard[1].error()
         # Collectives that this rank has started would keep its process from ending.
-        self._abort(Failure.of(error, self.rank, what))
+        self._abort(RankFailure.of(error, self.rank, what))
         if not is_lost(error):
             return error
         if isinstance(store_error, StoreTimeoutError):
             who = f"another rank didn't answer in time while rank {self.rank} waited for it in {what}"
             text = f"{who}, and {_store_lost(store_error)}; see the messages on the other hosts ({error})"
-            return Failure(self.rank, PeerLostError.__name__, text).error()
+            return RankFailure(self.rank, PeerLostError.__name__, text).error()
         return self._lost([0], "", what, error).error()
 
-    def _loss(self, what: str, error: Exception) -> Failure:
+    def _loss(self, what: str, error: Exception) -> RankFailure:
         """The failure to report if the connection to another rank was lost."""
         gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
         return self._lost(gone, self._replicas_behind(), what, error)
 
-    def _lost(self, gone: list[int], behind: str, what: str, error: Exception) -> Failure:
+    def _lost(self, gone: list[int], behind: str, what: str, error: Exception) -> RankFailure:
         who = f"rank {_listed(gone)} ended" if gone else "another rank went away or didn't answer in time"
         rank = gone[0] if gone else self.rank
         text = f"{who} while rank {self.rank} waited for it in {what}{behind}; see its own messages ({error})"
-        return Failure(rank, PeerLostError.__name__, text)
+        return RankFailure(rank, PeerLostError.__name__, text)
 
     def begin_update(self, mesh: Mesh, number: int) -> None:
         """See :func:`cuboid.failures.rank_agreement.begin_update`."""
@@ -291,18 +231,19 @@ class World:
 
     def _updates_of_others(self) -> dict[int, int]:
         """By replica, the last optimizer step that each other one has begun, if any."""
-        own, replicas, _ = self._updates
-        keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own}
+        own_replica, replicas, _ = self._updates
+        keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own_replica}
         return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check(key)}
 
-    def break_step(self, failure: Failure) -> None:
+    def break_step(self, failure: RankFailure) -> None:
         """Set the current step's outcome, for the ranks that are still in it."""
         self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
 
     def _replicas_behind(self) -> str:
-        own, replicas, number = self._updates
+        own_replica, replicas, number = self._updates
         begun = self._updates_of_others()
-        behind = [replica for replica in range(replicas) if replica != own and begun.get(replica, 0) < number]
+        others = [replica for replica in range(replicas) if replica != own_replica]
+        behind = [replica for replica in others if begun.get(replica, 0) < number]
         if not behind:
             return ""
         return (
@@ -312,14 +253,14 @@ class World:
 
     def replica_ahead(self, what: str) -> str | None:
         """The message if another replica is still training while this one waits for it elsewhere; else None."""
-        own, replicas, number = self._updates
+        own_replica, replicas, number = self._updates
         ahead = [(step, replica) for replica, step in self._updates_of_others().items() if step > number]
         if not ahead:
             return None
         step, replica = max(ahead)
         return (
-            f"replica {own} of {replicas} made {number} optimizer steps and went on to {what}, but replica {replica} "
-            f"is in step {step}: its data is longer. {EQUAL_SHARES}"
+            f"replica {own_replica} of {replicas} made {number} optimizer steps and went on to {what}, but replica "
+            f"{replica} is in step {step}: its data is longer. {EQUAL_SHARES}"
         )
 
     @property
@@ -332,46 +273,46 @@ class Rendezvous:
     """One meeting of all ranks, which ends with the same outcome on each of them.
 
     Args:
-        world: the ranks that meet.
-        store: the world's.
+        peers: the ranks that meet.
+        store: theirs.
         key: prefix of the meeting's keys in the store.
         what: name of the action, for messages.
     """
 
-    def __init__(self, world: World, store: BoundedStore, key: str, what: str) -> None:
-        self._world, self._store, self._key, self._what = world, store, key, what
+    def __init__(self, peers: Peers, store: BoundedStore, key: str, what: str) -> None:
+        self._peers, self._store, self._key, self._what = peers, store, key, what
         # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
         self._in_step = key.startswith(f"{_STEP}/")
 
-    def hold(self, error: BaseException | None) -> Failure | None:
+    def hold(self, error: BaseException | None) -> RankFailure | None:
         """Report this rank's success or failure, and wait for the outcome."""
-        rank = self._world.rank
-        failure = self._check_call() if error is None else Failure.of(error, rank, self._what)
+        rank = self._peers.rank
+        failure = self._check_call() if error is None else RankFailure.of(error, rank, self._what)
         try:
             if failure is not None:
                 if self._enter_failed(failure):
                     self._decide_failure()
             else:
-                is_last = self._arrive() == self._world.size
+                is_last = self._arrive() == self._peers.size
                 if is_last and not self._store.check(f"{self._key}/first"):
                     self._decide("ok")
-            return self._await_outcome(self._world.timeout_s if failure is None else _DECISION_S)
+            return self._await_outcome(self._peers.timeout_s if failure is None else _DECISION_S)
         except BaseException as interruption:
             if not isinstance(interruption, dist.DistError):
                 # Such as Ctrl-C: the others needn't wait for a rank that no longer takes part.
                 with contextlib.suppress(dist.DistError), answers_within(POST_MORTEM_S):
-                    self._decide(Failure.of(interruption, rank, f"waiting in {self._what}").encode())
+                    self._decide(RankFailure.of(interruption, rank, f"waiting in {self._what}").encode())
             raise
 
-    def report(self, error: Exception) -> Failure:
+    def report(self, error: Exception) -> RankFailure:
         """Report a failure to the ranks that join; the outcome also says whether all ranks fail alike."""
-        failure = Failure.of(error, self._world.rank, self._what)
+        failure = RankFailure.of(error, self._peers.rank, self._what)
         if self._enter_failed(failure):
             self._decide_failure()
         return self._await_outcome(_DECISION_S) or failure
 
-    def hold_after_loss(self, failure: Failure) -> Failure:
+    def hold_after_loss(self, failure: RankFailure) -> RankFailure:
         """The failure that the lost rank reported, if it did; else that of the first rank that lost it."""
         deadline = time.monotonic() + _LOSS_S
         while time.monotonic() < deadline and not self._store.check(f"{self._key}/outcome"):
@@ -379,9 +320,9 @@ class Rendezvous:
         self._decide(failure.encode())
         return self._await_outcome(_DECISION_S) or failure
 
-    def _enter_failed(self, failure: Failure) -> bool:
+    def _enter_failed(self, failure: RankFailure) -> bool:
         """Join with a failure; returns whether this rank, as the first to fail, decides on the outcome."""
-        rank = self._world.rank
+        rank = self._peers.rank
         self._store.set(f"{self._key}/failed/{rank}", failure.encode())
         # Before `arrived`: the last rank to arrive checks `first`, and must not decide that all went well.
         first = self._store.compare_set(f"{self._key}/first", "", str(rank)) == str(rank).encode()
@@ -392,17 +333,17 @@ class Rendezvous:
         """Record that this rank has come; returns how many have."""
         # In this order: the last of those that others see here has been counted, so that one of them can decide.
         arrived = self._store.add(f"{self._key}/arrived", 1)
-        self._store.set(f"{self._key}/at/{self._world.rank}", self._what)
+        self._store.set(f"{self._key}/at/{self._peers.rank}", self._what)
         return arrived
 
-    def _check_call(self) -> Failure | None:
+    def _check_call(self) -> RankFailure | None:
         theirs = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
         if theirs == self._what:
             return None
-        return Failure(
-            self._world.rank,
+        return RankFailure(
+            self._peers.rank,
             RankError.__name__,
-            f"rank {self._world.rank} is in {self._what}, while another rank is in {theirs}: all ranks must make the "
+            f"rank {self._peers.rank} is in {self._what}, while another rank is in {theirs}: all ranks must make the "
             "same calls in the same order",
         )
 
@@ -413,18 +354,19 @@ class Rendezvous:
     def _decide_failure(self) -> None:
         """Wait a moment for the others, then set the outcome from what was reported."""
         deadline, pause = time.monotonic() + _GRACE_S, _SHORTEST_POLL_S
-        while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._world.size:
+        while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._peers.size:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
         self._decide_from(self._failures())
 
-    def _failures(self) -> dict[int, Failure]:
+    def _failures(self) -> dict[int, RankFailure]:
         """What has been reported so far, by the rank that did."""
-        keys = {rank: f"{self._key}/failed/{rank}" for rank in range(self._world.size)}
-        found = {rank: Failure.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check(key)}
-        return {rank: failure for rank, failure in found.items() if failure is not None}
+        keys = {rank: f"{self._key}/failed/{rank}" for rank in range(self._peers.size)}
+        reports = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check(key)}
+        failures = {rank: RankFailure.decode(report) for rank, report in reports.items()}
+        return {rank: failure for rank, failure in failures.items() if failure is not None}
 
-    def _decide_from(self, failures: dict[int, Failure]) -> None:
+    def _decide_from(self, failures: dict[int, RankFailure]) -> None:
         """Set the outcome: all fail alike, or the failure to raise on all ranks.
 
         In a step that is the first one in time, because others may be its consequences. Where all ranks meet, it is
@@ -434,13 +376,13 @@ class Rendezvous:
         first = int(self._store.get(key)) if self._in_step and self._store.check(key) else None
         # A lost rank is named only if nothing else went wrong.
         named = min(failures, key=lambda rank: (failures[rank].kind == PeerLostError.__name__, rank != first, rank))
-        everywhere = len(failures) == self._world.size
+        everywhere = len(failures) == self._peers.size
         by_themselves = everywhere and all(failure.rank == rank for rank, failure in failures.items())
         alike = by_themselves and len({failure.text for failure in failures.values()}) == 1
         failure = failures[named]
-        self._decide(Failure(failure.rank, failure.kind, failure.text, alike, everywhere).encode())
+        self._decide(RankFailure(failure.rank, failure.kind, failure.text, alike, everywhere).encode())
 
-    def _await_outcome(self, patience_s: float) -> Failure | None:
+    def _await_outcome(self, patience_s: float) -> RankFailure | None:
         """Wait for the outcome; after so many seconds, see to it that there is one."""
         started, waited_s, pause, look_s = time.monotonic(), 0.0, _SHORTEST_POLL_S, _LOOK_AROUND_S
         while not self._store.check(f"{self._key}/outcome"):
@@ -448,14 +390,14 @@ class Rendezvous:
             pause = min(pause * 1.5, _LONGEST_POLL_S)
             waited_s = time.monotonic() - started
             is_late = waited_s > patience_s
-            if is_late or (waited_s > look_s and self._world.looks_around):
+            if is_late or (waited_s > look_s and self._peers.looks_around):
                 self._look_around(is_late=is_late)
                 look_s = min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
-        outcome = Failure.decode(self._store.get(f"{self._key}/outcome"))
+        outcome = RankFailure.decode(self._store.get(f"{self._key}/outcome"))
         # The outcome holds, whatever comes now.
         with contextlib.suppress(dist.DistError):
             self._store.add(f"{self._key}/left", 1)
-            if self._world.rank == 0:
+            if self._peers.rank == 0:
                 self._let_others_leave()
         return outcome
 
@@ -473,30 +415,30 @@ class Rendezvous:
         The latter is the first to fail, or the last to arrive, and may be killed before it decides.
         """
         # Read before the failures: a rank reports its own before it arrives.
-        have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._world.size
-        missing = [r for r in range(self._world.size) if not self._store.check(f"{self._key}/at/{r}")]
-        ended = self._world.ended([rank for rank in range(self._world.size) if rank != self._world.rank])
+        have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._peers.size
+        missing = [r for r in range(self._peers.size) if not self._store.check(f"{self._key}/at/{r}")]
+        ended = self._peers.ended([rank for rank in range(self._peers.size) if rank != self._peers.rank])
         failures = self._failures() if ended or is_late else {}
         if failures:
             self._decide_from(failures)
         elif ended:
             text = f"rank {_listed(ended)} ended while the others waited for it in {self._what}; see its own messages"
-            self._decide(Failure(ended[0], PeerLostError.__name__, text).encode())
-        elif ahead := self._world.replica_ahead(self._what) if missing and self._is_main else None:
-            failure = Failure(self._world.rank, RankError.__name__, ahead)
+            self._decide(RankFailure(ended[0], PeerLostError.__name__, text).encode())
+        elif ahead := self._peers.replica_ahead(self._what) if missing and self._is_main else None:
+            failure = RankFailure(self._peers.rank, RankError.__name__, ahead)
             self._decide(failure.encode())
             # The other replica isn't in this meeting; it reads that when it loses the connection to this one.
-            self._world.break_step(failure)
+            self._peers.break_step(failure)
         elif is_late and have_all_come:
             # All succeeded. If the last to arrive was killed, on another machine, the next meeting misses it.
             self._decide("ok")
         elif is_late and missing:
             text = (
-                f"rank {_listed(missing)} of {self._world.size} didn't come to {self._what} within "
-                f"{self._world.timeout_s:g} s, the timeout of the process group (DEEPSPEED_TIMEOUT in minutes, or "
+                f"rank {_listed(missing)} of {self._peers.size} didn't come to {self._what} within "
+                f"{self._peers.timeout_s:g} s, the timeout of the process group (DEEPSPEED_TIMEOUT in minutes, or "
                 "init_process_group's own argument)"
             )
-            self._decide(Failure(missing[0], PeerLostError.__name__, text).encode())
+            self._decide(RankFailure(missing[0], PeerLostError.__name__, text).encode())
 
 
 def _ends_with_rank_0(store: Store) -> bool:
@@ -516,41 +458,11 @@ def _store_lost(error: dist.DistError) -> str:
     return "the store of the process group went away, and with it rank 0 or the launcher"
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether an exception means that another rank doesn't answer, by its class or a backend's message."""
-    if isinstance(error, PeerLostError | dist.DistNetworkError):
-        return True
-    return (
-        isinstance(error, RuntimeError) and not isinstance(error, CuboidError) and _LOST.search(str(error)) is not None
-    )
-
-
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _words_of(error: OSError) -> str:
-    if error.filename is None or error.strerror is None:
-        return str(error) or type(error).__name__
-    return f"{error.filename}: {error.strerror}"
-
-
-def _class_named(name: str) -> type[CuboidError]:
-    """The error class of that name, if it is constructed from a message alone; else the base class."""
-    waiting: list[type[CuboidError]] = [CuboidError]
-    while waiting:
-        found = waiting.pop()
-        if found.__name__ == name and found.__init__ is CuboidError.__init__:
-            return found
-        waiting += found.__subclasses__()
-    return CuboidError
 
 
 def _listed(ranks: list[int]) -> str:

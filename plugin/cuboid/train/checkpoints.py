@@ -12,7 +12,7 @@ import cuboid
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.train.data.tokens import TokensMeta
-from cuboid.train.job import Job
+from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
 from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
 from cuboid.train.reporting.progress import TrainProgress
@@ -22,7 +22,7 @@ from cuboid.train.run_lock import RunLock
 
 
 @dataclass(frozen=True)
-class Keeper:
+class RunCheckpoints:
     """Writes and reads a run's checkpoints.
 
     Attributes:
@@ -36,7 +36,7 @@ class Keeper:
     """
 
     engine: Any
-    job: Job
+    job: TrainJob
     data: TokensMeta
     global_batch: int
     started: float
@@ -57,11 +57,11 @@ class Keeper:
         earlier = 0.0 if self.job.resumed is None else self.job.resumed.state.wall_s
         return earlier + time.perf_counter() - self.started
 
-    def begin(self) -> tuple[Keeper, History]:
+    def begin(self) -> tuple[RunCheckpoints, History]:
         """Restore the engine from the checkpoint to resume from, if any; collective.
 
         Returns:
-            The keeper from now on, whose job has the checkpoint that was restored; and the run's history.
+            The object to use from now on, whose job has the checkpoint that was restored; and the run's history.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of another model or optimizer.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import cuboid
-from cuboid.train.checkpoints import Keeper
-from cuboid.train.job import Job
+from cuboid.train.checkpoints import RunCheckpoints
+from cuboid.train.job import TrainJob
 from cuboid.train.loop import History, Loop
 from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
@@ -20,20 +20,22 @@ from cuboid.train.reporting.report import (
     MeshSizes,
     PipelineFigures,
     RankFigures,
-    Report,
     Speed,
     TraceFigures,
+    TrainReport,
     versions,
 )
 
 
-def make_report(keeper: Keeper, loop: Loop, history: History, world: World, device: torch.device) -> Report:
+def make_report(
+    checkpoints: RunCheckpoints, loop: Loop, history: History, world: World, device: torch.device
+) -> TrainReport:
     """The report of a finished run; collective."""
-    job, mesh = keeper.job, cuboid.mesh_of(loop.engine)
+    job, mesh = checkpoints.job, cuboid.mesh_of(loop.engine)
     shape, options = mesh.shape, job.options
-    return Report(
+    return TrainReport(
         model=str(options.architecture),
-        data=keeper.data.source,
+        data=checkpoints.data.source,
         device=str(device),
         dtype=str(job.dtype).removeprefix("torch."),
         world_size=world.size,
@@ -42,7 +44,7 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
         ),
         pipeline=pipeline_figures(job, loop.engine, len(history.step_s)) if job.has_pipeline else None,
         steps=job.steps,
-        resumed_after=keeper.resumed_after,
+        resumed_after=checkpoints.resumed_after,
         seed=options.seed,
         sequence_length=options.sequence_length,
         micro_batch=job.micro_batch,
@@ -57,7 +59,7 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
             tokens=loop.tokens_per_step * job.steps,
             tokens_per_s=loop.tokens_per_step / history.mean_step_s,
             step_s=history.mean_step_s,
-            wall_s=keeper.wall_s,
+            wall_s=checkpoints.wall_s,
         ),
         # Tied parameters are counted on the first stage only.
         parameters=sum(gather(sum(p.numel() for p in loop.engine.module.counted_parameters()), world))
@@ -90,7 +92,7 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
     )
 
 
-def pipeline_figures(job: Job, engine: Any, steps: int) -> PipelineFigures:
+def pipeline_figures(job: TrainJob, engine: Any, steps: int) -> PipelineFigures:
     """How the layers and sequences of full length were divided, and the trace, if one was taken.
 
     Args:

@@ -20,7 +20,7 @@ from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels
-from cuboid.train.data.tokens import TOKENS, Tokens, TokensMeta, fingerprint
+from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
 from cuboid.train.settings import (
@@ -105,7 +105,7 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainJob:
     """A checked :class:`TrainOptions`.
 
     Attributes:
@@ -133,7 +133,7 @@ class Job:
     model_config: PretrainedConfig
     vocabulary: int
     model_sha256: str
-    tokens: Tokens | None
+    tokens: TokenFolder | None
     resumed: Resumed | None
 
     @property
@@ -161,7 +161,7 @@ def check_options(options: TrainOptions) -> dict[str, Any]:
     return config
 
 
-def plan(options: TrainOptions) -> Job:
+def plan(options: TrainOptions) -> TrainJob:
     """Check everything that doesn't need the other ranks.
 
     Raises:
@@ -200,14 +200,14 @@ def plan(options: TrainOptions) -> Job:
         check_output(trace)
     _check_results(options, 0 if resumed is None else resumed.state.step, steps)
     tokens = None
-    if Tokens.is_store(options.data):
-        tokens = Tokens.open(options.data)
+    if TokenFolder.is_store(options.data):
+        tokens = TokenFolder.open(options.data)
         check_tokens(tokens.meta, tokenizer, vocabulary)
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
         data = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
         resumed.reject_differences(**fixed, model_sha256=model_sha256, **data)
-    return Job(
+    return TrainJob(
         options=options,
         config=config,
         steps=steps,

@@ -22,7 +22,7 @@ import psutil
 _PATIENCE = 3
 
 
-class Launch:
+class ShieldedLauncher:
     """A launcher in its own session, so that the terminal's Ctrl-C doesn't reach it.
 
     Args:
@@ -86,4 +86,4 @@ def _send(processes: Sequence[psutil.Process], number: int) -> None:
 if __name__ == "__main__":
     for variable in ("RANK", "LOCAL_RANK"):
         os.environ.pop(variable, None)
-    sys.exit(Launch(sys.argv[1:]).wait())
+    sys.exit(ShieldedLauncher(sys.argv[1:]).wait())

@@ -55,7 +55,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Goal:
+class RunLength:
     """The length of a run, and when it evaluates and saves.
 
     Attributes:
@@ -113,13 +113,14 @@ class Loop:
         """Tokens of an optimizer step, over all replicas."""
         return self.share.micro_batch * self.share.replicas * self.accumulation * self.blocks.sequence_length
 
-    def run(self, goal: Goal, history: History, progress: TrainProgress) -> None:
-        """Train from the end of the history until the goal is reached or the ranks agree to stop; collective.
+    def run(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
+        """Train from the end of the history until its length is reached or the ranks agree to stop; collective.
 
-        The held-out loss is evaluated before the first step and then ``goal.evaluations`` times, the last at the end.
+        The held-out loss is evaluated before the first step and then ``run_length.evaluations`` times, the last time at
+        the end.
 
         Args:
-            goal: the length of the run, and when it evaluates and saves.
+            run_length: the length of the run, and when it evaluates and saves.
             history: extended in place.
             progress: updated after each step.
 
@@ -127,15 +128,15 @@ class Loop:
             CuboidError: the loss isn't finite, or a checkpoint can't be written.
         """
         # Before the first step; or, in a resumed run, if it was stopped between a step and the evaluation due after it.
-        self._evaluate(goal, history, progress)
-        while history.step < goal.steps and self.interrupts.stop is None:
+        self._evaluate(run_length, history, progress)
+        while history.step < run_length.steps and self.interrupts.stop is None:
             self._step(history)
             speed = self.tokens_per_step / history.mean_step_s
             progress.step(history.step, history.losses[-1], speed, memory.now_bytes())
             if self.interrupts.stop is None:
-                self._evaluate(goal, history, progress)
-            if self.interrupts.stop is None and goal.saves_after(history.step):
-                goal.save(history)
+                self._evaluate(run_length, history, progress)
+            if self.interrupts.stop is None and run_length.saves_after(history.step):
+                run_length.save(history)
 
     def _step(self, history: History) -> None:
         started, step = time.perf_counter(), history.step + 1
@@ -153,10 +154,10 @@ class Loop:
                 "or gradient clipping may help"
             )
 
-    def _evaluate(self, goal: Goal, history: History, progress: TrainProgress) -> None:
+    def _evaluate(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
         done = bool(history.heldout) and history.heldout[-1].step == history.step
-        if goal.evaluates_after(history.step) and not done:
+        if run_length.evaluates_after(history.step) and not done:
             loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss))

@@ -11,7 +11,7 @@ from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.initial_model import train_tokenizer, write_llama
-from cuboid.train.data.tokens import TOKENS, Tokens, tokenize
+from cuboid.train.data.tokens import TOKENS, TokenFolder, tokenize
 from cuboid.train.job import load_tokenizer, tokenizer_in
 from cuboid.train.resume import reject_other_run
 from cuboid.train.run_lock import held
@@ -33,7 +33,7 @@ def prepare(
     seed: int,
     say: Callable[[str], None],
     trust_remote_code: bool = False,
-) -> Tokens:
+) -> TokenFolder:
     """Tokenize ``data`` into ``out/tokens``. Without a given tokenizer, write a new one and a model to ``out/start``.
 
     Args:
@@ -69,7 +69,7 @@ def prepare(
 
 def _prepare(
     out: Path, *, tokenizer: Any, data: Path | None, vocabulary: int, seed: int, say: Callable[[str], None]
-) -> Tokens:
+) -> TokenFolder:
     corpus = read_corpus(data)
     characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))
     say(

@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import cuboid
 from cuboid import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.train.checkpoints import Keeper
+from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import read_corpus
-from cuboid.train.data.tokens import TOKENS, Tokens, TokensMeta, tokenize
+from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
 from cuboid.train.interrupt import Interrupts
-from cuboid.train.job import Job, TrainOptions, check_options, check_size, check_tokens, plan
-from cuboid.train.loop import Goal, History, Loop
+from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, check_tokens, plan
+from cuboid.train.loop import History, Loop, RunLength
 from cuboid.train.process import World, gather, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
-from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, Report
+from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
 from cuboid.train.run_lock import RunLock, held
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Stopped:
     checkpoint: Path | None
 
 
-def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
+def run(options: TrainOptions, world: World, interrupts: Interrupts) -> TrainReport | Stopped:
     """Train on all ranks of the launcher's world; model, curve and report go to ``options.out``. Collective.
 
     If the ranks are asked to stop, they write a checkpoint there instead.
@@ -61,7 +61,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
         CuboidError: on every rank; before the process group is created, if the cause can be found by then.
     """
 
-    def locked() -> Report | Stopped:
+    def locked() -> TrainReport | Stopped:
         check_options(options)
         with ExitStack() as stack:
             # Before it is decided what to resume, so that nobody writes there from then on.
@@ -71,7 +71,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
     return run_on_all_ranks(locked, what="cuboid train")
 
 
-def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunLock | None) -> Report | Stopped:
+def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunLock | None) -> TrainReport | Stopped:
     started = time.perf_counter()
     job = plan(options)
     model = _model(job)
@@ -96,19 +96,19 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     loop = _loop(job, engine, interrupts, tokens, share, device)
     done = 0 if job.resumed is None else job.resumed.state.step
     with TrainProgress(job.steps, shown=world.is_first, done=done) as progress:
-        keeper, history = Keeper(engine, job, tokens.meta, global_batch, started, progress, lock).begin()
+        checkpoints, history = RunCheckpoints(engine, job, tokens.meta, global_batch, started, progress, lock).begin()
         interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
-        goal = Goal(job.steps, options.evaluations, options.save_every or 0, keeper.save)
-        loop.run(goal, history, progress)
-        if interrupts.stop is not None and not goal.is_reached(history):
-            return _stop(interrupts.stop, keeper, history)
+        run_length = RunLength(job.steps, options.evaluations, options.save_every or 0, checkpoints.save)
+        loop.run(run_length, history, progress)
+        if interrupts.stop is not None and not run_length.is_reached(history):
+            return _stop(interrupts.stop, checkpoints, history)
         interrupts.defer(lambda: progress.say("saving the result; Ctrl-C once more ends it at once"))
         engine.wait_for_checkpoint()
-    keeper.check_lock()
+    checkpoints.check_lock()
     if world.is_first:
         (options.out / WRITING).touch()
     cuboid.save_pretrained(engine, str(options.out / MODEL))
-    report = make_report(keeper, loop, history, world, device)
+    report = make_report(checkpoints, loop, history, world, device)
     if world.is_first:
         # Imported here, because matplotlib takes a second and only rank 0 needs it.
         from cuboid.train.reporting.curve import draw
@@ -121,7 +121,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     return report
 
 
-def _check_resumed_alike(job: Job, world: World) -> None:
+def _check_resumed_alike(job: TrainJob, world: World) -> None:
     """Check that all ranks found the same checkpoint to resume from, or none; collective.
 
     Raises:
@@ -137,7 +137,7 @@ def _check_resumed_alike(job: Job, world: World) -> None:
         )
 
 
-def _model(job: Job) -> PreTrainedModel:
+def _model(job: TrainJob) -> PreTrainedModel:
     """Load the checkpoint, or initialize a new model from the seed, with the same weights on every layout."""
     asked = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
     asked["trust_remote_code"] = job.options.trust_remote_code
@@ -147,18 +147,18 @@ def _model(job: Job) -> PreTrainedModel:
     return cuboid.from_config(job.model_config, job.config, **asked)
 
 
-def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
+def _stop(by: signal.Signals, checkpoints: RunCheckpoints, history: History) -> Stopped:
     """Write a checkpoint, unless the run was resumed from one of this step; collective."""
-    resumed = keeper.job.resumed
+    resumed = checkpoints.job.resumed
     checkpoint = None if resumed is None else resumed.path
     if history.step > (0 if resumed is None else resumed.state.step):
-        checkpoint = keeper.save(history)
-        if not keeper.engine.wait_for_checkpoint():
+        checkpoint = checkpoints.save(history)
+        if not checkpoints.engine.wait_for_checkpoint():
             checkpoint = None
-    return Stopped(by, history.step, keeper.job.steps, checkpoint)
+    return Stopped(by, history.step, checkpoints.job.steps, checkpoint)
 
 
-def _tokenize(job: Job, share: Share, world: World) -> Tokens:
+def _tokenize(job: TrainJob, share: Share, world: World) -> TokenFolder:
     """Tokenize the text once per machine; its other ranks wait, and memory-map the same files."""
 
     def check(meta: TokensMeta) -> None:
@@ -178,10 +178,12 @@ def _tokenize(job: Job, share: Share, world: World) -> Tokens:
 
     # One rank per machine, since the machines may not share a file system.
     run_at_length(write if world.local_rank == 0 else None, world, what="tokenizing the data")
-    return Tokens.open(folder)
+    return TokenFolder.open(folder)
 
 
-def _loop(job: Job, engine: object, interrupts: Interrupts, tokens: Tokens, share: Share, device: torch.device) -> Loop:
+def _loop(
+    job: TrainJob, engine: object, interrupts: Interrupts, tokens: TokenFolder, share: Share, device: torch.device
+) -> Loop:
     length = job.options.sequence_length
     blocks = Blocks(tokens.stream("train"), length)
     heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)

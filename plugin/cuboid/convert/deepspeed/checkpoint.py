@@ -13,7 +13,7 @@ from cuboid.convert.deepspeed.model_states import Files, ModelStates, files_in, 
 from cuboid.convert.deepspeed.pipeline_module import is_pipeline, model_names, read_layers
 from cuboid.convert.deepspeed.plain_fp32 import plain_masters
 from cuboid.convert.deepspeed.zero import universal_masters, zero_masters
-from cuboid.convert.formats.block_tensors import Tensors, differ
+from cuboid.convert.formats.block_tensors import BlockTensors, differ
 from cuboid.convert.formats.hugging_face import pickled_tensors
 from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
 from cuboid.convert.formats.pickles import PickledTensor
@@ -33,7 +33,7 @@ def tag_folder(folder: Path) -> Path | None:
 
 def open_deepspeed(
     folder: Path, config: Path, stack: ExitStack, *, dtype: torch.dtype | None, trusted: bool
-) -> Tensors:
+) -> BlockTensors:
     """The full tensors of a DeepSpeed checkpoint, by their names in Hugging Face checkpoints.
 
     If the optimizer has fp32 master weights, these are taken, and all tensors are in float32.
@@ -57,7 +57,7 @@ def open_deepspeed(
         raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {reason}") from error
 
 
-def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> Tensors:
+def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> BlockTensors:
     files = files_in(folder)
     states = [read_states(files, rank, trusted=trusted) for rank in files.models]
     tensors = {name: tensor for each in states for name, tensor in each.tensors.items()}
@@ -100,7 +100,7 @@ def _merge(tensors: dict[str, PickledTensor], masters: dict[str, PickledTensor])
     return {**tensors, **masters}
 
 
-def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder: Path) -> Tensors:
+def _checked(model: PreTrainedModel, tensors: BlockTensors, shared: set[str], folder: Path) -> BlockTensors:
     """Check the tensors against the model; returns the model's tensors, with tied ones only once.
 
     Raises:

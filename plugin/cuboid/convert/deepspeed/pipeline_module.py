@@ -48,7 +48,7 @@ def read_layers(files: Files, *, trusted: bool) -> dict[str, PickledTensor]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PipelineLayer:
     """A layer of a ``PipelineModule``: its number (None for a tied one) and its tensors by local name."""
 
     number: int | None
@@ -94,7 +94,7 @@ def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder:
 
 
 def _decoders(
-    parts: Sequence[_Part], specs: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], outline: Outline
+    parts: Sequence[_PipelineLayer], specs: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], outline: Outline
 ) -> dict[int | None, str]:
     """The parts that are decoder layers, by number, with the prefix of their tensors' names."""
     decoders: dict[int | None, str] = {}
@@ -108,7 +108,7 @@ def _decoders(
     return decoders
 
 
-def _parts(specs: Mapping[str, TensorSpec]) -> list[_Part]:
+def _parts(specs: Mapping[str, TensorSpec]) -> list[_PipelineLayer]:
     """Layers in the pipeline's order; the tied ones, which have no number, last."""
     found: dict[int | None, dict[str, str]] = {}
     for name in specs:
@@ -119,10 +119,10 @@ def _parts(specs: Mapping[str, TensorSpec]) -> list[_Part]:
             assert tied is not None, "all names are a pipeline's"
             found.setdefault(None, {})[tied[1]] = name
     order = sorted(found, key=lambda number: (number is None, number or 0))
-    return [_Part(number, found[number]) for number in order]
+    return [_PipelineLayer(number, found[number]) for number in order]
 
 
-def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, TensorSpec]) -> str | None:
+def _wrapper(part: _PipelineLayer, specs: Mapping[str, TensorSpec], layer: Mapping[str, TensorSpec]) -> str | None:
     """The prefix under which a part has exactly the tensors of a decoder layer; None if it isn't one."""
     first = next(iter(layer))
     for local in part.tensors:
@@ -134,7 +134,7 @@ def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, T
     return None
 
 
-def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
+def _units_around(outline: Outline, part: _PipelineLayer, count: int) -> Sequence[str]:
     """The modules outside the decoder layers that a part can be, given how many decoder layers precede it."""
     if part.number is None:
         return (*outline.before, *outline.after, *outline.head)

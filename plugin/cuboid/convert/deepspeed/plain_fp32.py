@@ -25,7 +25,7 @@ _KEYS = ("fp32_groups", "fp32_groups_flat")
 
 
 @dataclass
-class _Group:
+class _MasterGroup:
     """A parameter group's fp32 weights, of which the first ``start`` elements have been matched."""
 
     chain: Sequence[Extent]
@@ -65,7 +65,7 @@ def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
 
 
 def _take(
-    groups: list[_Group], tensor: PickledTensor, name: str, path: Path, reader: ExtentReader
+    groups: list[_MasterGroup], tensor: PickledTensor, name: str, path: Path, reader: ExtentReader
 ) -> PickledTensor | None:
     """The master weights of a tensor, from the group in which they are next; None if the tensor is frozen."""
     fitting = [group for group in groups if _rounds_to(group, tensor, reader)]
@@ -79,16 +79,16 @@ def _take(
     return PickledTensor(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
 
 
-def _groups(optimizer: Any, path: Path) -> list[_Group]:
+def _groups(optimizer: Any, path: Path) -> list[_MasterGroup]:
     for key in _KEYS:
         groups = optimizer.get(key) if isinstance(optimizer, Mapping) else None
         if groups:
             lists = [group if isinstance(group, list) else [group] for group in groups]
-            return [_Group([extent_of(path, key, tensor) for tensor in group]) for group in lists]
+            return [_MasterGroup([extent_of(path, key, tensor) for tensor in group]) for group in lists]
     return []
 
 
-def _rounds_to(group: _Group, tensor: PickledTensor, reader: ExtentReader) -> bool:
+def _rounds_to(group: _MasterGroup, tensor: PickledTensor, reader: ExtentReader) -> bool:
     count, dtype = math.prod(tensor.spec.shape), tensor.spec.dtype
     extents = group.next(count)
     if sum(extent.count for extent in extents) < count:

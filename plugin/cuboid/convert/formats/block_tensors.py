@@ -15,7 +15,7 @@ BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Tensors:
+class BlockTensors:
     """Tensors that are read one block at a time.
 
     Attributes:
@@ -32,11 +32,11 @@ class Tensors:
         """Total size."""
         return sum(spec.nbytes for spec in self.specs.values())
 
-    def renamed(self, names: Mapping[str, str]) -> Tensors:
+    def renamed(self, names: Mapping[str, str]) -> BlockTensors:
         """Select and rename tensors; ``names`` maps each new name to the present one."""
-        return Tensors({new: self.specs[old] for new, old in names.items()}, lambda new: self.blocks(names[new]))
+        return BlockTensors({new: self.specs[old] for new, old in names.items()}, lambda new: self.blocks(names[new]))
 
-    def cast(self, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+    def cast(self, dtypes: Mapping[str, torch.dtype]) -> BlockTensors:
         """Cast tensors while they are read, each to the dtype that ``dtypes`` has for it; others stay as they are.
 
         Reading raises a :class:`CheckpointError` if a finite number would become infinite.
@@ -47,7 +47,7 @@ class Tensors:
             for block in self.blocks(name):
                 yield _cast(name, block, specs[name].dtype)
 
-        return Tensors(specs, blocks)
+        return BlockTensors(specs, blocks)
 
 
 def row_ranges(spec: TensorSpec) -> Iterator[slice]:
@@ -55,7 +55,7 @@ def row_ranges(spec: TensorSpec) -> Iterator[slice]:
     return row_blocks(spec, BLOCK_BYTES)
 
 
-def differ(tensors: Tensors, first: str, second: str) -> bool:
+def differ(tensors: BlockTensors, first: str, second: str) -> bool:
     """Whether two tensors differ in dtype, shape or any value."""
     if tensors.specs[first] != tensors.specs[second]:
         return True

@@ -11,7 +11,7 @@ import torch
 
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import INDEX, INDEX_SUFFIX, SINGLE, read_index
-from cuboid.convert.formats.block_tensors import Tensors, row_ranges
+from cuboid.convert.formats.block_tensors import BlockTensors, row_ranges
 from cuboid.convert.formats.pickles import ExtentReader, PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def weights_in(folder: Path) -> str | None:
     return next((name for name in names if (folder / name).is_file()), None)
 
 
-def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
+def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> BlockTensors:
     """The weights of a folder in which :func:`weights_in` found some.
 
     Args:
@@ -44,7 +44,7 @@ def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
     return _open_files(folder, found, stack)
 
 
-def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
+def _open_files(folder: Path, found: str, stack: ExitStack) -> BlockTensors:
     def tensors_of(name: str) -> Mapping[str, TensorFile]:
         file = TensorFile(folder / name)
         stack.callback(file.close)
@@ -57,10 +57,10 @@ def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
         for rows in row_ranges(file.specs[name]):
             yield file.read(name, [rows])
 
-    return Tensors({name: file.specs[name] for name, file in files.items()}, blocks)
+    return BlockTensors({name: file.specs[name] for name, file in files.items()}, blocks)
 
 
-def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> Tensors:
+def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> BlockTensors:
     def tensors_of(name: str) -> Mapping[str, PickledTensor]:
         path = folder / name
         state = load_pickle(path, trusted=trusted)
@@ -71,10 +71,12 @@ def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> 
     return pickled_tensors(_collect(folder, found, tensors_of), stack)
 
 
-def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> Tensors:
+def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> BlockTensors:
     """Tensors that are read from pickles; the stack closes the files."""
     reader = stack.enter_context(ExtentReader())
-    return Tensors({name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name]))
+    return BlockTensors(
+        {name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name])
+    )
 
 
 def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, T]]) -> dict[str, T]:

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec
-from cuboid.convert.formats.block_tensors import Tensors, row_ranges
+from cuboid.convert.formats.block_tensors import BlockTensors, row_ranges
 from cuboid.errors import UnsupportedModelError
 from cuboid.weights.model_folder import as_damage_of, model_config
 from cuboid.weights.state_dict_map import stored_together
@@ -87,7 +87,7 @@ def is_expected(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
+def as_stored(model: PreTrainedModel, tensors: BlockTensors) -> BlockTensors:
     """Convert tensors from their names and forms in memory to those in Hugging Face checkpoints.
 
     Tensors that the architecture stores in another form are converted in memory, one group at a time; others are
@@ -115,7 +115,7 @@ def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
         for rows in row_ranges(form.spec):
             yield cache[name][rows]
 
-    return Tensors({name: form.spec for name, form in forms.items()}, blocks)
+    return BlockTensors({name: form.spec for name, form in forms.items()}, blocks)
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class ExtentReader:
         self._descriptors: dict[Path, int] = {}
 
     def blocks(self, tensor: PickledTensor) -> Iterator[torch.Tensor]:
-        """Consecutive rows of a tensor; see :class:`~cuboid.convert.formats.block_tensors.Tensors`."""
+        """Consecutive rows of a tensor; see :class:`~cuboid.convert.formats.block_tensors.BlockTensors`."""
         spec = tensor.spec
         row = spec.nbytes // spec.dtype.itemsize // max(spec.shape[0] if spec.shape else 1, 1)
         for rows in row_ranges(spec):

@@ -11,7 +11,7 @@ import torch
 
 from cuboid.checkpoint.format.manifest import content_fault, size_fault
 from cuboid.checkpoint.format.tensor_file import TensorFile
-from cuboid.convert.formats.block_tensors import Tensors, row_ranges
+from cuboid.convert.formats.block_tensors import BlockTensors, row_ranges
 from cuboid.distributed.topology import Coordinate
 from cuboid.errors import CheckpointError
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
@@ -23,7 +23,7 @@ _MOST_FILES = 256
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
 
 
-def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> Tensors:
+def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> BlockTensors:
     """The full tensors of a folder of per-rank files, all of which are first compared with their checksums.
 
     Args:
@@ -40,7 +40,7 @@ def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> Te
             raise CheckpointError(fault)
     files = _RankFiles(folder, document)
     stack.callback(files.close)
-    return Tensors({name: tensor.spec for name, tensor in document.tensors.items()}, files.blocks)
+    return BlockTensors({name: tensor.spec for name, tensor in document.tensors.items()}, files.blocks)
 
 
 def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int], Any] | None) -> Iterator[str]:

@@ -12,14 +12,14 @@ import torch
 from cuboid.checkpoint.format.manifest import FileRecord, record_of
 from cuboid.checkpoint.format.tensor_file import TensorFileWriter
 from cuboid.config.schema import MeshConfig
-from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.per_rank.plan import RankPlan
 from cuboid.distributed.topology import Coordinate, MeshShape, Topology
 from cuboid.tensor3d.sharding.sharding_spec import Interval
 from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, pipeline_ranks, shard_spec
 
 
-def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
+def write_rank_files(folder: Path, tensors: BlockTensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
     """Write one file for each rank of one replica: each coordinate in the pipeline and its mesh.
 
     Args:
@@ -52,7 +52,7 @@ def write_document(folder: Path, document: RankFolder) -> None:
 
 def _write_stage(
     folder: Path,
-    tensors: Tensors,
+    tensors: BlockTensors,
     own: dict[str, RankTensor],
     mesh: MeshShape,
     names: dict[str, Coordinate],
@@ -61,7 +61,7 @@ def _write_stage(
     """Write the files of one stage's ranks, all at the same time, so that each tensor is read once."""
     with ExitStack() as stack:
         writers = [
-            _RankWriter(
+            _RankFileWriter(
                 stack.enter_context(
                     TensorFileWriter(folder / name, {key: shard_spec(tensor, mesh, at) for key, tensor in own.items()})
                 ),
@@ -81,7 +81,7 @@ def _write_stage(
         return {name: writer.close() for name, writer in zip(names, writers, strict=True)}
 
 
-class _RankWriter:
+class _RankFileWriter:
     """Writes one rank's part of full rows."""
 
     def __init__(self, file: TensorFileWriter, mesh: MeshShape, at: Coordinate) -> None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
-from cuboid.failures.rendezvous import EQUAL_SHARES, Failure, is_lost
+from cuboid.failures.rank_failure import RankFailure, is_lost
+from cuboid.failures.rendezvous import EQUAL_SHARES
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
 from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.batch_check import Limits
@@ -167,7 +168,7 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
         # Even a KeyboardInterrupt is broadcast: the other ranks are waiting for the header.
         if isinstance(error, CuboidError):
             error.arising_on(mesh.rank).shared = True
-        failure = dataclasses.replace(Failure.of(error, mesh.rank, _READING), everywhere=True)
+        failure = dataclasses.replace(RankFailure.of(error, mesh.rank, _READING), everywhere=True)
         text = torch.frombuffer(bytearray(failure.encode().encode()), dtype=torch.uint8).to(device, torch.int64)
         _broadcast(_header(_FAILED, [text.numel()], count, device), mesh)
         _broadcast(text, mesh)
@@ -198,7 +199,7 @@ def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
     if status == _FAILED:
         text = torch.empty(sizes[0], dtype=torch.int64, device=device)
         _broadcast(text, mesh)
-        failure = Failure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
+        failure = RankFailure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
         assert failure is not None
         raise failure.error()
     payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
@@ -259,12 +260,12 @@ class ReplicasInStep:
         """Raise the first failed replica's failure; return if ``error`` is that failure and should propagate itself."""
         reader = self._mesh.copy_ranks[0]
         # Data that ended is no failure: what failed on another replica is what users must know.
-        own = None if error is None or isinstance(error, StopIteration) else Failure.of(error, reader, _READING)
+        own = None if error is None or isinstance(error, StopIteration) else RankFailure.of(error, reader, _READING)
         text = None if own is None else own.encode()
         texts = [text] * self._mesh.topology.data
         if len(texts) > 1:
             dist.all_gather_object(texts, text, group=self._mesh.data_parallel_group)
-        failures = [failure for text in texts if text is not None and (failure := Failure.decode(text.encode()))]
+        failures = [failure for text in texts if text is not None and (failure := RankFailure.decode(text.encode()))]
         first, alike = failures[0], len(failures) == len(texts) and len({failure.text for failure in failures}) == 1
         if isinstance(error, CuboidError) and (alike or first == own):
             return

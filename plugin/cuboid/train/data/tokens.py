@@ -52,7 +52,7 @@ class TokensMeta(BaseModel):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenFolder:
     """A folder with ``train.npy`` and ``heldout.npy`` (int32 ``[tokens]``) and ``tokens.json``."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Tokens:
         return (folder / _META).is_file()
 
     @classmethod
-    def open(cls, folder: Path) -> Tokens:
+    def open(cls, folder: Path) -> TokenFolder:
         """Read the description of streams that :func:`tokenize` wrote.
 
         Raises:
@@ -100,7 +100,9 @@ class Tokens:
         return stream
 
 
-def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None) -> Tokens:
+def tokenize(
+    corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None
+) -> TokenFolder:
     """Write the token streams of a corpus; documents end with the end-of-text token, if there is one.
 
     Files are replaced atomically, so that several processes may write the same corpus at once.
@@ -127,7 +129,7 @@ def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[Toke
     partial = folder / f".{uuid4().hex}.{_META}"
     partial.write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / _META)
-    return Tokens(folder, meta)
+    return TokenFolder(folder, meta)
 
 
 def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> TokensMeta:

@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cuboid.train.reporting.report import Report
+from cuboid.train.reporting.report import TrainReport
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: TrainReport, path: Path) -> None:
     """Plot train and held-out losses, and where the run was resumed, to a PNG; needs no display."""
     known = [(step, loss) for step, loss in enumerate(report.train_losses, start=1) if loss is not None]
     steps, losses = np.asarray(known, dtype=float).reshape(-1, 2).T

@@ -97,7 +97,7 @@ class PipelineFigures(_Section):
     trace: TraceFigures | None = None
 
 
-class Report(_Section):
+class TrainReport(_Section):
     """The contents of ``report.json``.
 
     Losses are of the whole run, which was resumed after each of the steps in ``resumed_after``. They are None for the
