@@ -20,7 +20,10 @@ from generators.measured import Measured
 from harness import freshness
 
 #: Modules of generators/.
-WRITTEN = ("architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "timeline", "traffic")
+WRITTEN = (
+    *("architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "readme", "timeline"),
+    "traffic",
+)
 #: Cases of benchmarks/.
 MEASURED = (
     *("pipeline", "pipeline_emulated", "layer_meshes", "training_step", "layouts", "hidden_communication", "overhead"),

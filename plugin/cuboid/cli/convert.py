@@ -19,9 +19,11 @@ def convert(
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Of all floating tensors. Default: as they are; of DeepSpeed's fp32 weights, float32."),
+        typer.Option(
+            help="Dtype of all floating-point tensors. Default: unchanged; float32 for DeepSpeed's fp32 weights."
+        ),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file's tensors, such as 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weights file, such as 500MB.")] = "5GB",
     config: Annotated[
         Path | None,
         typer.Option(help="Write per-rank files for the mesh and pipeline of this config; JSON or YAML."),
@@ -34,11 +36,11 @@ def convert(
         typer.Option(help="Hugging Face folder or config.json of the model, where SRC has none."),
     ] = None,
     master: Annotated[
-        bool, typer.Option("--master", help="Take the optimizer's fp32 weights of a checkpoint of cuboid.")
+        bool, typer.Option("--master", help="Use the optimizer's fp32 weights of a Cuboid checkpoint.")
     ] = False,
     trust_pickle: Annotated[
         bool,
-        typer.Option("--trust-pickle", help="Load pickles, of which only tensors and plain values are let in."),
+        typer.Option("--trust-pickle", help="Load pickles; only tensors and plain values are accepted."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:

@@ -23,7 +23,7 @@ def inspect(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show a checkpoint's step, layout, lineage, files and tensors. Exits with 1 if anything is wrong with it.
+    """Show a checkpoint's step, layout, lineage, files and tensors. Exits with status 1 if it is damaged.
 
     DIR is a checkpoint of cuboid or a folder of them (the latest is shown), a Hugging Face folder, per-rank files, or
     what DeepSpeed writes, whose pickles aren't opened.

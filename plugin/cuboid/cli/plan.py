@@ -21,7 +21,7 @@ def plan(
     goal: Annotated[
         Literal["fastest", "smallest", "fewest"],
         typer.Option(
-            help="What is best: the shortest step, the least memory of a GPU, or the shortest step on the fewest GPUs."
+            help="Objective: the shortest step, the least memory per GPU, or the shortest step on the fewest GPUs."
         ),
     ] = "fastest",
     out: Annotated[Path | None, typer.Option(help="Write the best layout's DeepSpeed config there.")] = None,

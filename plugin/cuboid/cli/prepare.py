@@ -11,7 +11,7 @@ from cuboid.cli.limits import LARGEST_SEED, LARGEST_VOCABULARY, TrustRemoteCode
 
 
 def prepare(
-    out: Annotated[Path, typer.Option(help="Folder of the run; made if need be.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; created if missing.")],
     data: Annotated[
         Path | None,
         typer.Option(help="Text file or folder of text files. Default: the Python standard library's own sources."),
@@ -25,7 +25,7 @@ def prepare(
         typer.Option(help="Folder of a tokenizer, for a model that `cuboid train --arch-config` will make."),
     ] = None,
     vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.", max=LARGEST_VOCABULARY)] = 4096,
-    seed: Annotated[int, typer.Option(help="Of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Tokenize the data into OUT/tokens.

@@ -46,7 +46,7 @@ def timeline(
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="Most that a rank's units may keep: 1.5 (sequences of its share), or with --model 12GiB. "
+            help="Memory limit of a rank's units: 1.5 (sequences of its share), or with --model 12GiB. "
             "Default for zero_bubble and auto: what seq1f1b keeps."
         ),
     ] = None,
@@ -63,7 +63,7 @@ def timeline(
         int | None, typer.Option("--seq-len", "--sequence-length", help="With --model: tokens of a sequence.", min=1)
     ] = None,
     rows: Annotated[int, typer.Option(help="With --model: rows of a micro-batch, for the memory.", min=1)] = 1,
-    multiple: Annotated[int, typer.Option(help="What the mesh wants each segment's length to divide by.", min=1)] = 1,
+    multiple: Annotated[int, typer.Option(help="Divisor of each segment's length, as a mesh needs it.", min=1)] = 1,
     backward_ratio: Annotated[
         float | None,
         typer.Option(

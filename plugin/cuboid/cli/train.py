@@ -33,7 +33,7 @@ def train(
     config: Annotated[
         Path, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; made if need be.")],
+    out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; created if missing.")],
     model: Annotated[Path | None, typer.Option(help="Hugging Face checkpoint with its tokenizer.")] = None,
     arch_config: Annotated[
         Path | None,
@@ -52,15 +52,15 @@ def train(
     ] = None,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
-    evaluations: Annotated[int, typer.Option(help="How many times to take the held-out loss.")] = 5,
+    evaluations: Annotated[int, typer.Option(help="Evaluations of the held-out loss.")] = 5,
     seed: Annotated[
-        int, typer.Option(help="Of the order of the data, dropout, and new weights.", min=0, max=LARGEST_SEED)
+        int, typer.Option(help="Seed of the data's order, dropout and new weights.", min=0, max=LARGEST_SEED)
     ] = 0,
     save_every: Annotated[
         int | None, typer.Option(help="Optimizer steps from one checkpoint to the next. Default: none are written.")
     ] = None,
     keep_last: Annotated[
-        int | None, typer.Option(help="How many checkpoints to keep. Default: the config's checkpoint.keep_last.")
+        int | None, typer.Option(help="Checkpoints to keep. Default: the config's checkpoint.keep_last.")
     ] = None,
     resume: Annotated[
         Literal["latest", "auto"] | None,

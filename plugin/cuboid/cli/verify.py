@@ -35,7 +35,7 @@ def verify(
     segments: Annotated[
         int | None, typer.Option(help="Segments of each sequence, instead of the config's.", min=1)
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="Of the pipeline, instead of the config's.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Schedule of the pipeline, instead of the config's.")] = None,
     chunks: Annotated[
         str | None,
         typer.Option(help="Stages on each rank of the pipeline, or auto; instead of the config's."),
@@ -44,7 +44,7 @@ def verify(
         str | None,
         typer.Option(help='Where sequences are cut, instead of the config\'s: "flops", "even", or lengths: 16,12,4.'),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and arithmetic in the core pass.")] = "float64",
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and arithmetic in the core pass.")] = "float64",
     batch: Annotated[
         int | None,
         typer.Option(
@@ -64,7 +64,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
     data_parallel: Annotated[int, typer.Option(help="Replicas of the mesh or pipeline.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a replica and step.")] = 2,
-    masking: Annotated[bool, typer.Option(help="Pad rows on either side, and leave labels out here and there.")] = True,
+    masking: Annotated[bool, typer.Option(help="Pad rows on either side and mask some labels.")] = True,
     packed: Annotated[
         bool, typer.Option(help="Several sequences in a row, by position ids that restart, instead of padding.")
     ] = False,
@@ -85,7 +85,9 @@ def verify(
     vocabulary: Annotated[
         int, typer.Option(help="With --arch: number of tokens.", min=2, max=LARGEST_VOCABULARY)
     ] = 131,
-    tied: Annotated[bool | None, typer.Option(help="With --arch: tie the embeddings. Default: as it does.")] = None,
+    tied: Annotated[
+        bool | None, typer.Option(help="With --arch: tie the embeddings. Default: the architecture's.")
+    ] = None,
     bias: Annotated[bool, typer.Option(help="With --arch: biases where they are optional.")] = False,
     sliding_window: Annotated[
         int | None,
