@@ -150,7 +150,6 @@ def draw(folder: Path) -> None:
     for x, title in ((0.012, "A mesh of 2×2×2: which rank holds what"), (0.452, stages)):
         figure.text(x, 0.93, title, fontsize=14, fontweight="bold", color="#222222")
     figure.savefig(folder / "overview.svg", metadata={"Date": None, "Creator": None})
-    figure.savefig(folder / "overview.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 

@@ -24,7 +24,8 @@ from generators import architectures
 import cuboid
 from cuboid.config.compatibility import check_framework_config
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEVELOPERS = [ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", ROOT / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DEVELOPERS, *sorted((ROOT / "docs").rglob("*.md"))]
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -56,6 +57,14 @@ def test_relative_links_resolve(page):
         linked = page.parent / path if path else page
         assert linked.exists(), f"{page.name} links to {target}, which does not exist"
         assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}, which has no such heading"
+
+
+def test_files_that_are_to_be_touched_exist():
+    folders = [ROOT, ROOT / "plugin" / "cuboid", ROOT / "patches"]
+    there = {path.name for top in ("plugin", "docs", "tests") for path in (ROOT / top).rglob("*.*")}
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|json|toml|txt))`", DEVELOPERS[0].read_text(encoding="utf-8")):
+        found = name in there if "/" not in name else any((folder / name).exists() for folder in folders)
+        assert found or (ROOT / name).exists(), f"CONTRIBUTING.md names {name}, which does not exist"
 
 
 @pages

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there: the config, the script, the launch line, and the same in a pipeline."""
+"""What the README shows runs as written: the config, the script, the launch line, and the same in a pipeline."""
 
 import json
 import re
@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cuboid.requirements import RANGES
 from cuboid.verify import SmallModel
 from launching import BIN, ROOT, as_ranks, run
 
@@ -52,6 +53,15 @@ def loss_of(path, folder):
 
 def test_it_is_short():
     assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/scripts.md"])
+def test_the_versions_are_those_that_the_import_accepts(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for package, name in (("torch", "PyTorch"), ("transformers", "transformers")):
+        low, high = re.findall(r"(\d+)\.(\d+)", RANGES[package])
+        assert f"{'.'.join(low)} to {high[0]}.{int(high[1]) - 1}" in text, name
+    assert RANGES["deepspeed"].split(",")[0].removeprefix(">=") in text
 
 
 def test_the_script_trains_when_it_is_launched(folder):
