@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from cuboid import CheckpointError, ConfigError, Mesh, MeshShape
-from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.format.folder import (
     INCOMPLETE,
     LATEST,
@@ -32,10 +31,10 @@ from cuboid.checkpoint.format.folder import (
     sweep,
 )
 from cuboid.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, check_contents, check_sizes, record_of
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from cuboid.checkpoint.metadata import ShardedTensor, ShardRange
+from cuboid.checkpoint.save_plan import SavePlan, WriteItem
 from cuboid.checkpoint.saver import Saver
-from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
 from cuboid.config.schema import CheckpointConfig
 
 KEPT, TAGS = 2, 4
@@ -363,12 +362,11 @@ def short_files(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def contents(step, rows):
+def plan(step, rows):
     """A tensor of that many KiB."""
     values = torch.full((rows, 256), float(step))
-    tensor = SplitTensor("x", TensorSpec(values.dtype, tuple(values.shape)), None, Run.whole(values))
-    families = (Family("", (Bundle.plain(tensor),)),)
-    return Contents(step, families, None, {}, {"client": {"step": step}}, lambda folder: None)
+    tensor = ShardedTensor("x", TensorSpec(values.dtype, tuple(values.shape)), None, ShardRange.of_shard(values))
+    return SavePlan(step, (WriteItem.plain("", tensor),), None, {}, {"client": {"step": step}}, lambda folder: None)
 
 
 def test_a_saver_removes_nothing_of_other_runs_in_a_folder_that_they_share(tmp_path):
@@ -378,7 +376,7 @@ def test_a_saver_removes_nothing_of_other_runs_in_a_folder_that_they_share(tmp_p
     others = {"of another run", f"being written by another run{INCOMPLETE}", "model.converting", LATEST}
     saver = Saver(Mesh(MeshShape(1, 1, 1), rank=0, world_size=1), CheckpointConfig(keep_last=1))
     for step in (1, 2):
-        assert saver.save(tmp_path, f"own{step}", contents(step, rows=1), latest=False)
+        assert saver.save(tmp_path, f"own{step}", plan(step, rows=1), latest=False)
         assert {path.name for path in tmp_path.iterdir()} == {*others, f"own{step}"}
 
 
@@ -388,9 +386,9 @@ def test_a_saver_removes_nothing_of_other_runs_in_a_folder_that_they_share(tmp_p
 def test_a_full_disk_is_reported_and_keeps_older_checkpoints(tmp_path, narrow, reason):
     saver = Saver(Mesh(MeshShape(1, 1, 1), rank=0, world_size=1), CheckpointConfig())
     with narrow(tmp_path):
-        assert saver.save(tmp_path, "first", contents(1, rows=1024))
+        assert saver.save(tmp_path, "first", plan(1, rows=1024))
         with pytest.raises(CheckpointError, match=rf"second\.incomplete/model\.safetensors can't be written: {reason}"):
-            saver.save(tmp_path, "second", contents(2, rows=3500))
+            saver.save(tmp_path, "second", plan(2, rows=3500))
         assert {path.name for path in tmp_path.iterdir()} == {"first", LATEST}
         path = resolve(tmp_path)
         manifest = Manifest.read(path)
@@ -398,5 +396,5 @@ def test_a_full_disk_is_reported_and_keeps_older_checkpoints(tmp_path, narrow, r
         check_sizes(path, manifest)
         check_contents(path, manifest, manifest.files)
         # A smaller checkpoint can be written afterwards.
-        assert saver.save(tmp_path, "third", contents(3, rows=1024))
+        assert saver.save(tmp_path, "third", plan(3, rows=1024))
         assert Manifest.read(resolve(tmp_path)).step == 3

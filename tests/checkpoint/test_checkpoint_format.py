@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
-from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
-from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merge_stages
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter, TensorSpec, row_blocks
+from cuboid.checkpoint.metadata import TensorMetadata
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerTensor, Slot, merge_stages
 from cuboid.checkpoint.reader import TensorFolder
-from cuboid.checkpoint.save_planner import assign, find_parts
+from cuboid.checkpoint.save_planner import assign, find_sources
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError
@@ -159,31 +159,31 @@ def test_writers_get_about_the_same_number_of_bytes(sizes, writers):
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_parts_cover_every_shard_exactly_once(numel, cells, replicas, data):
+def test_sources_cover_every_shard_exactly_once(numel, cells, replicas, data):
     """Whether a replica has all of a shard, none of it, or its share."""
     places = [[replica * cells + cell for replica in range(replicas)] for cell in range(cells)]
     whole = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=replicas - 1, max_size=replicas - 1)))
-    runs = [(0, numel)] * replicas if whole else list(zip([0, *cuts], [*cuts, numel], strict=True))
-    holdings = {rank: {0: runs[replica]} for ranks in places for replica, rank in enumerate(ranks)}
+    ranges = [(0, numel)] * replicas if whole else list(zip([0, *cuts], [*cuts, numel], strict=True))
+    held = {rank: {0: ranges[replica]} for ranks in places for replica, rank in enumerate(ranks)}
     writer = data.draw(st.sampled_from([rank for ranks in places for rank in ranks]))
-    parts = find_parts("x", 0, numel, places, holdings, writer)
+    sources = find_sources("x", 0, numel, places, held, writer)
     for cell, ranks in enumerate(places):
-        own = [part for part in parts if part.cell == cell]
-        assert [index for part in own for index in range(part.start, part.stop)] == list(range(numel))
-        for part in own:
-            start, stop = holdings[part.source][0]
-            assert start <= part.start <= part.stop <= stop
-            assert part.source in ranks
+        of_cell = [source for source in sources if source.cell == cell]
+        assert [index for source in of_cell for index in range(source.start, source.stop)] == list(range(numel))
+        for source in of_cell:
+            start, stop = held[source.source][0]
+            assert start <= source.start <= source.stop <= stop
+            assert source.source in ranks
         if whole:
-            assert own[0].source == (writer if writer in ranks else ranks[writer // cells])
+            assert of_cell[0].source == (writer if writer in ranks else ranks[writer // cells])
 
 
 def test_elements_that_no_rank_has_are_an_error():
     with pytest.raises(CheckpointError, match="elements 3 to 5 of shard 0 of x"):
-        find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (5, 8)}}, 0)
+        find_sources("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (5, 8)}}, 0)
     with pytest.raises(CheckpointError, match="elements 5 to 8 of shard 0 of x"):
-        find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (3, 5)}}, 0)
+        find_sources("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (3, 5)}}, 0)
 
 
 # --- reading shards ------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ LAYOUTS = {
 
 
 @given(st.data(), st.sampled_from(sorted(LAYOUTS)), st.sampled_from(["1x2x2", "2x2x1", "3x1x2", "1x1x1", "2x1x4"]))
-def test_reading_a_run_equals_slicing_the_shard_in_memory(tmp_path_factory, data, name, mesh):
+def test_reading_a_range_equals_slicing_the_shard_in_memory(tmp_path_factory, data, name, mesh):
     layout, shape = LAYOUTS[name], MeshShape.parse(mesh)
     if layout.indivisible(shape):
         return
@@ -211,7 +211,7 @@ def test_reading_a_run_equals_slicing_the_shard_in_memory(tmp_path_factory, data
     start = data.draw(st.integers(0, shard.numel()))
     stop = data.draw(st.integers(start, shard.numel()))
     with TensorFolder(folder) as files:
-        assert same(files.read_run(name, layout.shape, layout, here, start, stop), shard[start:stop])
+        assert same(files.read_range(name, TensorMetadata(layout.shape, layout), here, start, stop), shard[start:stop])
 
 
 def test_folders_without_weights_or_tensors_are_rejected(tmp_path):
@@ -232,7 +232,7 @@ def test_folders_without_weights_or_tensors_are_rejected(tmp_path):
         with pytest.raises(CheckpointError, match="has no tensor w"):
             files.read("w")
         with pytest.raises(CheckpointError, match=r"x is of shape \[2\], but the model's is \[3\]"):
-            files.read_run("x", (3,), None, mesh, 0, 3)
+            files.read_range("x", TensorMetadata((3,), None), mesh, 0, 3)
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------
@@ -311,14 +311,14 @@ def test_a_flat_copy_is_split_by_parameter():
     optimizer = torch.optim.Adam([flat], lr=0.1)
     flat.grad = torch.ones(5)
     optimizer.step()
-    holding = Holding(flat, (Slot("a", 4, 0, 2), Slot("b", 0, 2, 3)), ("a", "b", "c"))
-    state = OptimizerAdapter(optimizer, [[holding]], has_master=True).state()
+    flat_tensor = OptimizerTensor(flat, (Slot("a", 4, 0, 2), Slot("b", 0, 2, 3)), ("a", "b", "c"))
+    state = OptimizerAdapter(optimizer, [[flat_tensor]], has_master=True).state()
     assert set(state.quantities) == {"exp_avg", "exp_avg_sq", "master"}
-    runs = state.quantities["master"]
-    assert (runs["a"].start, runs["a"].stop, runs["b"].start, runs["b"].stop) == (4, 6, 0, 3)
-    assert torch.equal(torch.cat([runs["a"].values, runs["b"].values]), flat)
+    ranges = state.quantities["master"]
+    assert (ranges["a"].start, ranges["a"].stop, ranges["b"].start, ranges["b"].stop) == (4, 6, 0, 3)
+    assert torch.equal(torch.cat([ranges["a"].values, ranges["b"].values]), flat)
     # Another replica has the elements of "c".
-    assert (runs["c"].start, runs["c"].stop) == (0, 0)
+    assert (ranges["c"].start, ranges["c"].stop) == (0, 0)
     assert state.numbers["c"]["step"] == state.numbers["a"]["step"] == 1
 
 
@@ -330,7 +330,7 @@ def test_parameters_with_different_settings_cannot_share_a_group():
     with pytest.raises(CheckpointError, match="a and b are in one parameter group here"):
         together.restore(numbers, groups)
     flat = torch.nn.Parameter(torch.zeros(8))
-    holding = Holding(flat, (Slot("a", 0, 0, 6), Slot("b", 0, 6, 2)), ("a", "b"))
+    flat_tensor = OptimizerTensor(flat, (Slot("a", 0, 0, 6), Slot("b", 0, 6, 2)), ("a", "b"))
     numbers["b"] = {"step": torch.tensor(7.0)}
     with pytest.raises(CheckpointError, match="one state for a and 1 more"):
-        OptimizerAdapter(torch.optim.AdamW([flat]), [[holding]]).restore(numbers, groups[:1])
+        OptimizerAdapter(torch.optim.AdamW([flat]), [[flat_tensor]]).restore(numbers, groups[:1])

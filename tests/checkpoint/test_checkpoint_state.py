@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from cuboid import CheckpointError
-from cuboid.checkpoint.format.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
 from cuboid.checkpoint.format.manifest import Manifest, record_of
+from cuboid.checkpoint.format.state_document import Ancestor, first_ancestors, lineage_behind, new_identity
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, write_state
 from cuboid.checkpoint.format.state_file import read_state as read_checked
 from cuboid.checkpoint.rng_state import capture, restore

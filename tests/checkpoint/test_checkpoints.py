@@ -18,8 +18,8 @@ from cuboid.checkpoint.exchange import Exchange
 from cuboid.checkpoint.format.folder import resolve
 from cuboid.checkpoint.format.manifest import Manifest
 from cuboid.checkpoint.format.state_file import read_state
-from cuboid.checkpoint.host_copies import HostCopies
 from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.snapshot import HostCopies
 from cuboid.verify import SmallModel
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import launching
 from comparing import stored
 from converting import nothing_left, run, same
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.cli import commands
 from cuboid.convert.formats.block_tensors import BlockTensors
 from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs

@@ -13,11 +13,12 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  # collectiv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cuboid
-from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.exchange import Exchange
-from cuboid.checkpoint.file_plan import gather_holdings, plan_tasks
-from cuboid.checkpoint.format.tensor_header import TensorSpec
-from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
+from cuboid.checkpoint.format.tensor_file import TensorSpec
+from cuboid.checkpoint.metadata import ShardedTensor, ShardRange
+from cuboid.checkpoint.save_plan import SavePlan, WriteItem
+from cuboid.checkpoint.save_planner import gather_ranges, plan_items
+from cuboid.checkpoint.snapshot import snapshot as take_snapshot
 from cuboid.distributed.mesh import Mesh
 from cuboid.failures import rank_agreement
 from cuboid.models.pipeline import pipeline as pipelines
@@ -178,11 +179,11 @@ def snapshot(found):
     with device.watch(found):
         values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
         tensors = [
-            SplitTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, Run.whole(x))
+            ShardedTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, ShardRange.of_shard(x))
             for n, x in enumerate(values)
         ]
-        family = Family("", tuple(map(Bundle.plain, tensors)))
-        Contents(0, (family,), None, {}, {}, lambda _: None).snapshot()
+        items = tuple(WriteItem.plain("", tensor) for tensor in tensors)
+        take_snapshot(SavePlan(0, items, None, {}, {}, lambda _: None))
 
 
 def save(found):
@@ -190,14 +191,13 @@ def save(found):
     with device.watch(found):
         values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
         tensors = tuple(
-            SplitTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, Run.whole(x))
+            ShardedTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, ShardRange.of_shard(x))
             for n, x in enumerate(values)
         )
-        bundle = Bundle(tensors, {x.name: x.spec for x in tensors}, dict)
+        item = WriteItem("", tensors, {x.name: x.spec for x in tensors}, dict)
         mesh = Mesh(cuboid.MeshShape(), rank=0, world_size=1)
-        families = (Family("", (bundle,)),)
-        rounds = Exchange(mesh, gather_holdings(families, mesh)).rounds(plan_tasks(families, mesh))
-        assert [len(wholes) for _, _, wholes in rounds] == [8]
+        rounds = Exchange(mesh, gather_ranges([item], mesh)).rounds(plan_items([item], mesh))
+        assert [len(full_tensors) for _, _, full_tensors in rounds] == [8]
 
 
 MASK, POSITIONS = ("attention_mask",), ("position_ids",)

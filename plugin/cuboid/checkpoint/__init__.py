@@ -1,7 +1,20 @@
 """The checkpoint format, and how the ranks write and read it together. Depends on torch only, not on any framework.
 
-Saving: :class:`~cuboid.checkpoint.saver.Saver` takes each rank's :class:`~cuboid.checkpoint.contents.Contents`,
-``file_plan`` assigns every tensor to a writer, ``exchange`` gathers its shards there, ``writer`` writes the files, and
-``format.folder`` renames the finished folder into place. Loading: ``loader`` finds and verifies a checkpoint, and
-``reader`` reads only the elements that a rank owns, so that any layout can load what another one saved.
+The nouns are those of torch.distributed.checkpoint. One checkpoint's way through the files:
+
+1. ``save_plan``: each rank lists what it saves, a ``SavePlan`` of ``WriteItem``: tensors that one rank writes together,
+   each a ``ShardedTensor`` (``metadata``) of which the rank has a ``ShardRange``. ``optimizer_state`` and ``rng_state``
+   give an optimizer's state and the random generators this form.
+2. ``saver`` runs a save. One in the background first copies the plan to host memory (``snapshot``).
+3. ``save_planner``: the ranks of a stage gather who has which elements; then each of them computes who writes each item
+   and into which file.
+4. ``exchange``: in rounds, over gloo, each writer gathers the full tensors of one item from the ranks that have them.
+5. ``writer``: each rank writes its files, and returns a ``WriteResult``: names, sizes and checksums.
+6. ``format.folder``: rank 0 writes the manifest, and renames the finished folder into place.
+
+Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``) and makes a ``LoadPlan`` of
+``ReadItem``; ``reader`` reads only the elements that a rank has, so that any layout can load what another one saved.
+
+``format`` has the files themselves: their names, the manifest, safetensors, ``state.json``, and the renames that
+publish a checkpoint or a model. It knows one process only.
 """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 
-from cuboid.checkpoint.shards import Run
+from cuboid.checkpoint.metadata import ShardRange
 from cuboid.errors import CheckpointError
 
 #: Name of the quantity that holds float32 master weights, if the model has its weights in another dtype.
@@ -22,14 +22,14 @@ class OptimizerState:
 
     Attributes:
         kind: name of the optimizer's class.
-        quantities: per-element state such as ``exp_avg``: for each parameter the run of its shard that this rank has,
+        quantities: per-element state such as ``exp_avg``: for each parameter the range of its shard that this rank has,
             empty where other ranks have all of it.
         numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, even an empty one.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
     """
 
     kind: str
-    quantities: dict[str, dict[str, Run]] = field(default_factory=dict)
+    quantities: dict[str, dict[str, ShardRange]] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Holding:
+class OptimizerTensor:
     """A tensor that an optimizer steps: a parameter itself, a copy of one, or a flat concatenation of many.
 
     Attributes:
@@ -67,8 +67,8 @@ class Holding:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, name: str) -> Holding:
-        """The holding for a single parameter, or for a copy of one."""
+    def of(cls, parameter: torch.Tensor, name: str) -> OptimizerTensor:
+        """A single parameter, or a copy of one."""
         return cls(parameter, (Slot(name, 0, 0, parameter.numel()),), (name,))
 
 
@@ -85,7 +85,7 @@ class OptimizerAdapter:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        groups: Sequence[Sequence[Holding]],
+        groups: Sequence[Sequence[OptimizerTensor]],
         *,
         has_master: bool = False,
         refresh: Callable[[], None] = lambda: None,
@@ -105,7 +105,8 @@ class OptimizerAdapter:
             names: parameter names by ``id``. A parameter without a name is left out of checkpoints.
         """
         groups = [
-            [Holding.of(p, names[id(p)]) for p in group["params"] if id(p) in names] for group in optimizer.param_groups
+            [OptimizerTensor.of(p, names[id(p)]) for p in group["params"] if id(p) in names]
+            for group in optimizer.param_groups
         ]
         return cls(optimizer, groups)
 
@@ -115,40 +116,40 @@ class OptimizerAdapter:
         return type(self._optimizer).__name__
 
     def state(self) -> OptimizerState:
-        """The current state; the runs are views of the optimizer's own tensors.
+        """The current state; the ranges are views of the optimizer's own tensors.
 
         Raises:
             CheckpointError: the optimizer has state that is neither per element nor a number.
         """
         state = OptimizerState(self.kind)
-        for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, stepped in zip(self._optimizer.param_groups, self._groups, strict=True):
             names: list[str] = []
-            for holding in holdings:
-                names += holding.names
-                values, numbers = split_state(self._optimizer.state.get(holding.tensor, {}), holding)
+            for entry in stepped:
+                names += entry.names
+                values, numbers = split_state(self._optimizer.state.get(entry.tensor, {}), entry)
                 if values or numbers:
-                    state.numbers.update(dict.fromkeys(holding.names, numbers))
+                    state.numbers.update(dict.fromkeys(entry.names, numbers))
                 if self._has_master:
-                    values[MASTER] = holding.tensor
+                    values[MASTER] = entry.tensor
                 for key, value in values.items():
                     flat = value.detach().view(-1)
-                    runs = state.quantities.setdefault(key, {})
+                    ranges = state.quantities.setdefault(key, {})
                     # The exchange of shards needs the same names on all ranks, so parameters without elements here
-                    # get an empty run.
-                    runs.update(dict.fromkeys(holding.names, Run(0, flat[:0])))
-                    for slot in holding.slots:
-                        runs[slot.name] = Run(slot.start, flat.narrow(0, slot.offset, slot.numel))
+                    # get an empty range.
+                    ranges.update(dict.fromkeys(entry.names, ShardRange(0, flat[:0])))
+                    for slot in entry.slots:
+                        ranges[slot.name] = ShardRange(slot.start, flat.narrow(0, slot.offset, slot.numel))
             settings = {key: value for key, value in group.items() if key != "params"}
             state.groups.append({**settings, "parameters": names})
         return state
 
     def allocate(self, quantities: Collection[str]) -> None:
         """Allocate per-element state to load into; a fresh optimizer would allocate it only in its first step."""
-        for holding in self._all_holdings():
-            own = self._optimizer.state[holding.tensor]
+        for entry in chain.from_iterable(self._groups):
+            state = self._optimizer.state[entry.tensor]
             for key in quantities:
-                if key != MASTER and key not in own:
-                    own[key] = torch.zeros_like(holding.tensor, requires_grad=False)
+                if key != MASTER and key not in state:
+                    state[key] = torch.zeros_like(entry.tensor, requires_grad=False)
 
     def restore(
         self,
@@ -168,31 +169,28 @@ class OptimizerAdapter:
             CheckpointError: parameters that share one number here had different ones in the checkpoint.
         """
         if groups is None:
-            groups = [[name for holding in holdings for name in holding.names] for holdings in self._groups]
-        for group, holdings, names in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
+            groups = [[name for entry in stepped for name in entry.names] for stepped in self._groups]
+        for group, stepped, names in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
             _restore_group(group, names, saved)
             # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
             on_device = group.get("fused") or group.get("capturable")
-            for holding in holdings:
-                own = [numbers[name] for name in holding.names if name in numbers]
-                if any(other != own[0] for other in own):
+            for entry in stepped:
+                states = [numbers[name] for name in entry.names if name in numbers]
+                if any(other != states[0] for other in states):
                     raise CheckpointError(
-                        f"the optimizer keeps one state for {holding.names[0]} and {len(holding.names) - 1} more, "
-                        f"which had different ones ({own[0]} and others) when the checkpoint was written; load "
+                        f"the optimizer keeps one state for {entry.names[0]} and {len(entry.names) - 1} more, "
+                        f"which had different ones ({states[0]} and others) when the checkpoint was written; load "
                         "without the optimizer's state"
                     )
-                if own:
-                    device = holding.tensor.device if on_device else None
-                    self._optimizer.state[holding.tensor].update(_clone(own[0], device))
+                if states:
+                    device = entry.tensor.device if on_device else None
+                    self._optimizer.state[entry.tensor].update(_clone(states[0], device))
                 else:
                     # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
-                    self._optimizer.state.pop(holding.tensor, None)
-
-    def _all_holdings(self) -> Iterable[Holding]:
-        return chain.from_iterable(self._groups)
+                    self._optimizer.state.pop(entry.tensor, None)
 
 
-def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_state(state: Mapping[str, Any], stepped: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split a tensor's optimizer state into per-element tensors and per-parameter numbers.
 
     Raises:
@@ -201,7 +199,7 @@ def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, t
     values: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == holding.tensor.shape:
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == stepped.tensor.shape:
             values[key] = value
         elif value is None or isinstance(value, bool | int | float):
             numbers[key] = value
@@ -211,7 +209,7 @@ def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, t
         else:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(
-                f"the optimizer keeps {what} as {key!r} of {holding.names[0]}, which has no meaning on another layout; "
+                f"the optimizer keeps {what} as {key!r} of {stepped.names[0]}, which has no meaning on another layout; "
                 "checkpoints hold one value for each element, such as Adam's moments, or numbers"
             )
     return values, numbers

@@ -1,20 +1,62 @@
-"""Read from a folder of safetensors files only the elements that a rank owns."""
+"""Read from a folder of safetensors files only the elements that a rank owns, as a plan lists them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from cuboid.checkpoint.format.tensor_file import TensorFile
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec
 from cuboid.checkpoint.format.weight_index import INDEX, SINGLE, read_index
+from cuboid.checkpoint.metadata import ShardRange, TensorMetadata
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, placed_boxes
+from cuboid.tensor3d.sharding.sharding_spec import placed_boxes
+
+
+@dataclass(frozen=True)
+class ReadItem:
+    """The elements of one tensor that a rank reads.
+
+    Attributes:
+        name: the tensor's.
+        tensor: the full shape that it must have, and how the mesh shards it.
+        target: the range of this rank's shard to read, and where its values go.
+        required: whether it is an error if the checkpoint lacks the tensor; if not, the target keeps its values.
+    """
+
+    name: str
+    tensor: TensorMetadata
+    target: ShardRange
+    required: bool
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a rank reads from one folder of safetensors files."""
+
+    folder: Path
+    items: tuple[ReadItem, ...]
+
+    def read(self, mesh: Mesh) -> None:
+        """Fill the items' targets.
+
+        Raises:
+            CheckpointError: a required tensor is missing, or one has another shape.
+        """
+        with TensorFolder(self.folder) as files:
+            available = set(files.names)
+            for item in self.items:
+                if item.name in available:
+                    item.target.values.copy_(
+                        files.read_range(item.name, item.tensor, mesh, item.target.start, item.target.stop)
+                    )
+                elif item.required:
+                    raise CheckpointError(f"{self.folder}: lacks {item.name}")
 
 
 class TensorFolder:
@@ -61,39 +103,36 @@ class TensorFolder:
         self.spec(name)  # raises if there is no such tensor
         return self._file(self._map[name]).read(name, box)
 
-    def read_run(
-        self, name: str, shape: tuple[int, ...], layout: ShardingSpec | None, mesh: Mesh, start: int, stop: int
-    ) -> torch.Tensor:
+    def read_range(self, name: str, tensor: TensorMetadata, mesh: Mesh, start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of this rank's flattened shard, as ``[stop - start]``; padding is zero.
 
         Args:
             name: the tensor's name.
-            shape: the full tensor's expected shape.
-            layout: how the mesh shards it; None if it doesn't.
+            tensor: the full shape that it must have, and how the mesh shards it.
             mesh: this rank's mesh.
-            start, stop: the run, in the flattened shard.
+            start, stop: the range of the flattened shard.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
         """
-        spec = self.spec(name)
-        if spec.shape != shape:
+        spec, sharding = self.spec(name), tensor.sharding
+        if spec.shape != tensor.shape:
             raise CheckpointError(
-                f"{self.folder}: {name} is of shape {list(spec.shape)}, but the model's is {list(shape)}"
+                f"{self.folder}: {name} is of shape {list(spec.shape)}, but the model's is {list(tensor.shape)}"
             )
-        own = shape if layout is None else layout.shard_shape(mesh.shape)
-        if not own:
+        shard_shape = tensor.shape if sharding is None else sharding.shard_shape(mesh.shape)
+        if not shard_shape:
             # A 0-dim tensor has no rows to slice.
             return self.read(name).view(-1)
-        # Whole rows of the shard are read, all that the run touches; the surplus elements are trimmed off below.
-        row = max(torch.Size(own[1:]).numel(), 1)
+        # Full rows of the shard are read, all that the range touches; the surplus elements are trimmed off below.
+        row = max(torch.Size(shard_shape[1:]).numel(), 1)
         first, last = start // row, -(-stop // row)
-        if layout is None:
+        if sharding is None:
             rows = self.read(name, [slice(first, last)])
         else:
-            rows = torch.zeros((last - first, *own[1:]), dtype=spec.dtype)
-            for here, there in placed_boxes(layout, mesh.shape, mesh.coordinate, slice(first, last)):
-                rows[here] = self.read(name, there)
+            rows = torch.zeros((last - first, *shard_shape[1:]), dtype=spec.dtype)
+            for in_rows, in_file in placed_boxes(sharding, mesh.shape, mesh.coordinate, slice(first, last)):
+                rows[in_rows] = self.read(name, in_file)
         return rows.view(-1)[start - first * row : stop - first * row]
 
     def close(self) -> None:

@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
 
-from cuboid.checkpoint.contents import OPTIMIZER, Contents
 from cuboid.checkpoint.format.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
 from cuboid.checkpoint.format.manifest import FileRecord, Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, read_state, write_state
 from cuboid.checkpoint.optimizer_state import merge_stages
-from cuboid.checkpoint.writer import Written, write_families, write_indices
+from cuboid.checkpoint.save_plan import OPTIMIZER, SavePlan
+from cuboid.checkpoint.snapshot import snapshot
+from cuboid.checkpoint.writer import WriteResult, write_indices, write_items
 from cuboid.config.schema import CheckpointConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError, CuboidError
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 #: By mesh, its last save in the background, which has the mesh's host groups to itself until it ends.
 _in_background: WeakKeyDictionary[Mesh, threading.Thread] = WeakKeyDictionary()
 #: Keys of ``state.json`` that only one of several partial saves (model, optimizer, scheduler) has a value for.
-_CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class", "scheduler_groups")
+_KEPT_KEYS = ("optimizer", "scheduler", "scheduler_class", "scheduler_groups")
 
 
 class Saver:
@@ -46,21 +47,21 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         #: What was saved outside of a run's own folder of checkpoints, where other runs may save too.
-        self._own: set[Path] = set()
+        self._saved_elsewhere: set[Path] = set()
 
-    def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
+    def save(self, root: Path, tag: str, plan: SavePlan, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
 
-        An existing checkpoint of that name is replaced. If its document has the same ``id``, the parts that
-        ``contents`` lacks are carried over from it.
+        An existing checkpoint of that name is replaced. If its document has the same ``id``, what ``plan`` lacks is
+        kept from it.
 
-        An asynchronous save returns once the contents are copied to host memory; :meth:`wait`, which the next save
-        calls first, reports its outcome.
+        An asynchronous save returns once the plan's tensors are copied to host memory; :meth:`wait`, which the next
+        save calls first, reports its outcome.
 
         Args:
             root: folder of checkpoints, the same on all ranks.
             tag: name of the checkpoint.
-            contents: this rank's part.
+            plan: this rank's part.
             latest: whether to point ``root/latest`` to it. If not, ``root`` is no folder of this run alone, and of
                 other checkpoints in it only those that this saver wrote may be removed.
 
@@ -74,12 +75,12 @@ class Saver:
         join_background_save(self._mesh)
         self._mesh.connect_host()
         if not self._settings.asynchronous:
-            return self._report(self._attempt(lambda: self._write(root, tag, contents, latest), root, tag))
-        snapshot = contents
+            return self._report(self._attempt(lambda: self._write(root, tag, plan, latest), root, tag))
+        copied = plan
 
         def copy() -> None:
-            nonlocal snapshot
-            snapshot = contents.snapshot()
+            nonlocal copied
+            copied = snapshot(plan)
 
         failure = self._attempt(copy, root, tag)
         if failure is not None:
@@ -88,7 +89,7 @@ class Saver:
         def work() -> None:
             # A separate lane, so that this thread's rank agreements aren't matched with those of training.
             with agreement_lane("checkpoint"):
-                self._failure = self._attempt(lambda: self._write(root, tag, snapshot, latest), root, tag)
+                self._failure = self._attempt(lambda: self._write(root, tag, copied, latest), root, tag)
             if self._failure is not None:
                 # Log it at once: the next save, which raises it, may be hours away or never come.
                 logger.error("%s", self._failure)
@@ -140,9 +141,9 @@ class Saver:
             return failure.arising_on(self._mesh.rank)
         return None
 
-    def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
-        folder, carried = self._begin(root, tag, contents, is_own_folder=latest)
-        longest = self._settings.max_file_bytes
+    def _write(self, root: Path, tag: str, plan: SavePlan, latest: bool) -> None:
+        folder, kept = self._begin(root, tag, plan, is_own_folder=latest)
+        max_file_bytes = self._settings.max_file_bytes
         # Rank 0 shows the progress of its own stage; the other stages write at the same time.
         bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
         # With ``disable=None``, tqdm shows the bar on terminals only.
@@ -151,32 +152,33 @@ class Saver:
             with tqdm(
                 total=1.0, desc=f"checkpoint {tag}", disable=hidden, bar_format=bar_format, leave=False
             ) as progress:
-                results = write_families(
-                    contents.families, folder, self._mesh, max_file_bytes=longest, advance=progress.update
+                results = write_items(
+                    plan.items, folder, self._mesh, max_file_bytes=max_file_bytes, advance=progress.update
                 )
-            own = results[self._mesh.rank]
-            raise_on_all_ranks(self._fault(folder, own), self._mesh)
-            document = carried.added_to(self._document(contents))
-            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, carried, latest))
+            raise_on_all_ranks(self._fault(folder, results[self._mesh.rank]), self._mesh)
+            document = kept.added_to(self._document(plan))
+            self._on_first(lambda: self._finish(root, tag, folder, plan, document, results, kept, latest))
         except BaseException:
             if self._mesh.rank == 0:
                 abandon(root, tag)
             raise
 
-    def _begin(self, root: Path, tag: str, contents: Contents, *, is_own_folder: bool) -> tuple[Path, CarriedOver]:
+    def _begin(self, root: Path, tag: str, plan: SavePlan, *, is_own_folder: bool) -> tuple[Path, KeptMetadata]:
         # Ranks that write into different folders would each publish a part of a checkpoint.
-        asked = gather_objects((str(root), tag), self._mesh)
-        if len(set(asked)) > 1:
-            other = next(rank for rank, one in enumerate(asked) if one != asked[0])
-            raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
+        targets = gather_objects((str(root), tag), self._mesh)
+        if len(set(targets)) > 1:
+            other = next(rank for rank, target in enumerate(targets) if target != targets[0])
+            raise CheckpointError(
+                f"rank 0 saves {targets[0]}, but rank {other} saves {targets[other]}; give all the same"
+            )
 
-        carried = CarriedOver()
+        kept = KeptMetadata()
 
         def prepare() -> None:
-            nonlocal carried
+            nonlocal kept
             if is_own_folder:
                 sweep(root)
-            carried = carry_over(root / tag, begin(root, tag), contents)
+            kept = keep_unwritten(root / tag, begin(root, tag), plan)
 
         self._on_first(prepare)
         folder = root / f"{tag}{INCOMPLETE}"
@@ -187,17 +189,17 @@ class Saver:
                 "that all ranks share"
             )
         raise_on_all_ranks(missing, self._mesh)
-        return folder, carried
+        return folder, kept
 
-    def _fault(self, folder: Path, written: Written) -> CheckpointError | None:
+    def _fault(self, folder: Path, result: WriteResult) -> CheckpointError | None:
         """Check the files that this rank wrote; returns what is wrong with them, if anything."""
-        if written.failure is not None:
-            return CheckpointError(written.failure)
+        if result.failure is not None:
+            return CheckpointError(result.failure)
         if not self._settings.verify:
             return None
         try:
             differing = [
-                name for name, record in written.records.items() if record_of(folder / name, from_disk=True) != record
+                name for name, record in result.records.items() if record_of(folder / name, from_disk=True) != record
             ]
         except OSError as error:
             return CheckpointError(f"{error.filename}: can't be read back: {error.strerror}")
@@ -205,19 +207,19 @@ class Saver:
             return CheckpointError(f"{folder / differing[0]}: reads back differently than it was written")
         return None
 
-    def _document(self, contents: Contents) -> dict[str, Any]:
+    def _document(self, plan: SavePlan) -> dict[str, Any]:
         """Contents of ``state.json``: this rank's document, and the states gathered from all ranks. Collective."""
         at = self._mesh.coordinate
-        optimizer = contents.optimizer
-        own_state = None
+        optimizer = plan.optimizer
+        optimizer_state = None
         if optimizer is not None and self._mesh.rank == self._mesh.stage_ranks[0][0]:
             # One rank per stage is enough. Quantities are reduced to their names, as their tensors are in the files.
-            own_state = replace(optimizer, quantities={name: {} for name in optimizer.quantities})
+            optimizer_state = replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
-        parts = gather_objects((own_state, {**place, "state": dict(contents.random)}), self._mesh)
-        document = {**contents.document, "random": [random for _, random in parts]}
+        gathered = gather_objects((optimizer_state, {**place, "state": dict(plan.random)}), self._mesh)
+        document = {**plan.document, "random": [random for _, random in gathered]}
         if optimizer is not None:
-            states = [state for state, _ in parts if state is not None]
+            states = [state for state, _ in gathered if state is not None]
             numbers, groups = merge_stages(states)
             # The union over all stages, because a stage whose parameters are all frozen has no quantities.
             names = sorted({name for state in states for name in state.quantities})
@@ -234,30 +236,30 @@ class Saver:
         root: Path,
         tag: str,
         folder: Path,
-        contents: Contents,
+        plan: SavePlan,
         document: Mapping[str, Any],
-        results: Sequence[Written],
-        carried: CarriedOver,
+        results: Sequence[WriteResult],
+        kept: KeptMetadata,
         latest: bool,
     ) -> None:
         """Write everything but the tensors, and publish the checkpoint; rank 0 only."""
         write_indices(folder, results)
-        contents.auxiliary_files(folder)
+        plan.auxiliary_files(folder)
         write_state(folder, document)
-        records: dict[str, FileRecord] = dict(carried.records)
-        for written in results:
-            records.update(written.records)
+        records: dict[str, FileRecord] = dict(kept.records)
+        for result in results:
+            records.update(result.records)
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and name not in records:
                 records[name] = record_of(path)
-        commit(root, tag, Manifest(step=contents.step, files=dict(sorted(records.items()))))
+        commit(root, tag, Manifest(step=plan.step, files=dict(sorted(records.items()))))
         if latest:
             point_latest(root, tag)
         else:
-            self._own.add(root / tag)
+            self._saved_elsewhere.add(root / tag)
         if self._settings.keep_last is not None:
-            among = None if latest else {path.name for path in self._own if path.parent == root}
+            among = None if latest else {path.name for path in self._saved_elsewhere if path.parent == root}
             prune(root, self._settings.keep_last, tag, among)
 
     def _on_first(self, action: Callable[[], object]) -> None:
@@ -278,13 +280,13 @@ def join_background_save(mesh: Mesh) -> None:
 
 # --- checkpoints that several calls write, such as ColossalAI's save_model and save_optimizer ---
 #
-# A call whose document has the same id as the existing checkpoint adds to it: the parts that the call doesn't write are
-# carried over into the new checkpoint, which then replaces the old one atomically, as in any other save.
+# A call whose document has the same id as the existing checkpoint adds to it: what the call doesn't write is kept in
+# the new checkpoint, which then replaces the old one atomically, as in any other save.
 
 
 @dataclass(frozen=True)
-class CarriedOver:
-    """What a new checkpoint takes over from the one that it replaces.
+class KeptMetadata:
+    """What a new checkpoint keeps of the one that it replaces.
 
     Attributes:
         records: sizes and checksums of the files, by name.
@@ -295,17 +297,17 @@ class CarriedOver:
     document: dict[str, Any] = field(default_factory=dict)
 
     def added_to(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a new checkpoint's document with the carried-over entries added, where its own are None."""
+        """Return a new checkpoint's document with the kept entries added, where its own are None."""
         return {**document, **{key: value for key, value in self.document.items() if document.get(key) is None}}
 
 
-def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
+def keep_unwritten(old: Path, folder: Path, plan: SavePlan) -> KeptMetadata:
     """Link files of the old checkpoint that this save doesn't write into the new folder, if both have the same id.
 
     Args:
         old: the checkpoint that will be replaced; it may not exist.
         folder: the new checkpoint's folder.
-        contents: what this save writes.
+        plan: what this save writes.
 
     Raises:
         OSError: from the file system.
@@ -315,15 +317,15 @@ def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
         document = read_state(old, manifest)
     except CheckpointError:
         # There is no old checkpoint, or a damaged one, whose id can't be trusted.
-        return CarriedOver()
-    if document.get("id") != contents.document.get("id"):
-        return CarriedOver()
-    # A part is the optimizer's folder or, with the empty name, the weights and the files beside them.
-    rewritten = {family.folder.partition("/")[0] for family in contents.families}
+        return KeptMetadata()
+    if document.get("id") != plan.document.get("id"):
+        return KeptMetadata()
+    # Either the optimizer's folder or, with the empty name, the weights and the files beside them.
+    rewritten = {item.folder.partition("/")[0] for item in plan.items}
     records = {}
     for name, record in manifest.files.items():
-        part = OPTIMIZER if name.startswith(f"{OPTIMIZER}/") else ""
-        if part in rewritten or name in (STATE, TENSORS):
+        belongs_to = OPTIMIZER if name.startswith(f"{OPTIMIZER}/") else ""
+        if belongs_to in rewritten or name in (STATE, TENSORS):
             continue
         records[name] = record
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -332,4 +334,4 @@ def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
             os.link(old / name, folder / name)
         except OSError:
             shutil.copyfile(old / name, folder / name)
-    return CarriedOver(records, {key: document[key] for key in _CARRIED_KEYS if document.get(key) is not None})
+    return KeptMetadata(records, {key: document[key] for key in _KEPT_KEYS if document.get(key) is not None})

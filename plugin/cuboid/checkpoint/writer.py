@@ -1,4 +1,4 @@
-"""Write families of tensors in parallel: every rank writes a share of the full tensors into its own files."""
+"""Write the items of a save in parallel: every rank writes a share of the full tensors into its own files."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from pathlib import Path
 
 import torch
 
-from cuboid.checkpoint.exchange import Exchange, Task
-from cuboid.checkpoint.file_plan import FilePlan, cut_files, gather_holdings, name_files, plan_tasks
+from cuboid.checkpoint.exchange import Exchange
 from cuboid.checkpoint.format.manifest import FileRecord
-from cuboid.checkpoint.format.tensor_file import TensorFileWriter
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorFileWriter, TensorSpec
 from cuboid.checkpoint.format.weight_index import write_index
-from cuboid.checkpoint.shards import Family
+from cuboid.checkpoint.save_plan import WriteItem
+from cuboid.checkpoint.save_planner import PlannedItem, gather_ranges, name_files, plan_items, split_files
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
 from cuboid.failures.rank_agreement import gather_objects
 
 
 @dataclass
-class Written:
+class WriteResult:
     """What one rank wrote.
 
     Attributes:
         records: size and checksum of each file, by its path relative to the checkpoint.
-        weight_maps: for each family's folder, the file of each tensor.
-        sizes_bytes: for each family's folder, the total size of its tensors.
-        elements: for each family's folder, the total number of elements.
+        weight_maps: by folder, the file of each tensor.
+        sizes_bytes: by folder, the total size of its tensors.
+        elements: by folder, the total number of elements.
         failure: the error that stopped the rank, if any; its unfinished files are then missing.
     """
 
@@ -42,71 +41,71 @@ class Written:
     failure: str | None = None
 
 
-def write_families(
-    families: Sequence[Family],
+def write_items(
+    items: Sequence[WriteItem],
     folder: Path,
     mesh: Mesh,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Callable[[float], object] | None = None,
-) -> list[Written]:
+) -> list[WriteResult]:
     """Write the tensors of all stages. Collective over the world, on the host groups.
 
     Files are named as Hugging Face names them: ``model-00001-of-00003.safetensors``, or ``model.safetensors`` if
     there is only one.
 
     Args:
-        families: the same on all ranks of a stage except for the runs; the same folders on all stages.
+        items: the same on all ranks of a stage except for the ranges that a rank has.
         folder: an existing folder that all ranks see.
         mesh: this rank's mesh, with its host groups connected.
-        max_file_bytes: maximum size of a file, unless a single bundle is larger.
+        max_file_bytes: maximum size of a file, unless a single item is larger.
         advance: called after each round with the share of this stage's bytes that the round wrote.
 
     Returns:
-        What each rank wrote, by rank. A rank whose write fails still sends the others their parts, so that the
+        What each rank wrote, by rank. A rank whose write fails still sends the others its shards, so that the
         exchange doesn't hang.
     """
-    tasks = plan_tasks(families, mesh)
-    files = cut_files([task for task in tasks if task.writer == mesh.rank], max_file_bytes)
-    names = name_files(gather_objects([plan.folder for plan in files], mesh), mesh.rank)
+    planned = plan_items(items, mesh)
+    files = split_files([entry for entry in planned if entry.writer == mesh.rank], max_file_bytes)
+    names = name_files(gather_objects([file[0].item.folder for file in files], mesh), mesh.rank)
     writer = _RankWriter(folder, dict(zip(names, files, strict=True)))
-    total = max(sum(task.bundle.nbytes for task in tasks), 1)
-    for current, own, wholes in Exchange(mesh, gather_holdings(families, mesh)).rounds(tasks):
-        if own is not None:
-            writer.write(own, wholes)
+    total_bytes = max(sum(item.nbytes for item in items), 1)
+    for in_round, written_here, full_tensors in Exchange(mesh, gather_ranges(items, mesh)).rounds(planned):
+        if written_here is not None:
+            writer.write(written_here.item, full_tensors)
         # Freed before the next round receives its tensors.
-        wholes.clear()
+        full_tensors.clear()
         if advance is not None:
-            advance(sum(task.bundle.nbytes for task in current) / total)
-    return gather_objects(writer.written, mesh)
+            advance(sum(entry.item.nbytes for entry in in_round) / total_bytes)
+    return gather_objects(writer.result, mesh)
 
 
 class _RankWriter:
-    """Writes this rank's files one after another, in the order of its tasks."""
+    """Writes this rank's files one after another, in the order of its items."""
 
-    def __init__(self, folder: Path, plans: dict[str, FilePlan]) -> None:
+    def __init__(self, folder: Path, files: dict[str, list[PlannedItem]]) -> None:
         self._folder = folder
-        self._plans = iter(plans.items())
+        self._files = iter(files.items())
         self._remaining = 0
         self._file: TensorFileWriter | None = None
         self._name = ""
-        self.written = Written()
+        self.result = WriteResult()
 
-    def write(self, task: Task, wholes: dict[str, torch.Tensor]) -> None:
-        """Write the outputs of the next task."""
-        if self.written.failure is not None:
+    def write(self, item: WriteItem, full_tensors: dict[str, torch.Tensor]) -> None:
+        """Write the outputs of the next item."""
+        if self.result.failure is not None:
             return
         try:
             if self._remaining == 0:
                 self._open()
             assert self._file is not None
-            outputs = task.bundle.convert(wholes)
+            outputs = item.convert(full_tensors)
             # In the file's order, which the file writer has sorted by dtype width.
             for name in [name for name in self._file.specs if name in outputs]:
                 self._file.write(name, outputs[name])
             self._remaining -= 1
             if self._remaining == 0:
-                self.written.records[self._name] = self._file.close()
+                self.result.records[self._name] = self._file.close()
                 self._file = None
         except Exception as error:
             # Every error, such as too little memory, is reported only after the last round: until then the other
@@ -114,34 +113,34 @@ class _RankWriter:
             if self._file is not None:
                 self._file.discard()
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            self.written.failure = f"{self._folder / self._name} can't be written: {reason}"
+            self.result.failure = f"{self._folder / self._name} can't be written: {reason}"
 
     def _open(self) -> None:
-        self._name, plan = next(self._plans)
-        self._remaining = len(plan.tasks)
+        self._name, planned = next(self._files)
+        self._remaining, folder = len(planned), planned[0].item.folder
         specs: dict[str, TensorSpec] = {}
-        for task in plan.tasks:
-            specs.update(task.bundle.outputs)
+        for entry in planned:
+            specs.update(entry.item.outputs)
         path = self._folder / self._name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = TensorFileWriter(path, specs)
-        weight_map = self.written.weight_maps.setdefault(plan.folder, {})
+        weight_map = self.result.weight_maps.setdefault(folder, {})
         weight_map.update(dict.fromkeys(specs, path.name))
-        self.written.sizes_bytes[plan.folder] += sum(spec.nbytes for spec in specs.values())
-        self.written.elements[plan.folder] += sum(math.prod(spec.shape) for spec in specs.values())
+        self.result.sizes_bytes[folder] += sum(spec.nbytes for spec in specs.values())
+        self.result.elements[folder] += sum(math.prod(spec.shape) for spec in specs.values())
 
 
-def write_indices(folder: Path, results: Sequence[Written]) -> None:
-    """Write each family's ``model.safetensors.index.json``, which maps tensors to files.
+def write_indices(folder: Path, results: Sequence[WriteResult]) -> None:
+    """Write each folder's ``model.safetensors.index.json``, which maps tensors to files.
 
     Args:
         folder: the checkpoint's folder.
         results: what each rank wrote.
     """
-    for family in sorted({name for written in results for name in written.weight_maps}):
+    for subfolder in sorted({name for result in results for name in result.weight_maps}):
         weight_map: dict[str, str] = {}
-        for written in results:
-            weight_map.update(written.weight_maps.get(family, {}))
-        parameters = sum(written.elements[family] for written in results)
-        size_bytes = sum(written.sizes_bytes[family] for written in results)
-        write_index(folder / family, weight_map, parameters=parameters, size_bytes=size_bytes)
+        for result in results:
+            weight_map.update(result.weight_maps.get(subfolder, {}))
+        parameters = sum(result.elements[subfolder] for result in results)
+        size_bytes = sum(result.sizes_bytes[subfolder] for result in results)
+        write_index(folder / subfolder, weight_map, parameters=parameters, size_bytes=size_bytes)

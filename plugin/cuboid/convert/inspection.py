@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cuboid.checkpoint.format.links import leads_outward, reject_outward_links
+from cuboid.checkpoint.format.bounded_files import leads_outward, reject_outward_links
 from cuboid.checkpoint.format.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
-from cuboid.checkpoint.format.run_state import check_document
+from cuboid.checkpoint.format.state_document import check_document
 from cuboid.checkpoint.format.state_file import STATE, read_state
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import SINGLE

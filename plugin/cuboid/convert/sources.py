@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from cuboid.checkpoint.format.bounded_files import reject_outward_links
 from cuboid.checkpoint.format.folder import CONVERTING, INCOMPLETE, resolve
-from cuboid.checkpoint.format.links import reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder

@@ -155,9 +155,9 @@ class _FlatOptimizer:
         return [gradient for flat in self._all() for gradient in flat.gradients(counted)]
 
     def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
-        holdings = [[flat.holding(names) for flat in flats] for flats in self._flats]
+        stepped = [[flat.optimizer_tensor(names) for flat in flats] for flats in self._flats]
         copies = any(flat.has_copies for flat in self._all())
-        return OptimizerAdapter(self._optimizer, holdings, has_master=copies, refresh=self._refresh)
+        return OptimizerAdapter(self._optimizer, stepped, has_master=copies, refresh=self._refresh)
 
     def _refresh(self) -> None:
         with torch.no_grad():

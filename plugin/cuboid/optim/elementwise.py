@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.checkpoint.optimizer_state import Holding, split_state
+from cuboid.checkpoint.optimizer_state import OptimizerTensor, split_state
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError, OptimizerError
 
@@ -401,7 +401,7 @@ def _check_saved(optimizer: torch.optim.Optimizer, tried: torch.optim.Optimizer)
     kind = type(optimizer).__name__
     try:
         for parameter in parameters:
-            split_state(tried.state.get(parameter, {}), Holding.of(parameter, "a parameter"))
+            split_state(tried.state.get(parameter, {}), OptimizerTensor.of(parameter, "a parameter"))
         others = [key for key in tried.state if key not in parameters]
         if others:
             raise CheckpointError(f"it keeps a state for {others[0]!r}, which is no parameter")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cuboid.checkpoint.optimizer_state import Holding, Slot
+from cuboid.checkpoint.optimizer_state import OptimizerTensor, Slot
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.collectives import gather_into, reduce_scatter_into
 from cuboid.optim.grad_buffer import GradientBuffer, starts_of, views_of
@@ -98,10 +98,10 @@ class FlatParameters:
             if id(parameter) in counted
         ]
 
-    def holding(self, names: Mapping[int, str]) -> Holding:
+    def optimizer_tensor(self, names: Mapping[int, str]) -> OptimizerTensor:
         """Maps the master weights to elements of parameters, for checkpoints."""
         slots = tuple(Slot(names[id(parameter)], *place) for parameter, *place in self._own_pieces())
-        return Holding(self.master, slots, tuple(names[id(parameter)] for parameter in self._parameters))
+        return OptimizerTensor(self.master, slots, tuple(names[id(parameter)] for parameter in self._parameters))
 
     @property
     def has_copies(self) -> bool:

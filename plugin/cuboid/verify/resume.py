@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.rng_state import capture
+from cuboid.checkpoint.save_plan import OPTIMIZER
 from cuboid.distributed.mesh import Mesh
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.verify.own_checks import worst_of_ranks

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
-from cuboid.checkpoint.format.links import leads_outward
+from cuboid.checkpoint.format.bounded_files import leads_outward
 
 logger = logging.getLogger(__name__)
 

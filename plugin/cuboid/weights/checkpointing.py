@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from cuboid.checkpoint.contents import Contents
-from cuboid.checkpoint.format.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
-from cuboid.checkpoint.loader import Opened, open_checkpoint
+from cuboid.checkpoint.format.state_document import Ancestor, first_ancestors, lineage_behind, new_identity
+from cuboid.checkpoint.loader import open_checkpoint
+from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.checkpoint.save_plan import SavePlan
 from cuboid.checkpoint.saver import Saver
 from cuboid.config.schema import CuboidConfig
 from cuboid.errors import CheckpointError
@@ -21,7 +22,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.optim.param_groups import GroupNames
 from cuboid.optim.schedule_groups import check_ungrouped, regrouped
-from cuboid.weights.training_state import load_model, load_training, restore_random, take_contents
+from cuboid.weights.training_state import load_model, load_training, make_save_plan, restore_random
 
 Framework = Literal["deepspeed", "colossalai"]
 #: For messages about a schedule that can't be restored.
@@ -121,8 +122,8 @@ class Checkpointing:
     ) -> bool:
         """Write ``root/tag``, or a part of it; see :meth:`cuboid.checkpoint.saver.Saver.save`."""
 
-        def take() -> Contents:
-            return take_contents(
+        def make_plan() -> SavePlan:
+            return make_save_plan(
                 self.model,
                 part.optimizer,
                 step=progress.optimizer,
@@ -130,20 +131,20 @@ class Checkpointing:
                 weights=part.weights,
             )
 
-        contents = run_on_all_ranks(take, self._mesh, what=f"save of {tag}")
-        return self._saver.save(root, tag, contents, latest=latest)
+        plan = run_on_all_ranks(make_plan, self._mesh, what=f"save of {tag}")
+        return self._saver.save(root, tag, plan, latest=latest)
 
     def wait(self) -> bool:
         """See :meth:`cuboid.checkpoint.saver.Saver.wait`."""
         return self._saver.wait()
 
-    def open(self, root: Path, tag: str | None = None) -> Opened:
+    def open(self, root: Path, tag: str | None = None) -> CheckpointMetadata:
         """Find and verify a checkpoint; see :func:`cuboid.checkpoint.loader.open_checkpoint`."""
         self._saver.wait()
         self._mesh.connect()
         return open_checkpoint(root, tag, self._mesh, verify=self._settings.verify)
 
-    def load_weights(self, source: Opened | Path, optimizer: OptimizerAdapter | None) -> None:
+    def load_weights(self, source: CheckpointMetadata | Path, optimizer: OptimizerAdapter | None) -> None:
         """Load the weights into the model, and into the optimizer's master weights. Collective.
 
         Args:
@@ -157,7 +158,7 @@ class Checkpointing:
         self._mesh.connect()
         self._mesh.connect_host()
         self.changed()
-        if isinstance(source, Opened):
+        if isinstance(source, CheckpointMetadata):
             path, ancestors = source.path, lineage_behind(source.path, source.document)
         else:
             path, ancestors = source, first_ancestors(str(source))
@@ -166,40 +167,42 @@ class Checkpointing:
             run_on_all_ranks(optimizer.weights_changed, self._mesh, what="copies of the loaded weights")
         self.origin.ancestors = ancestors
 
-    def load_optimizer(self, opened: Opened, optimizer: OptimizerAdapter) -> None:
+    def load_optimizer(self, metadata: CheckpointMetadata, optimizer: OptimizerAdapter) -> None:
         """Restore the optimizer's state; see :func:`cuboid.weights.training_state.load_training`."""
         self.changed()
-        load_training(self.model, optimizer, opened, self.groups)
+        load_training(self.model, optimizer, metadata, self.groups)
 
-    def load_scheduler(self, opened: Opened, scheduler: Any) -> None:
+    def load_scheduler(self, metadata: CheckpointMetadata, scheduler: Any) -> None:
         """Restore a learning-rate schedule's state, with its lists by parameter group in this optimizer's order.
 
         Raises:
             CheckpointError: the checkpoint has none, or that of another class, or of other groups.
         """
-        state = opened.document["scheduler"]
+        state = metadata.document["scheduler"]
         if state is None:
-            raise CheckpointError(f"{opened.path}: has no schedule of the learning rate; {_WITHOUT}")
+            raise CheckpointError(f"{metadata.path}: has no schedule of the learning rate; {_WITHOUT}")
         # Checkpoints of earlier versions don't name the class.
-        saved, own = opened.document.get("scheduler_class"), type(scheduler).__name__
-        if saved not in (None, own):
+        saved, present = metadata.document.get("scheduler_class"), type(scheduler).__name__
+        if saved not in (None, present):
             raise CheckpointError(
-                f"{opened.path}: holds the state of a {saved}, but the schedule of the learning rate is a {own}; take "
-                f"the same one, or {_WITHOUT}"
+                f"{metadata.path}: holds the state of a {saved}, but the schedule of the learning rate is a {present}; "
+                f"take the same one, or {_WITHOUT}"
             )
         try:
-            groups = opened.document.get("scheduler_groups")
+            groups = metadata.document.get("scheduler_groups")
             if groups is None:
                 check_ungrouped(state, len(self.groups))
             else:
                 state = regrouped(state, groups, self.groups, scheduler.state_dict())
         except CheckpointError as error:
-            raise CheckpointError(f"{opened.path}: {error}; group the parameters as they were, or {_WITHOUT}") from None
+            raise CheckpointError(
+                f"{metadata.path}: {error}; group the parameters as they were, or {_WITHOUT}"
+            ) from None
         scheduler.load_state_dict(state)
 
-    def restore_random(self, opened: Opened) -> None:
+    def restore_random(self, metadata: CheckpointMetadata) -> None:
         """Restore this rank's random states; see :func:`cuboid.weights.training_state.restore_random`."""
-        run_on_all_ranks(lambda: restore_random(self.model, opened), self._mesh, what="random states")
+        run_on_all_ranks(lambda: restore_random(self.model, metadata), self._mesh, what="random states")
 
     def _document(self, part: Part, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
         if self._identity is None:
@@ -220,6 +223,6 @@ class Checkpointing:
         }
 
 
-def progress_of(opened: Opened) -> Progress:
+def progress_of(metadata: CheckpointMetadata) -> Progress:
     """The progress of a run when it wrote a checkpoint."""
-    return Progress(**opened.document["steps"])
+    return Progress(**metadata.document["steps"])

@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from cuboid.checkpoint.contents import OPTIMIZER
-from cuboid.checkpoint.format.bounded_files import open_regular, read_object
-from cuboid.checkpoint.format.links import reject_outward_links
+from cuboid.checkpoint.format.bounded_files import open_regular, read_object, reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, reject_lost_manifest
-from cuboid.checkpoint.format.tensor_file import TensorFile
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec
 from cuboid.checkpoint.format.weight_index import INDEX_SUFFIX, SINGLE, read_index
+from cuboid.checkpoint.save_plan import OPTIMIZER
 from cuboid.checkpoint.save_planner import assign
 from cuboid.distributed.mesh import current_rank, current_world_size
 from cuboid.errors import CheckpointError, CuboidError

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cuboid.checkpoint.format.bounded_files import read_bytes
 from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, with_checksum, without_checksum
-from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
+from cuboid.checkpoint.format.tensor_file import TensorSpec, check_sizes
 from cuboid.config.schema import MeshConfig
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape, Topology
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec

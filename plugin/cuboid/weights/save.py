@@ -15,7 +15,7 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from cuboid.checkpoint.format.publish import SCRATCH, abandon_export, begin_export, publish
 from cuboid.checkpoint.saver import join_background_save
-from cuboid.checkpoint.writer import write_families, write_indices
+from cuboid.checkpoint.writer import write_indices, write_items
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
@@ -27,7 +27,7 @@ from cuboid.optim.grad_buffer import gradient_of
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
 from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_auxiliary_files
-from cuboid.weights.state_dict_map import model_family, sharded_layouts
+from cuboid.weights.state_dict_map import model_items, sharded_layouts
 
 _ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -145,7 +145,7 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 
     run_on_all_ranks(begin, mesh)
     try:
-        results = write_families([model_family(inner)], folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
+        results = write_items(model_items(inner), folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
 
         def finish() -> None:
             # A write error was recorded, not raised, so that the other ranks could finish their exchange.

@@ -11,8 +11,9 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
-from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
+from cuboid.checkpoint.format.tensor_file import TensorSpec
+from cuboid.checkpoint.metadata import ShardedTensor, ShardRange
+from cuboid.checkpoint.save_plan import WriteItem
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -55,21 +56,23 @@ def counted_here(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in stored_parameters(inner).items() if id(parameter) in counted}
 
 
-def split_tensor(name: str, value: torch.Tensor, layout: ShardingSpec | None, run: Run | None) -> SplitTensor:
+def sharded_tensor(
+    name: str, shard: torch.Tensor, sharding: ShardingSpec | None, local: ShardRange | None
+) -> ShardedTensor:
     """Describe this rank's part of a tensor.
 
     Args:
         name: of the tensor.
-        value: this rank's shard, or a stand-in with its dtype and shape.
-        layout: how the mesh shards it, if it does.
-        run: the elements of the shard that this rank has.
+        shard: this rank's, or a stand-in with its dtype and shape.
+        sharding: how the mesh shards the tensor, if it does.
+        local: the elements of the shard that this rank has.
     """
-    shape = tuple(value.shape) if layout is None else layout.shape
-    return SplitTensor(name, TensorSpec(value.dtype, shape), layout, run)
+    shape = tuple(shard.shape) if sharding is None else sharding.shape
+    return ShardedTensor(name, TensorSpec(shard.dtype, shape), sharding, local)
 
 
-def model_family(model: nn.Module) -> Family:
-    """The weights and persistent buffers of a model or a stage, as the family of files in a checkpoint's folder."""
+def model_items(model: nn.Module) -> list[WriteItem]:
+    """The weights and persistent buffers of a model or a stage, for the files in a checkpoint's own folder."""
     inner: Any = unwrap(model)
     parameters = counted_here(inner)
     buffers = {
@@ -80,21 +83,21 @@ def model_family(model: nn.Module) -> Family:
     ignored = set(inner._keys_to_ignore_on_save or ())
     layouts = sharded_layouts(inner)
     tensors = [
-        split_tensor(name, value, layouts.get(name), Run.whole(value.detach().contiguous()))
+        sharded_tensor(name, value, layouts.get(name), ShardRange.of_shard(value.detach().contiguous()))
         for name, value in {**parameters, **buffers}.items()
         if name not in ignored
     ]
-    return Family("", tuple(_bundles(inner, tensors)))
+    return list(_write_items(inner, tensors))
 
 
-def _bundles(model: Any, tensors: list[SplitTensor]) -> Iterable[Bundle]:
+def _write_items(model: Any, tensors: list[ShardedTensor]) -> Iterable[WriteItem]:
     by_name = {tensor.name: tensor for tensor in tensors}
     convert = functools.partial(revert_weight_conversion, model)
     for names, _ in stored_together(model, by_name):
         specs = {name: by_name[name].spec for name in names}
         blank = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
         outputs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in convert(blank).items()}
-        yield Bundle(tuple(by_name[name] for name in names), outputs, convert)
+        yield WriteItem("", tuple(by_name[name] for name in names), outputs, convert)
 
 
 def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], bool]]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.checkpoint.contents import OPTIMIZER, Contents
-from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer
+from cuboid.checkpoint.loader import load_masters, load_optimizer
+from cuboid.checkpoint.metadata import CheckpointMetadata, TensorMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.rng_state import capture, restore
-from cuboid.checkpoint.shards import Bundle, Family
+from cuboid.checkpoint.save_plan import OPTIMIZER, SavePlan, WriteItem
 from cuboid.errors import CheckpointError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
@@ -23,12 +23,12 @@ from cuboid.optim.param_groups import GroupNames
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.weights.auxiliary_files import write_auxiliary_files
 from cuboid.weights.load import read_weights
-from cuboid.weights.state_dict_map import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
+from cuboid.weights.state_dict_map import counted_here, model_items, sharded_layouts, sharded_tensor, stored_parameters
 
 
-def take_contents(
+def make_save_plan(
     model: nn.Module, adapter: OptimizerAdapter | None, *, step: int, document: Mapping[str, Any], weights: bool = True
-) -> Contents:
+) -> SavePlan:
     """This rank's part of a checkpoint; tensors are views of the model's and optimizer's own.
 
     Args:
@@ -43,12 +43,12 @@ def take_contents(
     """
     inner: Any = unwrap(model)
     state = None if adapter is None else adapter.state()
-    families = [model_family(inner)] if weights else []
+    items = model_items(inner) if weights else []
     if state is not None:
-        families += _optimizer_families(inner, state)
-    return Contents(
+        items += _optimizer_items(inner, state)
+    return SavePlan(
         step=step,
-        families=tuple(families),
+        items=tuple(items),
         optimizer=state,
         random=capture(_device(inner)),
         document={**document, "layout": describe_layout(inner)},
@@ -56,17 +56,16 @@ def take_contents(
     )
 
 
-def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]:
-    layouts, parameters = sharded_layouts(model), counted_here(model)
-    families = []
-    for quantity, runs in sorted(state.quantities.items()):
-        tensors = []
+def _optimizer_items(model: nn.Module, state: OptimizerState) -> list[WriteItem]:
+    shardings, parameters = sharded_layouts(model), counted_here(model)
+    items = []
+    for quantity, ranges in sorted(state.quantities.items()):
         for name, parameter in parameters.items():
-            if name in runs:
-                like = torch.empty(parameter.shape, dtype=runs[name].values.dtype, device="meta")
-                tensors.append(split_tensor(name, like, layouts.get(name), runs[name]))
-        families.append(Family(f"{OPTIMIZER}/{quantity}", tuple(map(Bundle.plain, tensors))))
-    return families
+            if name in ranges:
+                shard = torch.empty(parameter.shape, dtype=ranges[name].values.dtype, device="meta")
+                tensor = sharded_tensor(name, shard, shardings.get(name), ranges[name])
+                items.append(WriteItem.plain(f"{OPTIMIZER}/{quantity}", tensor))
+    return items
 
 
 def describe_layout(model: nn.Module) -> dict[str, Any]:
@@ -114,13 +113,15 @@ def load_model(model: nn.Module, folder: Path) -> None:
     run_on_all_ranks(load, mesh_of(inner))
 
 
-def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened, groups: GroupNames) -> None:
+def load_training(
+    model: nn.Module, adapter: OptimizerAdapter, checkpoint: CheckpointMetadata, groups: GroupNames
+) -> None:
     """Restore an optimizer's state; parameters in float32 get the checkpoint's master weights. Collective.
 
     Args:
         model: a sharded model, or an engine around one.
         adapter: of its optimizer.
-        opened: the checkpoint.
+        checkpoint: as opened.
         groups: names of the parameters, on all stages, of each of the optimizer's groups.
 
     Raises:
@@ -128,22 +129,22 @@ def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened, g
     """
     inner: Any = unwrap(model)
     mesh, parameters = mesh_of(inner), stored_parameters(inner)
-    layouts = sharded_layouts(inner)
-    placed = {}
+    shardings = sharded_layouts(inner)
+    tensors = {}
     for name, parameter in parameters.items():
-        layout = layouts.get(name)
-        placed[name] = Placed(tuple(parameter.shape) if layout is None else layout.shape, layout)
+        sharding = shardings.get(name)
+        tensors[name] = TensorMetadata(tuple(parameter.shape) if sharding is None else sharding.shape, sharding)
 
     def load() -> None:
         with torch.no_grad():
             wide = {name: p for name, p in parameters.items() if p.dtype == torch.float32}
-            load_masters(opened, wide, placed, mesh)
-            load_optimizer(opened, adapter, placed, mesh, groups)
+            load_masters(checkpoint, wide, tensors, mesh)
+            load_optimizer(checkpoint, adapter, tensors, mesh, groups)
 
     run_on_all_ranks(load, mesh)
 
 
-def restore_random(model: nn.Module, opened: Opened) -> None:
+def restore_random(model: nn.Module, checkpoint: CheckpointMetadata) -> None:
     """Restore this rank's random states from the rank that had the same place when the checkpoint was written.
 
     On another layout, places that didn't exist are mapped to existing ones: beyond the last stage to the last, beyond
@@ -151,7 +152,7 @@ def restore_random(model: nn.Module, opened: Opened) -> None:
     """
     inner: Any = unwrap(model)
     mesh = mesh_of(inner)
-    saved: list[dict[str, Any]] = opened.document["random"]
+    saved: list[dict[str, Any]] = checkpoint.document["random"]
     sizes = {axis: max(state[axis] for state in saved) + 1 for axis in ("pipe", "data", "mesh")}
     own = {
         "pipe": min(mesh.coordinate.pipe, sizes["pipe"] - 1),

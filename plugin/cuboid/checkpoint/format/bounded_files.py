@@ -1,8 +1,9 @@
 """Read untrusted or damaged files within bounds.
 
-Only regular files are opened, because opening a pipe would block until its other end is opened. JSON is parsed up to a
-size and a depth that real checkpoints and models stay below. Duplicate keys are an error, because it is unclear which
-of the values was meant.
+Only regular files are opened, because opening a pipe would block until its other end is opened. Symbolic links may not
+lead out of a checkpoint: other files of the user's would be read, and copied. JSON is parsed up to a size and a depth
+that real checkpoints and models stay below. Duplicate keys are an error, because it is unclear which of the values was
+meant.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,6 +65,56 @@ def _check_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
         raise CheckpointError(f"{path}: is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
+
+
+def reject_outward_links(folder: Path, *, within: Path | None = None) -> None:
+    """Check that no symbolic link below a checkpoint's folder leads out of it. The folder itself may be a link.
+
+    Files of the Hugging Face Hub's cache may lead to its ``blobs``: ``snapshots/REVISION/NAME`` to ``blobs/HASH``.
+
+    Args:
+        folder: the checkpoint.
+        within: a folder around it that links may lead into as well, such as that of all checkpoints of a run.
+
+    Raises:
+        CheckpointError: names the first link that does, and where it leads.
+    """
+    outward = next(_outward_links(folder, within), None)
+    if outward is not None:
+        raise CheckpointError(
+            f"{outward}: is a link that leads out of the checkpoint, to {os.path.realpath(outward)}, and isn't "
+            "followed; if that file belongs to the checkpoint, put it there in place of the link"
+        )
+
+
+def leads_outward(path: Path) -> bool:
+    """Whether a file of a checkpoint's folder is a link that leads out of that folder, as above."""
+    return not _is_inside(os.path.realpath(path), _roots(path.parent, None))
+
+
+def _outward_links(folder: Path, within: Path | None) -> Iterator[Path]:
+    roots, waiting = _roots(folder, within), [os.fspath(folder)] if folder.is_dir() else []
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in sorted(entries, key=lambda one: one.name):
+                if entry.is_symlink():
+                    # All at once: links to links, and targets with ``..``.
+                    if not _is_inside(os.path.realpath(entry.path), roots):
+                        yield Path(entry.path)
+                elif entry.is_dir() and os.access(entry.path, os.R_OK | os.X_OK):
+                    waiting.append(entry.path)
+
+
+def _roots(folder: Path, within: Path | None) -> list[Path]:
+    """Where links may lead to; of ``blobs``, to files directly in it."""
+    root = Path(os.path.realpath(folder))
+    roots = [root, *([] if within is None else [Path(os.path.realpath(within))])]
+    roots += [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    return roots
+
+
+def _is_inside(target: str, roots: list[Path]) -> bool:
+    return any(Path(target).is_relative_to(root) for root in roots)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -199,9 +252,9 @@ def is_too_deep(value: Any) -> bool:
     for _ in range(DEEPEST + 1):
         level = [
             item
-            for each in level
-            if isinstance(each, dict | list)
-            for item in (each.values() if isinstance(each, dict) else each)
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return False
@@ -209,12 +262,11 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
-    return found
+    return value
 
 
 def _reject_constant(name: str) -> NoReturn:

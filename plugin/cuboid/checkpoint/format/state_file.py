@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cuboid.checkpoint.format.bounded_files import is_too_deep, read_json
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter, bytes_of
-from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter, TensorSpec, bytes_of, check_sizes
 from cuboid.errors import CheckpointError
 
 STATE = "state.json"

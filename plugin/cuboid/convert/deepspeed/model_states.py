@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
+from cuboid.checkpoint.format.tensor_file import TensorSpec, check_sizes
 from cuboid.convert.formats.pickles import Extent, PickledTensor, cut, extent_of, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.deepspeed.model_states import Files
 from cuboid.convert.formats.parameter_names import state_specs
 from cuboid.convert.formats.pickles import PickledTensor, load_pickle, pickled_tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.deepspeed.model_states import ModelStates
 from cuboid.convert.formats.block_tensors import BLOCK_BYTES
 from cuboid.convert.formats.pickles import Extent, ExtentReader, PickledTensor, cut, extent_of

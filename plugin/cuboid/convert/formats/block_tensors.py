@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
+from cuboid.checkpoint.format.tensor_file import TensorSpec, row_blocks
 from cuboid.errors import CheckpointError
 
 #: Size of a block of rows, unless one row is larger.

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.formats.parameter_names import load_targets
 from cuboid.errors import CheckpointError
 from cuboid.weights.model_folder import as_damage_of, model_config

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loadi
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.formats.block_tensors import BlockTensors, row_ranges
 from cuboid.errors import UnsupportedModelError
 from cuboid.weights.model_folder import as_damage_of, model_config

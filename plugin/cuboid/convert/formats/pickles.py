@@ -20,8 +20,7 @@ import torch
 from torch.serialization import safe_globals
 
 from cuboid.checkpoint.format.bounded_files import open_regular
-from cuboid.checkpoint.format.tensor_file import bytes_of
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec, bytes_of
 from cuboid.convert.formats.block_tensors import BLOCK_BYTES, row_ranges
 from cuboid.errors import CheckpointError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.config.schema import CuboidConfig
 from cuboid.convert.formats.parameter_names import LoadTarget, blank_model, is_expected, load_targets, state_specs
 from cuboid.distributed.mesh import Mesh

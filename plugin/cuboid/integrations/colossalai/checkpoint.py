@@ -9,7 +9,7 @@ from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper
 
 from cuboid.checkpoint.format.manifest import MANIFEST
-from cuboid.checkpoint.loader import Opened
+from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.colossalai.model import CuboidModel
@@ -30,7 +30,7 @@ class CuboidCheckpointIO(CheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self._model: CuboidModel | None = None
-        self._opened: tuple[Path, Opened] | None = None
+        self._opened: tuple[Path, CheckpointMetadata] | None = None
 
     def attach(self, model: CuboidModel) -> None:
         """Set the boosted model that is saved and loaded, with its optimizer."""
@@ -122,11 +122,11 @@ class CuboidCheckpointIO(CheckpointIO):
         _reject(prefix=prefix)
         model = self._boosted(optimizer)
         adapter = _adapter(model)
-        opened = self._open(model, Path(checkpoint))
-        model.checkpointing.load_optimizer(opened, adapter)
-        model.checkpointing.restore_random(opened)
-        model.progress = progress_of(opened)
-        model.client_state.update(opened.document["client"])
+        metadata = self._open(model, Path(checkpoint))
+        model.checkpointing.load_optimizer(metadata, adapter)
+        model.checkpointing.restore_random(metadata)
+        model.progress = progress_of(metadata)
+        model.client_state.update(metadata.document["client"])
         model.restored = True
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
@@ -146,7 +146,7 @@ class CuboidCheckpointIO(CheckpointIO):
         folder, self._opened = Path(checkpoint).absolute(), None
         model.checkpointing.save(folder.parent, folder.name, part, model.progress, model.client_state, latest=False)
 
-    def _open(self, model: CuboidModel, folder: Path) -> Opened:
+    def _open(self, model: CuboidModel, folder: Path) -> CheckpointMetadata:
         """Open and verify a checkpoint, once for all calls that load its parts."""
         if self._opened is None or self._opened[0] != folder:
             self._opened = (folder, model.checkpointing.open(folder))

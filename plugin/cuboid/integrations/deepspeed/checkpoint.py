@@ -12,7 +12,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import DummyOptim
 
-from cuboid.checkpoint.loader import Opened
+from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
@@ -97,15 +97,15 @@ class CheckpointedEngine(DeepSpeedEngine):
         if load_module_only and tag is None and _is_plain(Path(load_dir)):
             self.checkpointing.load_weights(Path(load_dir), adapter)
             return str(load_dir), {}
-        opened = self.checkpointing.open(Path(load_dir), tag)
-        self.checkpointing.load_weights(opened, adapter)
+        metadata = self.checkpointing.open(Path(load_dir), tag)
+        self.checkpointing.load_weights(metadata, adapter)
         if not load_module_only:
             if load_optimizer_states and adapter is not None:
-                self.checkpointing.load_optimizer(opened, adapter)
-                self._restore_loss_scale(opened)
-            self._restore(opened, with_scheduler=load_lr_scheduler_states)
-            self.checkpointing.restore_random(opened)
-        return str(opened.path), dict(opened.document["client"])
+                self.checkpointing.load_optimizer(metadata, adapter)
+                self._restore_loss_scale(metadata)
+            self._restore(metadata, with_scheduler=load_lr_scheduler_states)
+            self.checkpointing.restore_random(metadata)
+        return str(metadata.path), dict(metadata.document["client"])
 
     def wait_for_checkpoint(self) -> bool:
         """Wait until an asynchronous ``save_checkpoint`` is done. Collective.
@@ -135,24 +135,24 @@ class CheckpointedEngine(DeepSpeedEngine):
         scaler = getattr(self.optimizer, "loss_scaler", None)
         return scaler if isinstance(scaler, DynamicLossScaler) else None
 
-    def _restore_loss_scale(self, opened: Opened) -> None:
-        scaler, saved = self._loss_scaler, opened.document.get("loss_scale")
+    def _restore_loss_scale(self, metadata: CheckpointMetadata) -> None:
+        scaler, saved = self._loss_scaler, metadata.document.get("loss_scale")
         # A run in another precision, or with a static scale, saves none; this run then starts from its config's.
         if scaler is None or saved is None:
             return
         for name in _LOSS_SCALE:
             if name not in saved:
-                raise CheckpointError(f"{opened.path}: its loss scale has no {name}")
+                raise CheckpointError(f"{metadata.path}: its loss scale has no {name}")
             setattr(scaler, name, saved[name])
 
-    def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
-        progress = progress_of(opened)
+    def _restore(self, metadata: CheckpointMetadata, *, with_scheduler: bool) -> None:
+        progress = progress_of(metadata)
         self.global_steps = progress.optimizer
         self.global_samples = progress.samples
         self.skipped_steps = progress.skipped
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         if with_scheduler and self.lr_scheduler is not None:
-            self.checkpointing.load_scheduler(opened, self.lr_scheduler)
+            self.checkpointing.load_scheduler(metadata, self.lr_scheduler)
 
 
 def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:

@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerTensor, Slot
 from cuboid.errors import CheckpointError
 
 #: For each optimizer wrapper, its attribute with the parameter groups in the model's precision.
@@ -44,44 +44,48 @@ def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapte
             "torch's kind by themselves, under ZeRO 1 and 2, and under bf16"
         )
     # A parameter that isn't the model's is the placeholder of a group in which this stage trains nothing.
-    parameters = [[p for p in own if id(p) in names] for own in getattr(optimizer, attribute)]
+    parameters = [[p for p in group if id(p) in names] for group in getattr(optimizer, attribute)]
     groups = [
-        _unfused(optimizer.fp32_groups[index], own, names)
+        _unfused(optimizer.fp32_groups[index], in_group, names)
         if isinstance(optimizer, FP16_UnfusedOptimizer)
-        else [_flat(group["params"][0], own, names, optimizer)]
-        for index, (group, own) in enumerate(zip(base.param_groups, parameters, strict=True))
+        else [_flat(group["params"][0], in_group, names, optimizer)]
+        for index, (group, in_group) in enumerate(zip(base.param_groups, parameters, strict=True))
     ]
     has_master = any(
-        holding.tensor.dtype != parameter.dtype
-        for holdings, own in zip(groups, parameters, strict=True)
-        for holding in holdings
-        for parameter in own
+        stepped.tensor.dtype != parameter.dtype
+        for tensors, in_group in zip(groups, parameters, strict=True)
+        for stepped in tensors
+        for parameter in in_group
     )
     return OptimizerAdapter(base, groups, has_master=has_master, refresh=optimizer.refresh_fp32_params)
 
 
-def _unfused(copies: Sequence[torch.Tensor], own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Holding]:
-    return [Holding.of(copy, names[id(parameter)]) for copy, parameter in zip(copies, own, strict=True)]
+def _unfused(
+    copies: Sequence[torch.Tensor], in_group: Sequence[nn.Parameter], names: Mapping[int, str]
+) -> list[OptimizerTensor]:
+    return [OptimizerTensor.of(copy, names[id(parameter)]) for copy, parameter in zip(copies, in_group, strict=True)]
 
 
-def _flat(flat: torch.Tensor, own: Sequence[nn.Parameter], names: Mapping[int, str], optimizer: Any) -> Holding:
-    slots = _all_slots(own, names) if isinstance(optimizer, FP16_Optimizer) else _partition_slots(own, names)
-    return Holding(flat, tuple(slots), tuple(names[id(parameter)] for parameter in own))
+def _flat(
+    flat: torch.Tensor, in_group: Sequence[nn.Parameter], names: Mapping[int, str], optimizer: Any
+) -> OptimizerTensor:
+    slots = _all_slots(in_group, names) if isinstance(optimizer, FP16_Optimizer) else _partition_slots(in_group, names)
+    return OptimizerTensor(flat, tuple(slots), tuple(names[id(parameter)] for parameter in in_group))
 
 
-def _all_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
+def _all_slots(in_group: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
     """Slots of full parameters, laid end to end."""
     slots, offset = [], 0
-    for parameter in own:
+    for parameter in in_group:
         slots.append(Slot(names[id(parameter)], 0, offset, parameter.numel()))
         offset += parameter.numel()
     return slots
 
 
-def _partition_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
+def _partition_slots(in_group: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
     """Slots of this replica's ZeRO partition of each parameter."""
     slots = []
-    for parameter in own:
+    for parameter in in_group:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
 
-from cuboid.checkpoint.loader import Opened
+from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import StepGuard
 from cuboid.integrations.deepspeed.checkpoint import positioned
@@ -134,8 +134,8 @@ class CuboidPipelineEngine(CuboidEngine):
         """Set a loader that :meth:`train_batch` reads from now on, repeated endlessly."""
         self._iterator = iter(RepeatingLoader(loader))
 
-    def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
-        super()._restore(opened, with_scheduler=with_scheduler)
+    def _restore(self, metadata: CheckpointMetadata, *, with_scheduler: bool) -> None:
+        super()._restore(metadata, with_scheduler=with_scheduler)
         if self.training_dataloader is not None:
             # No script can skip the batches that were already used, since train_batch reads this loader itself.
             micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size

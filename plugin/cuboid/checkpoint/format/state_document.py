@@ -1,7 +1,15 @@
-"""Validate the parts of ``state.json`` that resuming a run needs, before any of them is used."""
+"""What ``state.json`` says: the parts that resuming a run needs, validated before any is used, and the provenance.
+
+The provenance (lineage) is the chain of checkpoints from which a run and the earlier runs were loaded.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +18,28 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cuboid.checkpoint.format.bounded_files import is_plain_name
-from cuboid.checkpoint.format.manifest import not_understood
-from cuboid.checkpoint.format.state_file import STATE
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, not_understood
+from cuboid.checkpoint.format.state_file import STATE, read_state
 from cuboid.errors import CheckpointError
 
+#: Key of the client state under which a script stores a fingerprint of its training data.
+DATA_FINGERPRINT = "data_fingerprint"
 #: State words of the Mersenne Twister of Python and NumPy, without its position.
 _WORDS = 624
 
 
-class _Part(BaseModel):
+class _StateSection(BaseModel):
     # Other versions may write further keys.
     model_config = ConfigDict(extra="ignore", strict=True, arbitrary_types_allowed=True)
 
 
-class _Steps(_Part):
+class _Steps(_StateSection):
     optimizer: int = Field(ge=0)
     samples: int = Field(ge=0)
     skipped: int = Field(ge=0)
 
 
-class _Optimizer(_Part):
+class _Optimizer(_StateSection):
     kind: str = Field(alias="class")
     quantities: list[str]
     numbers: dict[str, dict[str, Any]]
@@ -46,8 +56,8 @@ class _Optimizer(_Part):
     @field_validator("numbers")
     @classmethod
     def _check_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for own in numbers.values():
-            for key, value in own.items():
+        for of_parameter in numbers.values():
+            for key, value in of_parameter.items():
                 single = isinstance(value, torch.Tensor) and value.dim() == 0
                 if not isinstance(key, str) or not (single or isinstance(value, bool | int | float | None)):
                     raise ValueError(f"{key} is a {type(value).__name__}, not a number")
@@ -63,7 +73,7 @@ class _Optimizer(_Part):
         return groups
 
 
-class _States(_Part):
+class _States(_StateSection):
     python: tuple[int, Any, float | None]
     numpy: tuple[str, Any, int, int, float]
     torch: Any
@@ -88,8 +98,8 @@ class _States(_Part):
     @field_validator("torch")
     @classmethod
     def _check_torch_state(cls, state: Any) -> Any:
-        own = torch.get_rng_state()
-        if not isinstance(state, torch.Tensor) or state.dtype != own.dtype or state.shape != own.shape:
+        current = torch.get_rng_state()
+        if not isinstance(state, torch.Tensor) or state.dtype != current.dtype or state.shape != current.shape:
             raise ValueError("it isn't of torch's generator")
         return state
 
@@ -99,14 +109,14 @@ def _check_words(words: Any, count: int) -> None:
         raise ValueError(f"it has no {count} words")
 
 
-class _Random(_Part):
+class _Random(_StateSection):
     pipe: int = Field(ge=0)
     data: int = Field(ge=0)
     mesh: int = Field(ge=0)
     state: _States
 
 
-class _Document(_Part):
+class _Document(_StateSection):
     steps: _Steps
     random: list[_Random] = Field(min_length=1)
     client: dict[Any, Any]
@@ -131,7 +141,78 @@ def check_document(document: dict[str, Any], path: Path) -> None:
     except ValidationError as error:
         raise not_understood(path / STATE, error) from None
     # Resuming looks up a state by place, so each combination of pipe, data and mesh must occur exactly once.
-    places = {(each["pipe"], each["data"], each["mesh"]) for each in document["random"]}
+    places = {(entry["pipe"], entry["data"], entry["mesh"]) for entry in document["random"]}
     ends = [max(place[axis] for place in places) + 1 for axis in range(3)]
     if len(places) != len(document["random"]) or len(places) != ends[0] * ends[1] * ends[2]:
         raise CheckpointError(f"{path / STATE}: doesn't have one random state for each place of its ranks")
+
+
+# --- provenance ----------------------------------------------------------------------------------------------------
+
+
+class Ancestor(BaseModel):
+    """A checkpoint that a run started or resumed from.
+
+    Attributes:
+        path: its folder at that time, or the name of the model that was loaded.
+        id: unique id; None for a checkpoint that Cuboid didn't write.
+        step: optimizer steps at the time it was written.
+        created: time in UTC.
+        config_sha256: hash of its run's config.
+        data_fingerprint: fingerprint of its run's training data, if the script provided one.
+        layout: mesh and stages of its run.
+        versions: versions of the packages that wrote it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    id: str | None = None
+    step: int | None = None
+    created: str | None = None
+    config_sha256: str | None = None
+    data_fingerprint: str | None = None
+    layout: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+
+
+def new_identity() -> dict[str, str]:
+    """The unique id and creation time of a new checkpoint, for its ``state.json``."""
+    return {"id": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def first_ancestors(source: str) -> list[Ancestor]:
+    """The lineage of a run whose model was loaded from ``source``: a model's name or folder, or a checkpoint."""
+    folder = Path(source)
+    if source and (folder / MANIFEST).is_file() and (folder / STATE).is_file():
+        return lineage_behind(folder, read_state(folder, Manifest.read(folder)))
+    return [Ancestor(path=source)] if source else []
+
+
+def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
+    """The lineage of a run that resumed from a checkpoint: the checkpoint's lineage and the checkpoint, oldest first.
+
+    Args:
+        path: the checkpoint's folder.
+        document: contents of its ``state.json``.
+
+    Raises:
+        CheckpointError: the document lacks a key or is malformed.
+    """
+    try:
+        # ``default=str`` for dates, which a config from YAML may have.
+        config = json.dumps(document["config"], sort_keys=True, default=str)
+        fingerprint = document["client"].get(DATA_FINGERPRINT)
+        ancestor = Ancestor(
+            path=str(path.absolute()),
+            id=document["id"],
+            step=document["steps"]["optimizer"],
+            created=document["created"],
+            config_sha256=hashlib.sha256(config.encode()).hexdigest(),
+            data_fingerprint=None if fingerprint is None else str(fingerprint),
+            layout=document["layout"],
+            versions=document["versions"],
+        )
+        return [*map(Ancestor.model_validate, document["lineage"]), ancestor]
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+        raise CheckpointError(f"{path / STATE}: doesn't say where the checkpoint comes from: {error!r}") from error
