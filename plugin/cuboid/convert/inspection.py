@@ -18,7 +18,7 @@ from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import SINGLE
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
 from cuboid.convert.per_rank.source import rank_file_faults
-from cuboid.convert.sources import CheckpointKind, Found
+from cuboid.convert.sources import CheckpointKind, DetectedCheckpoint
 from cuboid.convert.target import progress
 from cuboid.errors import CheckpointError
 from cuboid.weights.model_folder import check_model_folder, has_config
@@ -72,32 +72,32 @@ class Inspection(BaseModel):
     faults: list[str] = []
 
 
-def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
+def inspect_checkpoint(checkpoint: DetectedCheckpoint, *, verify: bool) -> Inspection:
     """Inspect a checkpoint; what is wrong with it is reported, not raised.
 
     Args:
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         verify: whether to compare all files that have a recorded checksum with it; shows a progress bar on stderr.
     """
-    inspection = Inspection(kind=found.kind.value, path=str(found.folder))
-    files = sorted(path for path in found.folder.rglob("*") if path.is_file())
+    inspection = Inspection(kind=checkpoint.kind.value, path=str(checkpoint.folder))
+    files = sorted(path for path in checkpoint.folder.rglob("*") if path.is_file())
     inspection.files = [
-        FileEntry(name=path.relative_to(found.folder).as_posix(), bytes=path.stat().st_size) for path in files
+        FileEntry(name=path.relative_to(checkpoint.folder).as_posix(), bytes=path.stat().st_size) for path in files
     ]
     for entry in inspection.files:
-        if entry.name.endswith(".safetensors") and not leads_outward(found.folder / entry.name):
-            _add_tensors(inspection, found.folder, entry.name)
-    if found.kind is CheckpointKind.CUBOID:
-        _check_manifest(inspection, found.folder, verify)
-        _check_index(inspection, found.folder)
-    elif found.kind is CheckpointKind.RANKS:
-        _check_ranks(inspection, found.folder, verify)
-    elif found.kind is CheckpointKind.HUGGING_FACE:
-        _check_index(inspection, found.folder)
-    if found.kind is not CheckpointKind.DEEPSPEED and has_config(found.folder):
-        inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
+        if entry.name.endswith(".safetensors") and not leads_outward(checkpoint.folder / entry.name):
+            _add_tensors(inspection, checkpoint.folder, entry.name)
+    if checkpoint.kind is CheckpointKind.CUBOID:
+        _check_manifest(inspection, checkpoint.folder, verify)
+        _check_index(inspection, checkpoint.folder)
+    elif checkpoint.kind is CheckpointKind.RANKS:
+        _check_ranks(inspection, checkpoint.folder, verify)
+    elif checkpoint.kind is CheckpointKind.HUGGING_FACE:
+        _check_index(inspection, checkpoint.folder)
+    if checkpoint.kind is not CheckpointKind.DEEPSPEED and has_config(checkpoint.folder):
+        inspection.faults += _faults(lambda: check_model_folder(checkpoint.folder, weights=False))
     else:
-        inspection.faults += _faults(lambda: reject_outward_links(found.folder))
+        inspection.faults += _faults(lambda: reject_outward_links(checkpoint.folder))
     return inspection
 
 
@@ -190,8 +190,8 @@ def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
 
 def _check_index(inspection: Inspection, folder: Path) -> None:
     # Opening the weights compares the index with the tensors that the files have.
-    found = weights_in(folder)
-    if found is not None and found.startswith(SINGLE):
+    weights = weights_in(folder)
+    if weights is not None and weights.startswith(SINGLE):
         with ExitStack() as stack:
             inspection.faults += _faults(lambda: open_weights(folder, stack, trusted=False))
 

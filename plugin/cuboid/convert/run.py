@@ -95,7 +95,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
             tensors = tensors.cast(dtypes_when_loaded(source.auxiliary_files, tensors.specs, options.dtype))
         dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()}))
         size = f"{len(tensors.specs)} tensors in {dtypes}, {size_text(tensors.nbytes)}"
-        said = [f"{source.found.folder}: {source.found.kind.value}, {size}", f"checked: {source.checked}"]
+        said = [f"{source.checkpoint.folder}: {source.checkpoint.kind.value}, {size}", f"checked: {source.checked}"]
         plan = None
         if options.config is not None:
             plan = plan_ranks(source.auxiliary_files, tensors.specs, options.config, options.world_size)
@@ -130,7 +130,7 @@ def _write(
     for name in plan.unused if plan is not None else ():
         say(f"left out: tensor {name}, which the model doesn't use")
     # The Trainer puts config.json beside DeepSpeed's folder, which is the source and so wasn't left out.
-    skipped = [name for name in skipped if name != f"{source.found.folder.name}/"]
+    skipped = [name for name in skipped if name != f"{source.checkpoint.folder.name}/"]
     if skipped:
         say(f"left out: {', '.join(skipped)}")
     kind = "Hugging Face checkpoint" if plan is None else f"per-rank files for {plan.describe()}"
@@ -142,7 +142,7 @@ def _config_dtype(source: Source, tensors: BlockTensors, options: ConvertOptions
     if options.dtype is not None:
         # Even if most of the tensors' bytes are of those that stay in float32.
         return options.dtype
-    if not options.master and source.found.kind is not CheckpointKind.DEEPSPEED:
+    if not options.master and source.checkpoint.kind is not CheckpointKind.DEEPSPEED:
         return None
     floating = [spec for spec in tensors.specs.values() if spec.dtype.is_floating_point]
     return max(floating, key=lambda spec: spec.nbytes).dtype if floating else None

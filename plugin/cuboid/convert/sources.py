@@ -43,7 +43,7 @@ _MASTERS = Path("optimizer") / "master"
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedCheckpoint:
     """A detected checkpoint.
 
     Attributes:
@@ -55,7 +55,7 @@ class Found:
     folder: Path
 
 
-def find_checkpoint(path: Path) -> Found:
+def find_checkpoint(path: Path) -> DetectedCheckpoint:
     """Detect the kind of a checkpoint; in a folder of checkpoints, that of the latest one.
 
     Raises:
@@ -66,20 +66,20 @@ def find_checkpoint(path: Path) -> Found:
         raise CheckpointError(f"{path}: is not a folder")
     # Most specific first: checkpoints of cuboid and per-rank files have a config.json and safetensors too.
     if (path / SHARDS).is_file():
-        return Found(CheckpointKind.RANKS, path)
+        return DetectedCheckpoint(CheckpointKind.RANKS, path)
     if (path / MANIFEST).is_file():
-        return Found(CheckpointKind.CUBOID, path)
+        return DetectedCheckpoint(CheckpointKind.CUBOID, path)
     reject_lost_manifest(path)
     if path.name.endswith((INCOMPLETE, CONVERTING)):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:
-        return Found(CheckpointKind.HUGGING_FACE, path)
+        return DetectedCheckpoint(CheckpointKind.HUGGING_FACE, path)
     if any(path.glob(f"*/{MANIFEST}")):
-        return Found(CheckpointKind.CUBOID, resolve(path))
+        return DetectedCheckpoint(CheckpointKind.CUBOID, resolve(path))
     tag = tag_folder(path)
     if tag is None:
         raise CheckpointError(f"{path}: is not a known kind of checkpoint: {_KNOWN}")
-    return Found(CheckpointKind.DEEPSPEED, tag)
+    return DetectedCheckpoint(CheckpointKind.DEEPSPEED, tag)
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        found: its kind and folder.
+        checkpoint: its kind and folder.
         tensors: the model's tensors, by their names in Hugging Face checkpoints.
         auxiliary_files: folder of the config, tokenizer and other files beside the weights; or a ``config.json``.
         checked: a sentence on which files were compared with checksums and which couldn't be.
     """
 
-    found: Found
+    checkpoint: DetectedCheckpoint
     tensors: BlockTensors
     auxiliary_files: Path
     checked: str
@@ -123,30 +123,30 @@ def open_source(
     Raises:
         CheckpointError: there is none, or it is damaged, or the options don't apply to it.
     """
-    found = find_checkpoint(path)
-    reject_outward_links(found.folder, within=path)
-    auxiliary_files = _auxiliary_files(found, path, model)
-    if master and found.kind is not CheckpointKind.CUBOID:
-        raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
-    checked = [_check_auxiliary_files(auxiliary_files, found)]
-    if found.kind is CheckpointKind.DEEPSPEED:
-        tensors = open_deepspeed(found.folder, auxiliary_files, stack, dtype=dtype, trusted=trusted)
+    checkpoint = find_checkpoint(path)
+    reject_outward_links(checkpoint.folder, within=path)
+    auxiliary_files = _auxiliary_files(checkpoint, path, model)
+    if master and checkpoint.kind is not CheckpointKind.CUBOID:
+        raise CheckpointError(f"{path}: is a {checkpoint.kind.value}; --master goes with a checkpoint of cuboid alone")
+    checked = [_check_auxiliary_files(auxiliary_files, checkpoint)]
+    if checkpoint.kind is CheckpointKind.DEEPSPEED:
+        tensors = open_deepspeed(checkpoint.folder, auxiliary_files, stack, dtype=dtype, trusted=trusted)
         checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
-    elif found.kind is CheckpointKind.RANKS:
-        tensors = open_rank_files(found.folder, stack, checking)
+    elif checkpoint.kind is CheckpointKind.RANKS:
+        tensors = open_rank_files(checkpoint.folder, stack, checking)
         checked.insert(0, f"all files were compared with their checksums in {SHARDS}")
-    elif found.kind is CheckpointKind.CUBOID:
-        checked.insert(0, _check_manifest(found.folder, master, checking))
-        tensors = open_weights(found.folder, stack, trusted=trusted)
+    elif checkpoint.kind is CheckpointKind.CUBOID:
+        checked.insert(0, _check_manifest(checkpoint.folder, master, checking))
+        tensors = open_weights(checkpoint.folder, stack, trusted=trusted)
     else:
-        tensors = open_weights(found.folder, stack, trusted=trusted)
+        tensors = open_weights(checkpoint.folder, stack, trusted=trusted)
         checked.insert(
             0,
             "a Hugging Face checkpoint records no checksums: names, shapes and sizes fit one another, but values that "
             "were damaged or exchanged can't be detected",
         )
-    tensors = _with_masters(found.folder, tensors, stack) if master else tensors
-    return Source(found, tensors, auxiliary_files, "; ".join(filter(None, checked)))
+    tensors = _with_masters(checkpoint.folder, tensors, stack) if master else tensors
+    return Source(checkpoint, tensors, auxiliary_files, "; ".join(filter(None, checked)))
 
 
 def _check_manifest(folder: Path, master: bool, checking: ProgressBar) -> str:
@@ -162,13 +162,13 @@ def _check_manifest(folder: Path, master: bool, checking: ProgressBar) -> str:
     return f"{len(names)} files were compared with their checksums in {MANIFEST}, all that is read of it"
 
 
-def _check_auxiliary_files(auxiliary_files: Path, found: Found) -> str:
+def _check_auxiliary_files(auxiliary_files: Path, checkpoint: DetectedCheckpoint) -> str:
     """Check that the files beside the weights can be read; returns a sentence on what couldn't be compared."""
     if auxiliary_files.is_file():
         read_config(auxiliary_files)
         return f"{auxiliary_files} has no checksum"
     check_model_folder(auxiliary_files, weights=False)
-    if auxiliary_files == found.folder:
+    if auxiliary_files == checkpoint.folder:
         return ""
     recorded = (auxiliary_files / MANIFEST).is_file()
     if recorded:
@@ -178,14 +178,14 @@ def _check_auxiliary_files(auxiliary_files: Path, found: Found) -> str:
     return f"the files beside the weights are those of {auxiliary_files}, {how}"
 
 
-def _auxiliary_files(found: Found, path: Path, model: Path | None) -> Path:
-    places = [model] if model is not None else [found.folder, path, found.folder.parent]
+def _auxiliary_files(checkpoint: DetectedCheckpoint, path: Path, model: Path | None) -> Path:
+    places = [model] if model is not None else [checkpoint.folder, path, checkpoint.folder.parent]
     for place in places:
         if (place / CONFIG).is_file() or (place.is_file() and place.suffix == ".json"):
             return place
     if model is not None:
         raise CheckpointError(f"{model}: has no {CONFIG}; --model takes a Hugging Face folder, or a config.json")
-    raise CheckpointError(f"{found.folder}: has no {CONFIG}; give --model, a Hugging Face folder or a config.json")
+    raise CheckpointError(f"{checkpoint.folder}: has no {CONFIG}; give --model, a Hugging Face folder or a config.json")
 
 
 def _with_masters(folder: Path, tensors: BlockTensors, stack: ExitStack) -> BlockTensors:

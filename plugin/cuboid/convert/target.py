@@ -175,12 +175,12 @@ def copy_auxiliary_files(source: Path, folder: Path, dtype: torch.dtype | None) 
 
 def _copy_code(source: Path, folder: Path) -> list[str]:
     """Copy the templates and the code in a subfolder; returns its name if it has neither and was skipped."""
-    found = [path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix in (".jinja", ".py")]
-    for path in found:
+    code_files = [path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix in (".jinja", ".py")]
+    for path in code_files:
         copied = folder / path.relative_to(source.parent)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copied)
-    return [] if found else [f"{source.name}/"]
+    return [] if code_files else [f"{source.name}/"]
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -107,11 +107,11 @@ class PipelineDriver:
         while group := list(islice(rest, self.accumulation)):
             feed = ({"input_ids": batch.input_ids, "labels": batch.labels} for batch in group)
             loss = float(self.engine.eval_batch(feed, num_micro_batches=len(group)))
-            own = sum(batch.tokens for batch in group)
+            group_tokens = sum(batch.tokens for batch in group)
             # The loss is the mean over all replicas' tokens, on each of them. Weighted with each replica's own tokens,
             # the sum over replicas in ``mean`` gives the total.
-            loss_sum += loss * own
-            tokens += own
+            loss_sum += loss * group_tokens
+            tokens += group_tokens
         return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
 
 

@@ -101,9 +101,11 @@ class Resumed:
         Raises:
             CuboidError: names all that differ.
         """
-        found = {name: getattr(self.state, name) for name in asked}
+        recorded = {name: getattr(self.state, name) for name in asked}
         differing = [
-            _DIFFERENCES[name].format(was=found[name], now=now) for name, now in asked.items() if found[name] != now
+            _DIFFERENCES[name].format(was=recorded[name], now=now)
+            for name, now in asked.items()
+            if recorded[name] != now
         ]
         if differing:
             raise CuboidError(
@@ -155,7 +157,9 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
         check_sizes(path, manifest)
         client = read_state(path, manifest).get("client")
     except CheckpointError as error:
-        intact = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
+        intact = next(
+            (other for other in others_beside(path) if is_intact(other, lambda manifest: manifest.files)), None
+        )
         damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)
         raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from damaged
     try:
@@ -187,12 +191,12 @@ def reject_other_run(out: Path, results: Sequence[str] = (REPORT,)) -> None:
     Raises:
         CuboidError: ``out`` has checkpoints or results.
     """
-    found = complete(out / CHECKPOINTS)
-    if found:
+    checkpoints = complete(out / CHECKPOINTS)
+    if checkpoints:
         raise CuboidError(
-            f"{out / CHECKPOINTS} has checkpoints of another run (the newest is {found[-1].name}). Go on with it: "
-            "--resume (make train RESUME=1); or begin another one in another --out (NAME=…), or after removing that "
-            "folder"
+            f"{out / CHECKPOINTS} has checkpoints of another run (the newest is {checkpoints[-1].name}). Go on with "
+            "it: --resume (make train RESUME=1); or begin another one in another --out (NAME=…), or after removing "
+            "that folder"
         )
     left = [name for name in results if (out / name).exists()]
     if left:

@@ -127,10 +127,10 @@ def _check_resumed_alike(job: TrainJob, world: World) -> None:
     Raises:
         CuboidError: they didn't.
     """
-    found = gather(None if job.resumed is None else job.resumed.path.name, world)
-    other = next((rank for rank, name in enumerate(found) if name != found[0]), None)
+    checkpoints = gather(None if job.resumed is None else job.resumed.path.name, world)
+    other = next((rank for rank, name in enumerate(checkpoints) if name != checkpoints[0]), None)
     if other is not None:
-        first, there = (name or "no checkpoint" for name in (found[0], found[other]))
+        first, there = (name or "no checkpoint" for name in (checkpoints[0], checkpoints[other]))
         raise CuboidError(
             f"rank 0 finds {first} to resume from in {job.options.out / CHECKPOINTS}, and rank {other} finds {there}: "
             "--out has to be on a file system that all hosts share"

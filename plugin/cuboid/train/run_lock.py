@@ -109,19 +109,19 @@ class RunLock:
             CuboidError: another run has taken it over.
         """
         with contextlib.suppress(OSError):
-            found = _read(self._path)
-            if found is not None and found.id != self._holder.id:
+            holder = _read(self._path)
+            if holder is not None and holder.id != self._holder.id:
                 raise CuboidError(
-                    f"{self._path.parent} was taken over by another run, {found}, while this one gave no sign of life; "
-                    "it writes nothing more there"
+                    f"{self._path.parent} was taken over by another run, {holder}, while this one gave no sign of "
+                    "life; it writes nothing more there"
                 )
 
     def release(self) -> None:
         """Remove the file, if it still names this process."""
         self._released.set()
         with contextlib.suppress(OSError), _turn(self._path):
-            found = _read(self._path)
-            if found is None or found.id == self._holder.id:
+            holder = _read(self._path)
+            if holder is None or holder.id == self._holder.id:
                 self._path.unlink()
 
     def _beat(self) -> None:
@@ -161,20 +161,20 @@ def _take(path: Path, holder: Holder, say: Callable[[str], object]) -> RunLock:
     silent: Holder | None = None
     while True:
         with _turn(path):
-            found = _read(path)
-            ended = found is None or found == silent or found.has_ended()
+            present = _read(path)
+            ended = present is None or present == silent or present.has_ended()
             if ended:
                 path.write_text(holder.model_dump_json(indent=1) + "\n", encoding="utf-8")
                 return RunLock(path, holder)
-        assert found is not None
+        assert present is not None
         if ended is None:
-            say(f"{path} names {found}; watching for {_WATCH_S:.0f} s whether it still runs")
-        if ended is not None or _gives_sign_of_life(path, found):
+            say(f"{path} names {present}; watching for {_WATCH_S:.0f} s whether it still runs")
+        if ended is not None or _gives_sign_of_life(path, present):
             raise CuboidError(
-                f"--out {str(path.parent)!r} is in use by another run: {found}. Wait until it has ended, or give this "
-                "one another --out"
+                f"--out {str(path.parent)!r} is in use by another run: {present}. Wait until it has ended, or give "
+                "this one another --out"
             )
-        silent = found
+        silent = present
 
 
 def _gives_sign_of_life(path: Path, holder: Holder) -> bool:

@@ -137,13 +137,13 @@ def complete(root: Path) -> list[Path]:
 
 def _complete(root: Path) -> list[tuple[int, int, Path]]:
     """Step, time in ns and path of each complete checkpoint in a folder."""
-    found = []
+    checkpoints = []
     for path in root.iterdir() if root.is_dir() else ():
         superseded = path.name.endswith(REPLACED) and _is_complete(root / path.name.removesuffix(REPLACED))
         if _is_complete(path) and not superseded:
             with contextlib.suppress(CheckpointError):
-                found.append((Manifest.read(path).step, (path / MANIFEST).stat().st_mtime_ns, path))
-    return found
+                checkpoints.append((Manifest.read(path).step, (path / MANIFEST).stat().st_mtime_ns, path))
+    return checkpoints
 
 
 def has_any(root: Path) -> bool:
@@ -189,11 +189,11 @@ def resolve(root: Path, tag: str | None = None) -> Path:
         if _is_complete(replaced):
             logger.warning("%s: was being replaced when its writer ended; resuming from the one before", replaced)
             return replaced
-    found = complete(root)
-    if tag is None and found:
-        logger.warning("%s: names no complete checkpoint; resuming from %s", root / LATEST, found[-1])
-        return found[-1]
-    raise CheckpointError(_explain_missing(root, wanted, found))
+    checkpoints = complete(root)
+    if tag is None and checkpoints:
+        logger.warning("%s: names no complete checkpoint; resuming from %s", root / LATEST, checkpoints[-1])
+        return checkpoints[-1]
+    raise CheckpointError(_explain_missing(root, wanted, checkpoints))
 
 
 def prune(root: Path, keep_last: int, newest: str, among: Collection[str] | None = None) -> None:
@@ -255,12 +255,12 @@ def _discard(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _explain_missing(root: Path, wanted: str | None, found: list[Path]) -> str:
+def _explain_missing(root: Path, wanted: str | None, checkpoints: list[Path]) -> str:
     """Why :func:`resolve` found no checkpoint, and what to do about it."""
     where = root / wanted if wanted else root
     if not root.is_dir():
         return f"{root}: is not a folder, so there is no checkpoint to load"
-    if not found:
+    if not checkpoints:
         for path in (where, *sorted(root.iterdir())):
             if path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or (path / "zero").is_dir()):
                 return (
@@ -273,12 +273,12 @@ def _explain_missing(root: Path, wanted: str | None, found: list[Path]) -> str:
             "load_module_only=True (DeepSpeed), load_model (ColossalAI), or as the model to start from"
         )
     started = [path.name for path in sorted(_folders(root, INCOMPLETE))]
-    parts = []
-    if found:
-        parts.append(f"complete ones there: {', '.join(path.name for path in found)}")
+    there = []
+    if checkpoints:
+        there.append(f"complete ones there: {', '.join(path.name for path in checkpoints)}")
     if started:
-        parts.append(f"begun but never finished: {', '.join(started)}")
-    return f"{where}: is not a checkpoint ({'; '.join(parts) or 'the folder has none'})"
+        there.append(f"begun but never finished: {', '.join(started)}")
+    return f"{where}: is not a checkpoint ({'; '.join(there) or 'the folder has none'})"
 
 
 def sync(path: Path) -> None:

@@ -67,10 +67,10 @@ class Manifest(BaseModel):
         except CheckpointError as error:
             raise CheckpointError(f"{error}; the checkpoint isn't complete") from None
         content = parse_json(data, path)
-        found = content.get("format") if isinstance(content, dict) else None
+        version = content.get("format") if isinstance(content, dict) else None
         # Checked before the keys are validated, since another format may have other keys.
-        if isinstance(found, int) and found != FORMAT:
-            raise CheckpointError(f"{path}: is of format {found}, but this version knows format {FORMAT}")
+        if isinstance(version, int) and version != FORMAT:
+            raise CheckpointError(f"{path}: is of format {version}, but this version knows format {FORMAT}")
         content = without_checksum(data, path)
         try:
             return cls.model_validate_json(json.dumps(content))

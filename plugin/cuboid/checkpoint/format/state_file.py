@@ -117,21 +117,21 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged or malformed.
     """
     path = folder / STATE
-    own = [name for name in (STATE, TENSORS) if name in manifest.files]
-    if STATE not in own:
+    listed = [name for name in (STATE, TENSORS) if name in manifest.files]
+    if STATE not in listed:
         raise CheckpointError(f"{path}: can't be read: the checkpoint has none by its list of files")
-    check_contents(folder, manifest, own)
+    check_contents(folder, manifest, listed)
     encoded = read_json(path, numbers_only=False)
-    with TensorFile(folder / TENSORS) if TENSORS in own else contextlib.nullcontext() as file:
-        given: set[str] = set()
+    with TensorFile(folder / TENSORS) if TENSORS in listed else contextlib.nullcontext() as file:
+        already_read: set[str] = set()
 
         def read_tensor(name: str) -> torch.Tensor:
             if file is None:
                 raise CheckpointError(f"{TENSORS}, which should hold {name}, is missing")
             # The encoder refers to each tensor once; a forged document could fill the memory with repetitions of one.
-            if name in given:
+            if name in already_read:
                 raise ValueError(f"it has the tensor {name} twice")
-            given.add(name)
+            already_read.add(name)
             return file.read(name)
 
         try:
@@ -245,10 +245,10 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return tuple(_decode(item, tensor) for item in inner)
     if kind == "dict" and isinstance(inner, list):
         items = [(name, _decode(item, tensor)) for name, item in inner]
-        found = dict(items)
-        if len(found) < len(items) or not all(type(name) in (str, int) for name in found):
+        mapping = dict(items)
+        if len(mapping) < len(items) or not all(type(name) in (str, int) for name in mapping):
             raise ValueError("a dict has a key twice, or one that is neither a text nor an int")
-        return found
+        return mapping
     if kind == "dtype":
         return _dtype(inner)
     if kind == "tensor" and isinstance(inner, str):
@@ -276,8 +276,8 @@ def _numpy(raw: torch.Tensor, name: object, shape: tuple[int, ...], kind: str) -
     # Checked on the parsed dtype too, in case numpy reads the name in another way than the pattern does. A dtype of
     # size zero (an empty text) would allow any number of elements.
     count = math.prod(shape)
-    whole = dtype.itemsize * count == raw.numel() and (dtype.itemsize or count <= 1)
-    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject or not whole:
+    fits = dtype.itemsize * count == raw.numel() and (dtype.itemsize or count <= 1)
+    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject or not fits:
         raise ValueError(f"{raw.numel()} bytes aren't {list(shape)} of {name}")
     if kind == "scalar" and shape:
         raise ValueError(f"a scalar is of shape {list(shape)}")

@@ -212,19 +212,19 @@ class TensorFile:
         spec = self.specs[name]
         if not spec.shape:
             return self._rows(name, 0, 1).reshape(())
-        given = list(box or ())
-        given += [slice(None)] * (len(spec.shape) - len(given))
-        ranges = [part.indices(size) for part, size in zip(given, spec.shape, strict=True)]
+        slices = list(box or ())
+        slices += [slice(None)] * (len(spec.shape) - len(slices))
+        ranges = [of_dim.indices(size) for of_dim, size in zip(slices, spec.shape, strict=True)]
         assert all(step == 1 for _, _, step in ranges), "boxes have no steps"
         (first, stop, _), *inner = ranges
         if all((low, high) == (0, size) for (low, high, _), size in zip(inner, spec.shape[1:], strict=True)):
             return self._rows(name, first, stop)
         # Reading the rows in full and slicing them takes fewer reads than one for each contiguous piece.
         cut = tuple(slice(low, high) for low, high, _ in inner)
-        part = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
+        values = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
         for rows in row_blocks(TensorSpec(spec.dtype, (max(stop - first, 0), *spec.shape[1:])), _BLOCK_BYTES):
-            part[rows] = self._rows(name, first + rows.start, first + rows.stop)[(slice(None), *cut)]
-        return part
+            values[rows] = self._rows(name, first + rows.start, first + rows.stop)[(slice(None), *cut)]
+        return values
 
     def close(self) -> None:
         """Close the file."""

@@ -60,16 +60,16 @@ def open_deepspeed(
 def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> BlockTensors:
     files = files_in(folder)
     states = [read_states(files, rank, trusted=trusted) for rank in files.models]
-    tensors = {name: tensor for each in states for name, tensor in each.tensors.items()}
+    tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
     if files.layers:
         tensors |= read_layers(files, trusted=trusted)
     masters = _masters(files, states, dtype, trusted)
     model = blank_model(config)
-    found = pickled_tensors(_merge(tensors, masters), stack)
-    if is_pipeline(found.specs):
-        found = found.renamed(model_names(model, found.specs, folder))
-    shared = {name for each in states for name in each.shared}
-    checked = _checked(model, found, shared, folder)
+    tensors_in_files = pickled_tensors(_merge(tensors, masters), stack)
+    if is_pipeline(tensors_in_files.specs):
+        tensors_in_files = tensors_in_files.renamed(model_names(model, tensors_in_files.specs, folder))
+    shared = {name for state in states for name in state.shared}
+    checked = _checked(model, tensors_in_files, shared, folder)
     floating = [name for name, spec in checked.specs.items() if spec.dtype.is_floating_point]
     return as_stored(model, checked.cast(dict.fromkeys(floating, torch.float32)) if masters else checked)
 
@@ -80,14 +80,14 @@ def _masters(
     if files.universal:
         return universal_masters(files.folder, states, trusted=trusted)
     masters: dict[str, PickledTensor] = {}
-    for rank, each in zip(files.models, states, strict=True):
+    for rank, state in zip(files.models, states, strict=True):
         if rank in files.optimizers:
             # Parameters that several stages share have the same values on all; the first stage's are taken.
-            masters = {**zero_masters(files.optimizers[rank], each, trusted=trusted), **masters}
-        elif each.groups:
+            masters = {**zero_masters(files.optimizers[rank], state, trusted=trusted), **masters}
+        elif state.groups:
             raise CheckpointError(f"{files.folder}: ZeRO's weights are in *_optim_states.pt, and there are none")
-        elif any(tensor.spec.dtype not in (dtype, torch.float32) for tensor in each.tensors.values()):
-            masters |= plain_masters(each, files.models[rank][0])
+        elif any(tensor.spec.dtype not in (dtype, torch.float32) for tensor in state.tensors.values()):
+            masters |= plain_masters(state, files.models[rank][0])
     return masters
 
 

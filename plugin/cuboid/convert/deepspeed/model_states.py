@@ -50,11 +50,11 @@ def files_in(folder: Path) -> Files:
     Raises:
         CheckpointError: a rank's file is missing, or the model was split in a way that can't be merged.
     """
-    found: dict[str, dict[int, dict[int, Path]]] = {"model": {}, "optim": {}}
+    by_kind: dict[str, dict[int, dict[int, Path]]] = {"model": {}, "optim": {}}
     layers: dict[int, Path] = {}
     for path in sorted(folder.glob("*_states.pt")):
         if named := _NAME.fullmatch(path.name):
-            ranks = found[named["kind"]].setdefault(int(named["model"]), {})
+            ranks = by_kind[named["kind"]].setdefault(int(named["model"]), {})
             ranks[int(named["data"] or 0)] = path
         elif named := _LAYER.fullmatch(path.name):
             # A second model-parallel rank's file of the same layer.
@@ -64,7 +64,7 @@ def files_in(folder: Path) -> Files:
         elif "expert" in path.name or "expp_rank" in path.name:
             raise CheckpointError(f"{path}: holds experts that are parallel, which convert can't put together")
     models, optimizers = (
-        {rank: _in_order(ranks) for rank, ranks in sorted(found[kind].items())} for kind in ("model", "optim")
+        {rank: _in_order(ranks) for rank, ranks in sorted(by_kind[kind].items())} for kind in ("model", "optim")
     )
     return Files(folder, models, optimizers, layers, (folder / "zero").is_dir())
 

@@ -110,16 +110,16 @@ def _decoders(
 
 def _parts(specs: Mapping[str, TensorSpec]) -> list[_PipelineLayer]:
     """Layers in the pipeline's order; the tied ones, which have no number, last."""
-    found: dict[int | None, dict[str, str]] = {}
+    by_number: dict[int | None, dict[str, str]] = {}
     for name in specs:
         numbered, tied = _NUMBERED.fullmatch(name), _TIED.fullmatch(name)
         if numbered:
-            found.setdefault(int(numbered[1]), {})[numbered[2]] = name
+            by_number.setdefault(int(numbered[1]), {})[numbered[2]] = name
         else:
             assert tied is not None, "all names are a pipeline's"
-            found.setdefault(None, {})[tied[1]] = name
-    order = sorted(found, key=lambda number: (number is None, number or 0))
-    return [_PipelineLayer(number, found[number]) for number in order]
+            by_number.setdefault(None, {})[tied[1]] = name
+    order = sorted(by_number, key=lambda number: (number is None, number or 0))
+    return [_PipelineLayer(number, by_number[number]) for number in order]
 
 
 def _wrapper(part: _PipelineLayer, specs: Mapping[str, TensorSpec], layer: Mapping[str, TensorSpec]) -> str | None:
@@ -152,8 +152,8 @@ def _find(local: str, spec: TensorSpec, candidates: Mapping[str, TensorSpec], wh
     }
     best = [name for name, length in ends.items() if length == max(ends.values())]
     if len(best) != 1:
-        found = f"could be each of {', '.join(best)}" if best else "is nothing that the model has there"
-        raise CheckpointError(f"{who}, of shape {list(spec.shape)}, {found}; is --model the one that was trained?")
+        outcome = f"could be each of {', '.join(best)}" if best else "is nothing that the model has there"
+        raise CheckpointError(f"{who}, of shape {list(spec.shape)}, {outcome}; is --model the one that was trained?")
     return best[0]
 
 

@@ -53,14 +53,14 @@ def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
     """
     groups = _groups(states.ranks[0].get("optimizer"), path)
     # Keyed by the position in the file, because tied parameters are several names of one tensor.
-    found: dict[tuple[Extent, ...], PickledTensor | None] = {}
+    by_extents: dict[tuple[Extent, ...], PickledTensor | None] = {}
     with ExtentReader() as reader:
         for name, tensor in states.tensors.items():
-            if tensor.extents not in found:
-                found[tensor.extents] = _take(groups, tensor, name, path, reader)
+            if tensor.extents not in by_extents:
+                by_extents[tensor.extents] = _take(groups, tensor, name, path, reader)
     if any(group.unmatched for group in groups):
         raise _unnamed(path, "some are none of the model's weights, in the order of its parameters")
-    named = ((name, found[tensor.extents]) for name, tensor in states.tensors.items())
+    named = ((name, by_extents[tensor.extents]) for name, tensor in states.tensors.items())
     return {name: master for name, master in named if master is not None}
 
 

@@ -109,7 +109,7 @@ def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: b
     Raises:
         CheckpointError: a file is malformed, or there are none.
     """
-    shapes = {name: shape for each in states for group in each.groups for name, shape in group.items()}
+    shapes = {name: shape for state in states for group in state.groups for name, shape in group.items()}
     masters = {}
     for path in sorted((folder / "zero").glob("*/fp32.pt")):
         name = path.parent.name

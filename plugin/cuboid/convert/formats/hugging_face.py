@@ -37,20 +37,20 @@ def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> BlockTenso
     Raises:
         CheckpointError: a file is missing or damaged, or contradicts the index.
     """
-    found = weights_in(folder)
-    assert found is not None, "the caller has checked that there are weights"
-    if found.startswith(PICKLE):
-        return _open_pickles(folder, found, stack, trusted)
-    return _open_files(folder, found, stack)
+    entry_file = weights_in(folder)
+    assert entry_file is not None, "the caller has checked that there are weights"
+    if entry_file.startswith(PICKLE):
+        return _open_pickles(folder, entry_file, stack, trusted)
+    return _open_files(folder, entry_file, stack)
 
 
-def _open_files(folder: Path, found: str, stack: ExitStack) -> BlockTensors:
+def _open_files(folder: Path, entry_file: str, stack: ExitStack) -> BlockTensors:
     def tensors_of(name: str) -> Mapping[str, TensorFile]:
         file = TensorFile(folder / name)
         stack.callback(file.close)
         return dict.fromkeys(file.specs, file)
 
-    files = _collect(folder, found, tensors_of)
+    files = _collect(folder, entry_file, tensors_of)
 
     def blocks(name: str) -> Iterator[torch.Tensor]:
         file = files[name]
@@ -60,7 +60,7 @@ def _open_files(folder: Path, found: str, stack: ExitStack) -> BlockTensors:
     return BlockTensors({name: file.specs[name] for name, file in files.items()}, blocks)
 
 
-def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> BlockTensors:
+def _open_pickles(folder: Path, entry_file: str, stack: ExitStack, trusted: bool) -> BlockTensors:
     def tensors_of(name: str) -> Mapping[str, PickledTensor]:
         path = folder / name
         state = load_pickle(path, trusted=trusted)
@@ -68,7 +68,7 @@ def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> 
             raise CheckpointError(f"{path}: isn't a dict of tensors")
         return {key: pickled_tensor(path, key, value) for key, value in state.items()}
 
-    return pickled_tensors(_collect(folder, found, tensors_of), stack)
+    return pickled_tensors(_collect(folder, entry_file, tensors_of), stack)
 
 
 def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> BlockTensors:
@@ -79,17 +79,17 @@ def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> B
     )
 
 
-def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
+def _collect(folder: Path, entry_file: str, tensors_of: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
     """The tensors of a single file, or of the files that an index names, which must agree with it both ways."""
-    if not found.endswith(INDEX_SUFFIX):
-        return dict(tensors_of(found))
-    weight_map = read_index(folder / found)
+    if not entry_file.endswith(INDEX_SUFFIX):
+        return dict(tensors_of(entry_file))
+    weight_map = read_index(folder / entry_file)
     contents = {file: tensors_of(file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in contents[file]:
-            raise CheckpointError(f"{folder / file}: has no tensor {name}, though {found} says so")
+            raise CheckpointError(f"{folder / file}: has no tensor {name}, though {entry_file} says so")
     for file, names in contents.items():
         for name in names:
             if weight_map.get(name) != file:
-                raise CheckpointError(f"{folder / file}: has a tensor {name}, of which {found} says nothing")
+                raise CheckpointError(f"{folder / file}: has a tensor {name}, of which {entry_file} says nothing")
     return {name: contents[file][name] for name, file in weight_map.items()}

@@ -44,7 +44,7 @@ def dtypes_when_loaded(config: Path, specs: Mapping[str, TensorSpec], dtype: tor
             f"{error}; so it isn't known which of its tensors stay in float32 when others are rounded to {text}: leave "
             "--dtype out, or convert to float32"
         ) from error
-    own: dict[str, Any] = model.state_dict()
+    blank_state: dict[str, Any] = model.state_dict()
     kept = model._get_dtype_plan(dtype)
     pattern = core_model_loading.build_glob_alternation(list(kept))[0] if kept else None
     targets = load_targets(model, specs)
@@ -53,13 +53,13 @@ def dtypes_when_loaded(config: Path, specs: Mapping[str, TensorSpec], dtype: tor
         if name not in targets:
             return dtype
         parameter = targets[name].parameter
-        found = None if pattern is None else pattern.search(parameter)
-        if found is None:
-            declared: torch.dtype = own[parameter].dtype
+        match = None if pattern is None else pattern.search(parameter)
+        if match is None:
+            declared: torch.dtype = blank_state[parameter].dtype
             return declared
         # The pattern's groups are g0, g1, … in the order of the plan.
-        assert found.lastgroup is not None
-        of_module: torch.dtype = list(kept.values())[int(found.lastgroup[1:])]
+        assert match.lastgroup is not None
+        of_module: torch.dtype = list(kept.values())[int(match.lastgroup[1:])]
         return of_module
 
     return {name: loaded(name) for name in floating}
@@ -87,5 +87,5 @@ def _class_of(settings: PretrainedConfig) -> Any:
     if isinstance(named, type) and issubclass(named, PreTrainedModel):
         return named
     known = (AutoModelForCausalLM._model_mapping, AutoModel._model_mapping)
-    found = next((mapping[type(settings)] for mapping in known if type(settings) in mapping), None)
-    return found[0] if isinstance(found, tuple) else found
+    model_class = next((mapping[type(settings)] for mapping in known if type(settings) in mapping), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class

@@ -67,8 +67,8 @@ def load_targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Load
         names: names of all tensors of the checkpoint.
     """
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
     targets = {}
     # In the loader's order, which some of its renamings depend on.

@@ -155,18 +155,18 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     rest = [value]
     while rest:
-        each = rest.pop()
-        if id(each) in seen:
+        item = rest.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, Mapping):
-            rest += each.values()
-        elif isinstance(each, list | tuple | set):
-            rest += each
-        elif isinstance(each, _Attributes):
-            rest += vars(each).values()
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            rest += item.values()
+        elif isinstance(item, list | tuple | set):
+            rest += item
+        elif isinstance(item, _Attributes):
+            rest += vars(item).values()
 
 
 def _check_place(path: Path, tensor: torch.Tensor, members: Mapping[int, int]) -> None:

@@ -96,8 +96,8 @@ class _RankFiles:
                     low, high = max(there.start, rows.start), min(there.stop, rows.stop)
                     if low < high:
                         start = here.start + low - there.start
-                        own = file.read(name, [slice(start, start + high - low), *inner])
-                        block[(slice(low - rows.start, high - rows.start), *others)] = own
+                        rows_of_rank = file.read(name, [slice(start, start + high - low), *inner])
+                        block[(slice(low - rows.start, high - rows.start), *others)] = rows_of_rank
             yield block
 
     def _file(self, name: str, tensor: RankTensor, at: Coordinate) -> TensorFile:

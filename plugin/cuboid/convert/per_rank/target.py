@@ -35,10 +35,10 @@ def write_rank_files(folder: Path, tensors: BlockTensors, plan: RankPlan, advanc
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
     files: dict[str, FileRecord] = {}
     for stage in range(pipe):
-        own = {name: tensor for name, tensor in plan.tensors.items() if stage in tensor.stages}
+        of_stage = {name: tensor for name, tensor in plan.tensors.items() if stage in tensor.stages}
         at = {place: places.coordinate(place) for place in range(places.world_size)}
         names = {file_name(places, place): where for place, where in at.items() if where.pipe == stage}
-        files.update(_write_stage(folder, tensors, own, plan.mesh, names, advance))
+        files.update(_write_stage(folder, tensors, of_stage, plan.mesh, names, advance))
     mesh = MeshConfig(batch=plan.mesh.batch, sequence=plan.mesh.sequence, hidden=plan.mesh.hidden)
     return RankFolder(mesh=mesh, layers=plan.layers, placement=plan.placement, tensors=plan.tensors, files=files)
 
@@ -53,7 +53,7 @@ def write_document(folder: Path, document: RankFolder) -> None:
 def _write_stage(
     folder: Path,
     tensors: BlockTensors,
-    own: dict[str, RankTensor],
+    of_stage: dict[str, RankTensor],
     mesh: MeshShape,
     names: dict[str, Coordinate],
     advance: Callable[[int], Any],
@@ -63,7 +63,9 @@ def _write_stage(
         writers = [
             _RankFileWriter(
                 stack.enter_context(
-                    TensorFileWriter(folder / name, {key: shard_spec(tensor, mesh, at) for key, tensor in own.items()})
+                    TensorFileWriter(
+                        folder / name, {key: shard_spec(tensor, mesh, at) for key, tensor in of_stage.items()}
+                    )
                 ),
                 mesh,
                 at,
@@ -75,7 +77,7 @@ def _write_stage(
             first = 0
             for block in tensors.blocks(name):
                 for writer in writers:
-                    writer.write(name, own[name], block, first)
+                    writer.write(name, of_stage[name], block, first)
                 first += block.shape[0] if block.shape else 1
                 advance(block.nbytes)
         return {name: writer.close() for name, writer in zip(names, writers, strict=True)}

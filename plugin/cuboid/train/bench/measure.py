@@ -99,10 +99,10 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     mesh = cuboid.mesh_of(model)
     with torch.device("meta"):
         # The full model, for the formulas: the sharded one has this rank's shapes only.
-        whole: PreTrainedModel = AutoModelForCausalLM.from_config(settings, trust_remote_code=trusted)
+        full_model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, trust_remote_code=trusted)
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
-    batches = _batches(options, rows, whole.config.get_text_config().vocab_size, mesh.coordinate.data, device)
+    batches = _batches(options, rows, full_model.config.get_text_config().vocab_size, mesh.coordinate.data, device)
     step = _step_of(engine, batches, accumulation, has_pipeline=ours.pipeline is not None)
     for _ in range(options.warmup):
         step()
@@ -113,13 +113,13 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     formula, kept = None, None
     if ours.pipeline is None:
         gathers = ours.tensor_parallel.weight_gather
-        formula, kept = _formulas(whole, mesh, gathers, rows, options.sequence_length, accumulation, dtype)
+        formula, kept = _formulas(full_model, mesh, gathers, rows, options.sequence_length, accumulation, dtype)
     report = BenchReport(
         layout=_layout(mesh),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name(),
         tokens=rows * accumulation * mesh.topology.data * options.sequence_length,
         step_s=tuple(max(of_ranks) for of_ranks in zip(*(times for times, _, _ in figures), strict=True)),
-        flops=_flops(whole, options.sequence_length, rows * accumulation * mesh.topology.data),
+        flops=_flops(full_model, options.sequence_length, rows * accumulation * mesh.topology.data),
         peak_flops=_peak_flops(device, dtype),
         ranks=world.size,
         sent_bytes=_most_sent([sent for _, sent, _ in figures], options.steps),
@@ -191,17 +191,17 @@ def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
-def _flops(whole: PreTrainedModel, length: int, rows: int) -> float | None:
+def _flops(full_model: PreTrainedModel, length: int, rows: int) -> float | None:
     """FLOPs of forward and backward, with backward as twice the forward; None if there is no formula."""
     try:
-        sizes = sizes_of(whole)
+        sizes = sizes_of(full_model)
     except CuboidError:
         return None
     return 3.0 * rows * (sum(sizes.layer_flops(length)) + sizes.head_flops(length))
 
 
 def _formulas(
-    whole: PreTrainedModel,
+    full_model: PreTrainedModel,
     mesh: cuboid.Mesh,
     weight_gather: Literal["layer", "step"],
     rows: int,
@@ -210,16 +210,16 @@ def _formulas(
     dtype: torch.dtype,
 ) -> tuple[dict[str, int], int | None]:
     """By formula: bytes that a rank sends over the mesh per step, and those saved for backward per micro-batch."""
-    size, described = dtype.itemsize, describe_modules(whole)
+    size, described = dtype.itemsize, describe_modules(full_model)
     layer = layer_bytes(
         block_sizes(described, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
     )
     sent = Counter(end_sent_bytes(end_sizes(described), mesh.shape, rows, length, element_bytes=size))
     for axes, of_layer in layer.items():
-        sent[axes] += whole.config.num_hidden_layers * of_layer
+        sent[axes] += full_model.config.num_hidden_layers * of_layer
     step = {axes: accumulation * total for axes, total in sorted(sent.items())}
     try:
-        check_countable(whole)
+        check_countable(full_model)
         kept = model_kept_bytes(described, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
     except CuboidError:
         return step, None
