@@ -162,7 +162,7 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
     staging = model.staging if isinstance(model, StageModel) else None
     is_same = staging is None if config.pipeline is None else staging and config.pipeline.allows(mesh.placement)
     if not is_same:
-        found = "1 pipeline stage" if staging is None else staging.config.stages_in_words
+        found = "1 pipeline stage" if staging is None else staging.plan.config.stages_in_words
         raise ConfigError(
             f"the model is cut into {found}, but the config has {config.stages_in_words}; load it with the same config"
         )

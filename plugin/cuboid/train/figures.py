@@ -101,7 +101,7 @@ def pipeline_figures(job: TrainJob, engine: Any, steps: int) -> PipelineFigures:
         steps: optimizer steps of this process. A trace of a later one is of an earlier process, before the run was
             resumed.
     """
-    asked = engine.module.staging.config.pipeline
+    asked = engine.module.staging.plan.config.pipeline
     traced = asked.trace and asked.trace_step <= steps
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
     return PipelineFigures(

@@ -38,7 +38,7 @@ def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor
     staging = model.staging
     with _evaluation(model), _captured(own_modules(model)) as outputs:
         pipeline.evaluate(iter([batch]), 1)
-    layers = [staging.outline.layer(index) for cut in staging.cuts for index in range(cut.first, cut.stop)]
+    layers = [staging.plan.outline.layer(index) for cut in staging.plan.cuts for index in range(cut.first, cut.stop)]
     segments = max((len(outputs.get(name, ())) for name in layers), default=0)
     # Leaves out modules that are called several times per segment: their calls can't be assigned to segments.
     return {name: calls for name, calls in outputs.items() if len(calls) <= segments}
@@ -50,8 +50,8 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from model.named_modules()
         return
     staging = model.staging
-    outline, roots = staging.outline, set[str]()
-    for cut in staging.cuts:
+    outline, roots = staging.plan.outline, set[str]()
+    for cut in staging.plan.cuts:
         roots.update(map(outline.layer, range(cut.first, cut.stop)))
         roots.update(outline.before if cut.is_first else (), outline.after if cut.is_last else ())
     for name, module in model.named_modules():

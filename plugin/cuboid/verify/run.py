@@ -24,7 +24,6 @@ from cuboid.models.architectures.certificate import Kind as BatchKind
 from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
-from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.verify.compare import KINDS, Kind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
@@ -35,6 +34,7 @@ from cuboid.verify.storage import read, read_parts
 from cuboid.verify.task_inputs import paddings
 from cuboid.verify.training import Outcome
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
+from cuboid.weights.resolve import settle
 
 #: Instead of ``"auto"``: one that is neither the first nor the last.
 _SEGMENTS = 3
@@ -135,7 +135,7 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
         numbers = config.framework.model_copy(update={"accumulation": plan.accumulate})
         config = config.model_copy(update={"framework": numbers})
     model = plan.empty_model()
-    config = settle_stages(model, config, choose_mesh(model, config))
+    _, config = settle(model, config)
     assert config.pipeline is not None
     loaded["pipeline"].update(schedule=config.pipeline.schedule, chunks=config.pipeline.chunks)
     return config

@@ -18,22 +18,18 @@ from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource
 from cuboid.config.schema import CuboidConfig, require_config
 from cuboid.distributed.determinism import use_deterministic
-from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import code_check
-from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
-from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
-from cuboid.models.sharded.parallel_plan import make_parallel_plan
-from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
-from cuboid.models.stages.stage_model import cut_model, finish_stage
-from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
+from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, sharding_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
-from cuboid.weights.model_folder import without_own_code
+from cuboid.weights.model_folder import CONFIG, folder_of, has_config, read_config, without_own_code
+from cuboid.weights.resolve import resolve
 from cuboid.weights.save import save_sharded
 
 #: Arguments of ``from_pretrained`` that locate a config.
@@ -114,7 +110,11 @@ def from_pretrained(
 
 
 def _architectures_of(path: str | Path, kwargs: dict[str, Any]) -> list[str] | None:
-    given = kwargs.get("config")
+    given, folder = kwargs.get("config"), folder_of((path,), kwargs)
+    if given is None and folder is not None and has_config(folder):
+        named = read_config(folder / CONFIG).get("architectures")
+        # Of anything else, transformers says what is wrong with it.
+        return named if isinstance(named, list) and all(isinstance(name, str) for name in named) else None
     if not isinstance(given, PretrainedConfig):
         asked = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
         given = AutoConfig.from_pretrained(path if given is None else given, **asked)
@@ -174,27 +174,17 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     check_attention(model.config)
     if parsed.pipeline is not None:
-        # Before certification, which would only say that the code is another.
+        # Before the comparison, which would only say that it is another function.
         check_loss_in_pipeline(model, task_of(type(model)))
     reference = made_anew(type(model), model.config)
     check_as_made(model, reference, stages=parsed.pipeline is not None)
-    shape = choose_mesh(model, parsed, world_size=current_world_size())
-    parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
-    if shape.size > 1 or parsed.pipeline is not None:
-        check_hooks(model, reference, runs_whole=parsed.pipeline is None)
-    mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
-    if mesh.topology.world_size > 1:
+    plan = resolve(model, parsed)
+    if plan.mesh.shape.size > 1 or plan.stages is not None:
+        check_hooks(model, reference, runs_whole=plan.stages is None)
+    if plan.mesh.topology.world_size > 1:
         # Compared once there is a process group; there may be none yet.
-        mesh.weight_checksums = _sample_checksums(model)
-    shard_of = functools.partial(take_shard, mesh=mesh)
-    if parsed.pipeline is None:
-        return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
-    staging = plan_staging(type(model), model.config, parsed, mesh, segment_choice(model, parsed, mesh))
-    # Planned for the whole model first: an unsupported model raises here, before it is changed.
-    verdict = certified_plan(model, shape, pipeline=parsed.pipeline).verdict if shape.size > 1 else None
-    cut_model(model, staging)
-    parallel_plan = None if verdict is None else make_parallel_plan(model, shape, verdict)
-    return finish_stage(model, staging, mesh, parallel_plan, shard_of)
+        plan.mesh.weight_checksums = _sample_checksums(model)
+    return plan.apply(model, functools.partial(take_shard, mesh=plan.mesh))
 
 
 def _sample_checksums(model: nn.Module) -> dict[str, int]:

@@ -23,6 +23,7 @@ from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class
 from cuboid.weights.new_weights import constructing, initialized, put_value, tensors_of, units_of
+from cuboid.weights.resolve import resolve
 
 
 def make_sharded(
@@ -53,12 +54,13 @@ def _make_sharded(
 ) -> PreTrainedModel:
     with plain_construction(), torch.device("meta"):
         whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        loading = loading_class(cls, lambda whole: resolve(whole, config, cls), marks=False)
         # The config is copied here, too: the user may change theirs, and make other models from it.
-        model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        model: Any = from_config(loading, *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
     construct = constructing(lambda: from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs)), seed)
     # Compared once there is a process group; there may be none yet.
-    model._mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
+    model.cuboid_part.plan.mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
     # By the name of the parameter that others are tied to, since a stage may have only one of the others.
     ties = dict(model.all_tied_weights_keys) | dict(whole.all_tied_weights_keys)
     places: dict[str, list[str]] = {}

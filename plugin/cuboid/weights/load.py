@@ -8,8 +8,8 @@ group is needed: a rank's coordinate comes from the launcher's environment.
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,15 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
-from cuboid.distributed.mesh import Mesh, current_rank, current_world_size
+from cuboid.distributed.mesh import current_rank
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.library_warnings import progress_bars_of
-from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class, task_of
-from cuboid.models.attention.segments import UnitSlot
+from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
 from cuboid.models.certification.certificates import code_check
-from cuboid.models.certification.mesh_certificates import certified_plan
-from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
-from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.model_plan import ModelPlan, RankPart
 from cuboid.models.plain_construction import plain_construction
-from cuboid.models.sharded.parallel_plan import make_parallel_plan
-from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.placeholders import taken_for_initialized
-from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
-from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
@@ -50,6 +43,7 @@ from cuboid.weights.model_folder import (
 )
 from cuboid.weights.new_weights import is_of_new_head, make_new_weights
 from cuboid.weights.presharded import from_rank_file, rank_folder_of
+from cuboid.weights.resolve import plan_of, resolve
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
 
@@ -101,7 +95,7 @@ def _load_sharded(
     check_checkpoint(args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
-    loading = loading_class(cls, config, stored=stored, new_head=True)
+    loading = loading_class(cls, lambda whole: resolve(whole, config, cls), stored=stored, new_head=True)
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
     elif folder is not None:
@@ -137,27 +131,17 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the checkpoint is of another architecture, or lacks a parameter.
     """
-    staging = model.staging if isinstance(model, StageModel) else None
     check_model_folder(Path(folder))
     config = model_config(Path(folder))
     if config.model_type != model.config.model_type:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
-    settings = CuboidConfig() if staging is None else staging.config
-    cls = loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging), stored=Stored(Path(folder)))
+    cls = loading_class(model.cuboid.base, lambda whole: plan_of(model, whole), stored=Stored(Path(folder)))
     with as_damage_of(folder), progress_bars_of(shown=current_rank() == 0):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
     check_fit(loaded, info)
     check_layers(Path(folder), loaded, info["unexpected_keys"])
     return {name: x.detach() for name, x in local_state(loaded).items() if isinstance(x, torch.Tensor)}
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Mesh and staging of an existing model, to load another one with the same."""
-
-    mesh: Mesh
-    staging: Staging | None
 
 
 @dataclass(frozen=True)
@@ -175,26 +159,24 @@ class Stored:
 
 def loading_class(
     cls: type[PreTrainedModel],
-    config: CuboidConfig,
-    plan: _Plan | None = None,
+    decide: Callable[[PreTrainedModel], ModelPlan],
     *,
     stored: Stored | None = None,
     marks: bool = True,
     new_head: bool = False,
 ) -> type[PreTrainedModel]:
-    """A subclass whose constructor, on the meta device, cuts a model to a stage and plans its sharding.
+    """A subclass whose constructor, on the meta device, cuts a model to this rank's part.
 
     Args:
         cls: the architecture's class.
-        config: Cuboid's config.
-        plan: of an existing model; by default one is made.
+        decide: makes the plan of a whole model.
         stored: what is loaded; None for a name on the hub, and if nothing is.
         marks: whether parameters become DTensors, of which transformers reads slices.
         new_head: whether a task's head may be missing from the checkpoint; see :func:`is_of_new_head`.
     """
     # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
-    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_stored=stored)
+    members.update(_cuboid_decide=staticmethod(decide), _cuboid_stored=stored)
     members.update(_cuboid_marks=marks, _cuboid_new_head=new_head)
     return type(cls.__name__, (_Loading, cls), members)
 
@@ -208,11 +190,12 @@ class _Loading:
     """Mixed into an architecture's class from its construction on the meta device until it is sharded."""
 
     _cuboid_base: type[PreTrainedModel]
-    _cuboid_config: CuboidConfig
-    _cuboid_plan: _Plan | None
+    _cuboid_decide: Callable[[PreTrainedModel], ModelPlan]
     _cuboid_stored: Stored | None
     _cuboid_marks: bool
     _cuboid_new_head: bool
+    #: The rank's part of the model; set by the constructor, and gone once the model is sharded.
+    cuboid_part: RankPart
     # From the architecture's class.
     named_parameters: Any
     config: Any
@@ -223,42 +206,12 @@ class _Loading:
         # Weights aren't tied here, because transformers ties them once they are loaded.
         with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
-        config, plan = self._cuboid_config, self._cuboid_plan
-        if config.pipeline is not None:
-            # Before certification, which would only say that the code is another.
-            check_loss_in_pipeline(self, task_of(self._cuboid_base))
-        shape = (
-            choose_mesh(self, config, self._cuboid_base, world_size=current_world_size())
-            if plan is None
-            else plan.mesh.shape
-        )
-        if plan is None:
-            config = settle_stages(self, config, shape, self._cuboid_base, world_size=current_world_size())
-        # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
-        self._parallel_plan = None
-        if config.pipeline is None or shape.size > 1:
-            self._parallel_plan = certified_plan(self, shape, self._cuboid_base, config.pipeline)
-        self._mesh = Mesh(shape, pipe=config.stages, placement=config.placement) if plan is None else plan.mesh
-        self._staging = None
-        if config.pipeline is not None:
-            self._staging = (
-                plan_staging(
-                    self._cuboid_base,
-                    self.config,
-                    config,
-                    self._mesh,
-                    segment_choice(self, config, self._mesh, self._cuboid_base),
-                )
-                if plan is None or plan.staging is None
-                else dataclasses.replace(plan.staging, chunks=(), shared={}, slot=UnitSlot(), recorder=None)
-            )
-            _cut_stage(self, self._staging)
-        if self._parallel_plan is not None:
-            # The first plan was made for the full model, so that an unsupported module raises on all stages; this one
-            # is for the modules that the stage has.
-            self._parallel_plan = make_parallel_plan(self, shape, self._parallel_plan.verdict)
-            if self._cuboid_marks:
-                mark_parameters(self, self._parallel_plan, self._mesh)
+        plan = self._cuboid_decide(self)
+        whole = set() if plan.stages is None else set(self.state_dict())
+        self.cuboid_part = plan.cut(self)
+        _ignore_other_stages(self, whole)
+        if self.cuboid_part.parallel is not None and self._cuboid_marks:
+            mark_parameters(self, self.cuboid_part.parallel, plan.mesh)
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.
@@ -272,7 +225,7 @@ class _Loading:
 
     def layout_of(self, name: str) -> ShardingSpec | None:
         """How a parameter is sharded; None if it isn't."""
-        return None if self._parallel_plan is None else self._parallel_plan.by_parameter.get(name)
+        return None if self.cuboid_part.parallel is None else self.cuboid_part.parallel.by_parameter.get(name)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -287,8 +240,8 @@ class _Loading:
                 "slice by slice: save a complete checkpoint with plain transformers first"
             )
         super()._move_missing_keys_from_meta_to_device(set(missing_keys) - new, *args)  # type: ignore[misc]
-        if self._parallel_plan is not None:
-            unmark_parameters(self, self._parallel_plan, self._mesh)
+        if self.cuboid_part.parallel is not None:
+            unmark_parameters(self, self.cuboid_part.parallel, self.cuboid_part.plan.mesh)
         if new:
             make_new_weights(self, self._cuboid_base, new)
 
@@ -304,7 +257,8 @@ class _Loading:
 
     def _adjust_bias(self, *modules: Any) -> None:
         """Pad a head's bias to its weight's rows; not of slices: a rank may have fewer rows of the bias."""
-        if getattr(self, "_parallel_plan", None) is None:
+        part: RankPart | None = getattr(self, "cuboid_part", None)
+        if part is None or part.parallel is None:
             super()._adjust_bias(*modules)  # type: ignore[misc]
 
     def load_adapter(self, *_: Any, **__: Any) -> None:
@@ -312,14 +266,10 @@ class _Loading:
 
     def finish_loading(self: Any) -> None:
         """Turn into a sharded model or a pipeline stage."""
-        parallel_plan, mesh, staging = self._parallel_plan, self._mesh, self._staging
-        settings = self._cuboid_config.tensor_parallel
+        part = self.cuboid_part
         self.__class__ = self._cuboid_base
-        del self._parallel_plan, self._mesh, self._staging
-        if staging is not None:
-            finish_stage(self, staging, mesh, parallel_plan, _as_loaded)
-        else:
-            shard_modules(self, parallel_plan, mesh, settings, _as_loaded)
+        del self.cuboid_part
+        part.finish(self, _as_loaded)
         self.cuboid.save = save_sharded
         self.cuboid.made.check_code = code_check(self.cuboid.base, self.config)
 
@@ -328,10 +278,8 @@ def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
     return shard.detach()
 
 
-def _cut_stage(model: Any, staging: Staging) -> None:
-    """Reduce a model to its stage before it is loaded, and let it ignore the tensors of other stages."""
-    whole = set(model.state_dict())
-    cut_model(model, staging)
+def _ignore_other_stages(model: Any, whole: set[str]) -> None:
+    """Let a stage ignore the checkpoint's tensors of other stages. ``whole`` are the names in the whole model."""
     # By module, not by parameter: an old checkpoint may have further tensors in a removed module.
     absent = {name.rpartition(".")[0] for name in whole - set(model.state_dict())}
     prefix = re.escape(f"{model.base_model_prefix}.")
@@ -351,7 +299,7 @@ def _untie_as_stored(model: Any, missing_keys: Any) -> None:
             continue
         alike = None if stored is None else stored_alike(stored.folder, target, source, variant=stored.variant)
         # Stages were planned with the two as one parameter, so there they can't be untied any more.
-        if alike is False and model._staging is None:
+        if alike is False and model.cuboid_part.staging is None:
             del model.all_tied_weights_keys[target]
         elif alike is False or not torch.equal(model.get_parameter(target), model.get_parameter(source)):
             raise CheckpointError(

@@ -6,10 +6,12 @@ folder has a manifest, its files are compared with it; Hugging Face's own checkp
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def check_model_folder(folder: Path, *, variant: str | None = None, weights: boo
             )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
     """A model's ``config.json``, after checking that its counts of layers and other modules are plausible.
 
     Raises:
@@ -107,6 +109,17 @@ def read_config(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         check_exists(path.parent)
         raise CheckpointError(f"{path.parent}: is not the folder of a Hugging Face checkpoint: no {CONFIG} in it")
+    version: tuple[int, ...] = ()
+    # If this fails, so does reading, with an error that says why.
+    with suppress(OSError):
+        found = path.stat()
+        version = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return _parsed_config(path, version)
+
+
+# One load asks for it in several places.
+@functools.lru_cache(maxsize=4)
+def _parsed_config(path: Path, _version: tuple[int, ...]) -> Mapping[str, Any]:
     # Some configs have ``Infinity`` for a limit.
     config = read_object(path, numbers_only=False)
     for key, value in _counts(config):

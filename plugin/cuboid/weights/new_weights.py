@@ -192,7 +192,8 @@ def put_value(model: Any, names: Iterable[str], value: torch.Tensor) -> None:
         there = getattr(module, leaf)
         value = value.detach().to(there.dtype)
         parameter: Any = nn.Parameter(
-            value if layout is None else take_shard(value, layout, model._mesh), requires_grad=there.requires_grad
+            value if layout is None else take_shard(value, layout, model.cuboid_part.plan.mesh),
+            requires_grad=there.requires_grad,
         )
         # Keeps transformers from initializing it again.
         parameter._is_hf_initialized = True

@@ -18,10 +18,11 @@ from cuboid.checkpoint.format.manifest import content_fault, size_fault
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
-from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.model_plan import RankPart
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard
 from cuboid.weights.model_folder import check_model_folder
 from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
+from cuboid.weights.resolve import resolve
 
 
 def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
@@ -68,7 +69,8 @@ def from_rank_file(
     settings.transformers_weights = name
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
     # The mesh "auto" becomes the one that the files were made for.
-    members.update(_cuboid_folder=folder, _cuboid_config=config.on_mesh(document.mesh.shape))
+    config, base = config.on_mesh(document.mesh.shape), loading._cuboid_base  # type: ignore[attr-defined]
+    members.update(_cuboid_folder=folder, _cuboid_decide=staticmethod(lambda whole: resolve(whole, config, base)))
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
 
@@ -119,14 +121,12 @@ class _FromRankFile:
     _cuboid_ranks: RankFolder
     _cuboid_folder: Path
     # From the ``_Loading`` class.
-    _parallel_plan: ParallelPlan | None
-    _mesh: Mesh
-    _staging: Any
+    cuboid_part: RankPart
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         # Hidden from the ``_Loading`` class, which would slice the parameters once more.
-        self._layouts, self._parallel_plan = self._parallel_plan, None
+        self._layouts, self.cuboid_part.parallel = self.cuboid_part.parallel, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():
             whole = getattr(module, name)
@@ -139,10 +139,12 @@ class _FromRankFile:
         super()._move_missing_keys_from_meta_to_device(*args)  # type: ignore[misc]
         for module, name, layout in self._cut_parameters():
             loaded = getattr(module, name)
-            shard = nn.Parameter(pad_shard(loaded.detach(), layout, self._mesh.shape), loaded.requires_grad)
+            shard = nn.Parameter(
+                pad_shard(loaded.detach(), layout, self.cuboid_part.plan.mesh.shape), loaded.requires_grad
+            )
             shard._is_hf_initialized = True  # type: ignore[attr-defined]
             module.register_parameter(name, shard)
-        self._parallel_plan = self._layouts
+        self.cuboid_part.parallel = self._layouts
         del self._layouts
 
     def finish_loading(self: Any) -> None:
@@ -153,8 +155,8 @@ class _FromRankFile:
 
 def _check_layouts(model: Any) -> None:
     """Reject files whose sharding differs from the model's."""
-    document, mesh, staging = model._cuboid_ranks, model._mesh, model._staging
-    layers = () if staging is None else staging.layout.counts
+    document, mesh, stages = model._cuboid_ranks, model.cuboid_part.plan.mesh, model.cuboid_part.plan.stages
+    layers = () if stages is None else stages.layout.counts
     # No pipeline and a pipeline of one stage are the same layout.
     same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
     same_places = mesh.placement == (document.placement or tuple(range(document.topology.pipe)))

@@ -190,7 +190,7 @@ def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
         return False
     if not state or not isinstance(model, StageModel):
         return True
-    outline = model.staging.outline
+    outline = model.staging.plan.outline
     return all(any(name.startswith(f"{outline.layer(i)}.") for name in state) for i in range(outline.count))
 
 

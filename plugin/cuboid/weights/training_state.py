@@ -80,7 +80,7 @@ def describe_layout(model: nn.Module) -> dict[str, Any]:
         "dtype": str(inner.dtype).removeprefix("torch."),
     }
     if isinstance(inner, StageModel):
-        layout["layers"] = list(inner.staging.layout.counts)
+        layout["layers"] = list(inner.staging.plan.layout.counts)
         if len(mesh.placement) > mesh.topology.pipe:
             layout["placement"] = list(mesh.placement)
     return layout

@@ -11,15 +11,13 @@ from transformers import PreTrainedModel
 from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.config.schema import CuboidConfig
 from cuboid.convert.formats.parameter_names import LoadTarget, blank_model, is_expected, load_targets, state_specs
-from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
-from cuboid.models.certification.mesh_certificates import certified_plan
-from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.model_plan import ModelPlan
 from cuboid.models.stages.stages import cut_stages
-from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
+from cuboid.weights.resolve import resolve_elsewhere
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,10 @@ def plan_ranks(
         MeshError, UnsupportedModelError, ConfigError: the config doesn't fit the model or the world size.
     """
     model = blank_model(model_config)
-    shape = choose_mesh(model, config, world_size=world_size)
-    config = settle_stages(model, config, shape, world_size=world_size)
-    mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=world_size or shape.size * config.stages)
-    layouts: Mapping[str, ShardingSpec] = {}
-    # Stages of one rank each have full tensors, which works for architectures without a parallel plan too.
-    if config.pipeline is None or shape.size > 1:
-        layouts = certified_plan(model, shape, pipeline=config.pipeline).by_parameter
-    layers, stages = _stages(model_config, model, config, mesh)
+    plan = resolve_elsewhere(model, config, world_size)
+    shape, placement = plan.mesh.shape, plan.mesh.placement
+    layouts: Mapping[str, ShardingSpec] = {} if plan.parallel is None else plan.parallel.by_parameter
+    layers, stages = _stages(model_config, model, plan)
     targets = load_targets(model, specs)
     unused = tuple(name for name in specs if name not in targets)
     for name in unused:
@@ -86,23 +80,21 @@ def plan_ranks(
             layout=None if layout is None else StoredLayout.of(layout),
             stages=tuple(stage for stage, names in enumerate(stages) if parameter in names),
         )
-    placement = config.placement if len(layers) > config.stages else ()
-    return RankPlan(shape, layers, tensors, unused, placement)
+    return RankPlan(shape, layers, tensors, unused, placement if len(layers) > plan.config.stages else ())
 
 
 def _stages(
-    model_config: Path, model: PreTrainedModel, config: CuboidConfig, mesh: Mesh
+    model_config: Path, model: PreTrainedModel, plan: ModelPlan
 ) -> tuple[tuple[int, ...], list[frozenset[str]]]:
     """Number of layers of each stage, and names of the parameters and buffers that each rank of the pipeline has."""
-    if config.pipeline is None:
+    if plan.stages is None:
         return (), [frozenset(state_specs(model))]
-    staging = plan_staging(type(model), model.config, config, mesh)
     ranks = []
-    for rank in range(config.stages):
-        own = blank_model(model_config)
-        cut_stages(own, staging.outline, staging.layout.cuts(rank))
-        ranks.append(frozenset(state_specs(own)))
-    return staging.layout.counts, ranks
+    for rank in range(plan.config.stages):
+        part = blank_model(model_config)
+        cut_stages(part, plan.stages.outline, plan.stages.layout.cuts(rank))
+        ranks.append(frozenset(state_specs(part)))
+    return plan.stages.layout.counts, ranks
 
 
 def _check(

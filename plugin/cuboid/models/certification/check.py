@@ -19,18 +19,19 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import LABELLED, MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
+from cuboid.models.architectures.certificate import LABELLED, MODES, Certificate, Kind, Mode, Verdict
 from cuboid.models.architectures.supported_tasks import runs_own_head, takes_token_types, task_of
 from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
+from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
-from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.router_loss import exact_router_loss
-from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
+from cuboid.models.stages.stage_model import StagePlan
 from cuboid.models.stages.stage_runner import make_runner
 from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_items, with_shifted_labels
@@ -549,19 +550,17 @@ def make_stage(
     mesh: Mesh,
     *,
     gives_cache: bool,
-    verdict: MeshVerdict | None = None,
+    parallel: ParallelPlan | None = None,
 ) -> Any:
-    """A copy of a model, cut to the stage of ``mesh``'s rank, and sharded over the mesh if there is a verdict."""
-    own = copy.deepcopy(model)
+    """A copy of a model, cut to the stage of ``mesh``'s rank, and sharded over the mesh if there is a plan for that."""
     segments = 2 if gives_cache else 1  # any number above 1
     pipeline = {"engine": "seq1f1b", "stages": len(counts), "segments": segments}
     config = CuboidConfig.model_validate({"pipeline": pipeline})
     certificate = Certificate(Verdict(gives_cache=gives_cache))
     layout = StageLayout(counts, mesh.placement)
-    staging = Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), None, config, certificate)
-    cut_model(own, staging)
-    plan = None if verdict is None else make_parallel_plan(own, mesh.shape, verdict)
-    return finish_stage(own, staging, mesh, plan, functools.partial(take_shard, mesh=mesh))
+    stages = StagePlan(outline, layout, layout.cuts(mesh.coordinate.pipe), config, certificate)
+    plan = ModelPlan(type(model), config, mesh, parallel, stages)
+    return plan.apply(copy.deepcopy(model), functools.partial(take_shard, mesh=mesh))
 
 
 def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:

@@ -49,8 +49,8 @@ from cuboid.models.certification.check import (
 )
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.task_batches import loss_of, run_whole, task_batch
+from cuboid.models.model_plan import ModelPlan
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
-from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stages import draw_outline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
@@ -385,8 +385,8 @@ class _Split:
         self._models = [self._sharded(mesh) for mesh in self._ranks.meshes]
 
     def _sharded(self, mesh: Mesh) -> PreTrainedModel:
-        own, shard_of = copy.deepcopy(self._probe.model), functools.partial(take_shard, mesh=mesh)
-        return shard_modules(own, self._plan, mesh, CuboidConfig().tensor_parallel, shard_of)
+        plan = ModelPlan(type(self._probe.model), CuboidConfig(), mesh, self._plan)
+        return plan.apply(copy.deepcopy(self._probe.model), functools.partial(take_shard, mesh=mesh))
 
     def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
         """The largest relative error of a step's loss and gradients, over all ranks, and of which."""
@@ -412,7 +412,7 @@ class _SplitStages:
         self._plan = make_parallel_plan(probe.model, _OTHER_KINDS, choice)
         self._ranks = ThreadRanks(_OTHER_KINDS, len(counts))
         self._stages = [
-            make_stage(probe.model, outline, counts, mesh, gives_cache=gives_cache, verdict=choice)
+            make_stage(probe.model, outline, counts, mesh, gives_cache=gives_cache, parallel=self._plan)
             for mesh in self._ranks.meshes
         ]
 

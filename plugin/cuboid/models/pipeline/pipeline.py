@@ -69,19 +69,19 @@ class Pipeline:
         if not isinstance(stage, StageModel):
             raise CuboidError("the model isn't cut into stages; load it with a config that has pipeline.engine")
         self._model: Any = stage
-        self._staging = stage.staging
-        assert stage.staging.config.pipeline is not None
-        self._config = stage.staging.config.pipeline
+        self._staging, self._stages = stage.staging, stage.staging.plan
+        assert self._stages.config.pipeline is not None
+        self._config = self._stages.config.pipeline
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
         tiles = self._device.type != "cpu"
         if self._config.segments == "auto":
             self._check_same_cluster()
-        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, self._choose_segments, tiles=tiles)
+        self._cutter = Cutter(self._config, self._stages.sizes, self.mesh, self._choose_segments, tiles=tiles)
         #: Buffers of the KV caches; also read by memory reports.
         self.pool = KVCachePool()
-        self._schedules = StepSchedules(stage.staging)
-        self._shared_names = shared_names(stage.staging.outline)
+        self._schedules = StepSchedules(stage.staging.plan)
+        self._shared_names = shared_names(self._stages.outline)
         self._channels = open_channels(self.mesh, self._device)
         self._sums = sums
         self._step = 0
@@ -142,7 +142,7 @@ class Pipeline:
                 self._cutter.note(trace, step.lengths)
                 self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
             if traces:
-                trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
+                trace.write(self._trace_folder(), self._step, step.lengths, self._staging.plan)
         return self._total(loss) / gradient_scale
 
     def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
@@ -171,7 +171,7 @@ class Pipeline:
     def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its number of label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
-        targets, shifts = self.limits.targets, self._staging.shifts_labels
+        targets, shifts = self.limits.targets, self._stages.shifts_labels
         inputs = self._model.cuboid.verdict.inputs
         micro_batches = [with_targets(batch, targets, shifts=shifts) for batch in shared]
         for batch in micro_batches:
@@ -184,7 +184,7 @@ class Pipeline:
             SegmentedBatch.of(batch, own, self._model.config, self.mesh, targets, inputs)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
-        shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
+        shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]))
         return _Step(shape, cut, lengths), torch.stack([label_items(batch, targets) for batch in micro_batches]).sum()
 
     def _check_ties(self) -> None:
@@ -211,14 +211,14 @@ class Pipeline:
 
     def _choose_segments(self, length: int, micro_batches: int) -> int:
         """Choose the number of segments with ``"segments": "auto"``, given the first sequences' padded length."""
-        choice = self._staging.segment_choice
+        choice = self._stages.segment_choice
         assert choice is not None, "a stage that was planned without one"
         rows = max(1, self.rows // micro_batches)
         return choice(length, rows, micro_batches, recomputes=recomputes(self._model))
 
     def _check_same_cluster(self) -> None:
         """Check that all ranks see the same cluster. Otherwise they would cut sequences differently, and deadlock."""
-        choice, world_size = self._staging.segment_choice, self.mesh.topology.world_size
+        choice, world_size = self._stages.segment_choice, self.mesh.topology.world_size
         if choice is None or self.mesh.in_threads or world_size == 1:
             return
         seen = [""] * world_size
@@ -230,7 +230,7 @@ class Pipeline:
             )
 
     def _check_length(self, length: int) -> None:
-        longest = self._staging.outline.longest
+        longest = self._stages.outline.longest
         first = self.limits.first_position
         if longest is not None and first + length > longest:
             raise CuboidError(
@@ -241,8 +241,8 @@ class Pipeline:
             )
 
     def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
-        certificate, name = self._staging.certificate, self._model.cuboid.base.__name__
-        is_filled = sum(lengths) != batch["input_ids"].shape[1] and self._staging.outline.is_causal
+        certificate, name = self._stages.certificate, self._model.cuboid.base.__name__
+        is_filled = sum(lengths) != batch["input_ids"].shape[1] and self._stages.outline.is_causal
         modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)
         certificate.check_batch(batch, modes, name)
         self._model.cuboid.verdict.check_batch(batch, name)
@@ -256,7 +256,7 @@ class Pipeline:
     @property
     def layers(self) -> tuple[int, ...]:
         """Number of layers of each stage, over all ranks."""
-        return self._staging.layout.counts
+        return self._stages.layout.counts
 
     def segment_lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
         """Segment lengths of a sequence of ``length`` tokens at present, including padding for mesh and segments."""
@@ -340,7 +340,7 @@ class Pipeline:
         """All-reduce the gradients of tied parameters, which the ranks of the first and the last stage both have."""
         if not self._staging.shared:
             return
-        group = self.mesh.channel(0, self._staging.layout.stages - 1)
+        group = self.mesh.channel(0, self._stages.layout.stages - 1)
         for parameter in self._staging.shared.values():
             gradient = gradient_of(parameter)
             # Both ranks have one, or neither has: each step begins with ``_check_ties``.

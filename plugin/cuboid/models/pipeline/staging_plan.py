@@ -15,8 +15,8 @@ from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.batch import granule
 from cuboid.models.certification.certificates import certificate_of, naming_changes
-from cuboid.models.stages.model_costs import model_sizes
-from cuboid.models.stages.stage_model import SegmentChoice, Staging
+from cuboid.models.stages.model_costs import sizes_of
+from cuboid.models.stages.stage_model import SegmentChoice, StagePlan
 from cuboid.models.stages.stages import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
 from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.partition import HeadShare
@@ -27,17 +27,18 @@ _WORTH_A_WARNING = 0.25
 
 
 def plan_staging(
-    cls: type[PreTrainedModel],
-    hf_config: Any,
+    model: PreTrainedModel,
     config: CuboidConfig,
     mesh: Mesh,
+    cls: type[PreTrainedModel] | None = None,
     segment_choice: SegmentChoice | None = None,
-) -> Staging:
-    """Decide which stages this rank has, from the configs alone.
+) -> StagePlan:
+    """Decide which stages this rank has.
 
     Args:
-        cls, hf_config: the model's class and config.
+        model: the whole model, on any device, meta included.
         config, mesh: this rank's.
+        cls: the architecture's class, if the model's own class is derived from it.
         segment_choice: chooses the number of segments; needed to run a pipeline with ``"segments": "auto"``.
 
     Raises:
@@ -45,6 +46,7 @@ def plan_staging(
         ConfigError: the layers can't be divided among so many stages.
     """
     assert config.pipeline is not None
+    cls, hf_config = cls or type(model), model.config
     check_attention(hf_config)
     _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
@@ -55,14 +57,14 @@ def plan_staging(
     is_filled = granule(mesh) > 1 and outline.is_causal
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=is_filled)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
-    # Sizes require building the model on the meta device: do it at most once, and only if needed.
-    find_sizes = functools.cache(lambda: model_sizes(hf_config, cls))
+    # Not every architecture has sizes that are known, nor every config a use for them.
+    find_sizes = functools.cache(lambda: sizes_of(model))
     layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
     if config.pipeline.stage_balance == "flops" and mesh.rank == 0:
         _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))
     cuts = layout.cuts(mesh.coordinate.pipe)
-    return Staging(outline, layout, cuts, sizes, config, certificate, segment_choice)
+    return StagePlan(outline, layout, cuts, config, certificate, sizes, segment_choice)
 
 
 def _warn_of_head(share: HeadShare) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from cuboid.models.stages.stage_model import Staging
+from cuboid.models.stages.stage_model import StagePlan
 from cuboid.seq1f1b.schedule.actions import Program, Schedule
 from cuboid.seq1f1b.schedule.choice import ModelPipeline, fixed_schedule, is_generated
 from cuboid.seq1f1b.schedule.lowering import lower
@@ -18,12 +18,12 @@ class StepSchedules:
     """Makes schedules, the same on every rank of a replica, and caches them.
 
     Args:
-        staging: this rank's staging, with the config and the whole model's sizes.
+        stages: of this rank, with the config and the whole model's sizes.
     """
 
-    def __init__(self, staging: Staging) -> None:
-        assert staging.config.pipeline is not None
-        self._config, self._staging = staging.config.pipeline, staging
+    def __init__(self, stages: StagePlan) -> None:
+        assert stages.config.pipeline is not None
+        self._config, self._stages = stages.config.pipeline, stages
         self.of = functools.lru_cache(_REMEMBERED)(self._make)
 
     def _make(
@@ -40,11 +40,11 @@ class StepSchedules:
         return schedule, lower(schedule, shape)
 
     def _schedule(self, shape: PipelineShape, lengths: tuple[int, ...], *, recomputes: bool) -> Schedule:
-        config, sizes = self._config, self._staging.sizes
+        config, sizes = self._config, self._stages.sizes
         if not is_generated(config.schedule):
             return fixed_schedule(config.schedule, shape, config.stages)
         assert sizes is not None, "a generated schedule without the model's sizes"
-        counts = self._staging.layout.counts
+        counts = self._stages.layout.counts
         chunks = len(counts) // config.stages
         pipeline = ModelPipeline(
             config.schedule, config.stages, chunks, counts, lengths, config.memory_limit, recomputes

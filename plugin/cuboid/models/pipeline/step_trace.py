@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.stages.stage_model import Staging
+from cuboid.models.stages.stage_model import StagePlan
 from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
 from cuboid.seq1f1b.schedule.actions import Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
@@ -66,16 +66,16 @@ class StepTrace:
                     seconds[span.action.segment] += span.end_s - span.start_s
         return tuple(own + weights_s * length / sum(lengths) for own, length in zip(seconds, lengths, strict=True))
 
-    def simulated(self, lengths: list[tuple[int, ...]], staging: Staging) -> Timeline:
+    def simulated(self, lengths: list[tuple[int, ...]], stages: StagePlan) -> Timeline:
         """Simulate the same step by FLOPs, at the speed (seconds per FLOP) measured on the busiest rank."""
-        assert staging.sizes is not None
-        costs = [unit_flops(staging.sizes, staging.layout.counts, own) for own in lengths]
+        assert stages.sizes is not None
+        costs = [unit_flops(stages.sizes, stages.layout.counts, own) for own in lengths]
         flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
         busiest = max(range(len(flops)), key=flops.__getitem__)
         s_per_flop = self.timeline.busy_s[busiest] / flops[busiest]
         return simulate(self.schedule, self.shape, lambda action: costs[action.micro_batch](action) * s_per_flop)
 
-    def write(self, folder: Path, step: int, lengths: list[tuple[int, ...]], staging: Staging) -> None:
+    def write(self, folder: Path, step: int, lengths: list[tuple[int, ...]], stages: StagePlan) -> None:
         """Write ``step_N.json`` for Perfetto and ``step_N.png``, on the first rank of the world."""
         if not self.writes:
             return
@@ -84,11 +84,11 @@ class StepTrace:
         from cuboid.seq1f1b.schedule.timeline_trace import write_chrome_trace
 
         folder.mkdir(parents=True, exist_ok=True)
-        simulated = self.simulated(lengths, staging)
+        simulated = self.simulated(lengths, stages)
         details = {
             "step": step,
             "simulated_bubble": simulated.bubble,
-            "layers": list(staging.layout.counts),
+            "layers": list(stages.layout.counts),
             "segment_lengths": [list(own) for own in lengths],
         }
         write_chrome_trace(self.timeline, folder / f"step_{step}.json", details=details)

@@ -56,18 +56,40 @@ class SegmentChoice(Protocol):
         """The number of segments for sequences of ``length`` tokens."""
 
 
-@dataclass
-class Staging:
-    """Everything that a pipeline rank keeps about its stages.
+@dataclass(frozen=True)
+class StagePlan:
+    """The stages of a pipeline rank, decided before its model is cut.
 
     Attributes:
         outline: the whole model's outline.
         layout: the stages of all ranks.
         cuts: this rank's stages, in the order of the layers.
-        sizes: the whole model's sizes, for costs; None if nothing needs them.
         config: the job's config.
         certificate: what the probe of the architecture found to be right.
+        sizes: the whole model's sizes, for costs; None if nothing needs them.
         segment_choice: chooses the number of segments for ``"segments": "auto"``.
+    """
+
+    outline: Outline
+    layout: StageLayout
+    cuts: tuple[StageCut, ...]
+    config: CuboidConfig
+    certificate: Certificate
+    sizes: ModelSizes | None = None
+    segment_choice: SegmentChoice | None = None
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model's own loss compares each position with the next one's label."""
+        return self.outline.is_causal and self.certificate.shifts_labels
+
+
+@dataclass
+class Staging:
+    """Everything that a pipeline rank keeps about its stages.
+
+    Attributes:
+        plan: what was decided about them.
         chunks: what runs the stages in ``cuts``; set when the model is cut.
         whole: facts about the model before it was cut.
         ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
@@ -79,13 +101,7 @@ class Staging:
         weight_gradients: while it is open, the rank's linear layers defer their weight gradients to it.
     """
 
-    outline: Outline
-    layout: StageLayout
-    cuts: tuple[StageCut, ...]
-    sizes: ModelSizes | None
-    config: CuboidConfig
-    certificate: Certificate
-    segment_choice: SegmentChoice | None = None
+    plan: StagePlan
     chunks: tuple[Chunk, ...] = ()
     whole: WholeModel | None = None
     ends: dict[str, PlaceholderEnd] = field(default_factory=dict)
@@ -96,11 +112,6 @@ class Staging:
     held_weights: list[UnshardedCopy] = field(default_factory=list)
     weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
 
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether the model's own loss compares each position with the next one's label."""
-        return self.outline.is_causal and self.certificate.shifts_labels
-
     def recorded(self, *arguments: Any) -> WholeSequence:
         """See :meth:`WholeSequenceRecorder.record`."""
         assert self.recorder is not None, "a stage that isn't finished"
@@ -108,7 +119,7 @@ class Staging:
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters that are counted on another rank."""
-        if any(cut.is_last for cut in self.cuts):
+        if any(cut.is_last for cut in self.plan.cuts):
             yield from self.shared.values()
 
 
@@ -132,7 +143,7 @@ class StageModel(ShardedModel):
         Raises:
             UnsupportedModelError: it isn't.
         """
-        check_loss_in_pipeline(self, self.staging.outline.task)
+        check_loss_in_pipeline(self, self.staging.plan.outline.task)
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """As on any sharded model, without parameters that are counted on another stage."""
@@ -152,7 +163,7 @@ class StageModel(ShardedModel):
     def enable_input_require_grads(self) -> None:
         """As in transformers, for activation checkpointing with a frozen embedding; on the first stage only."""
         # Inputs of other stages have a gradient anyway, and transformers would look for the embedding in a placeholder.
-        if any(cut.is_first for cut in self.staging.cuts):
+        if any(cut.is_first for cut in self.staging.plan.cuts):
             super().enable_input_require_grads()  # type: ignore[misc]
 
 
@@ -171,15 +182,15 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     Raises:
         UnsupportedModelError: before the model is changed, if its loss isn't its task's ordinary one.
     """
-    check_loss_in_pipeline(model, staging.outline.task)
+    check_loss_in_pipeline(model, staging.plan.outline.task)
     staging.whole = _whole_of(model, staging)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
-    staging.chunks = cut_stages(model, staging.outline, staging.cuts)
+    staging.chunks = cut_stages(model, staging.plan.outline, staging.plan.cuts)
 
 
 def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
-    outline = staging.outline
+    outline = staging.plan.outline
     whole = WholeModel.of(model, outline.longest)
     targets = Targets.of(type(model), model.config)
     # Causal models' micro-batches are cut into segments: ids, mask and positions, but no token types.
@@ -191,7 +202,7 @@ def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
         types=types,
         targets=targets,
         first_position=first,
-        shifts_labels=staging.shifts_labels,
+        shifts_labels=staging.plan.shifts_labels,
     )
     return replace(whole, limits=limits)
 
@@ -207,45 +218,46 @@ def finish_stage(
         parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: returns the shard of a parameter.
     """
+    plan = staging.plan
     late: LateSplit | None = None
     draws: ModelDraws | None = None
     if parallel_plan is not None:
-        stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
-        split, draws = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
+        stages = [{plan.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in plan.cuts]
+        split, draws = parallelize_modules(model, parallel_plan, mesh, plan.config.tensor_parallel, shard_of, stages)
         # Image models are never cut into stages.
         late = split if isinstance(split, LateSplit) else None
-        if staging.config.tensor_parallel.gradient_sync == "step":
+        if plan.config.tensor_parallel.gradient_sync == "step":
             staging.gradient_sync = defer_gradient_sync(model)
-        if staging.config.tensor_parallel.weight_gather == "step":
+        if plan.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
-    pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
+    pipeline, layers = plan.config.pipeline, model.get_submodule(plan.outline.layers)
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)
-    indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
-    own = {staging.outline.layer(index): layers[index] for index in indices}
+    indices = [index for cut in plan.cuts for index in range(cut.first, cut.stop)]
+    own = {plan.outline.layer(index): layers[index] for index in indices}
     # Whole sequences have no earlier segment to continue from.
-    gives_cache = staging.certificate.gives_cache and pipeline.segments != 1
+    gives_cache = plan.certificate.gives_cache and pipeline.segments != 1
     use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
         # A block that is computed whole has all heads, and sets its own random number generator.
-        for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
+        for module in model.get_submodule(name).modules() if name.startswith(f"{plan.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
     if is_generated(pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
-    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
+    staging.recorder = WholeSequenceRecorder(model, plan.outline, own, staging.slot)
     # Register these hooks after the recorder's, which compare a layer's arguments with the whole sequence's: those
     # contain no cache.
     for layer in own.values() if gives_cache else ():
         give_cache(layer, staging.slot)
-    staging.shared = shared_parameters(model, staging.outline, staging.cuts)
+    staging.shared = shared_parameters(model, plan.outline, plan.cuts)
     base = type(model)
     assert staging.whole is not None
     verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
-    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole, verdict=verdict, late=late)
+    model.cuboid = Sharding(mesh, plan.config.tensor_parallel, base, own, staging.whole, verdict=verdict, late=late)
     model.cuboid.draws = draws
     hook_heads(model)
     model.staging = staging
-    inner: Any = model.get_submodule(staging.outline.base)
+    inner: Any = model.get_submodule(plan.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     guard_hooks(model, runs_whole=False)

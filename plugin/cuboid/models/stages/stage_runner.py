@@ -94,7 +94,7 @@ class StageRunner:
         self._batches, self._stores = batches, stores
         self._scale, self._micro_batch_scale = scale, micro_batch_scale
         self._training = training
-        self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
+        self._head = Head(self._model, self._staging.plan.outline, self._model.cuboid.base.forward)
         #: Open during forwards of a schedule that splits backwards.
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
         self._splits = splits
@@ -116,7 +116,7 @@ class StageRunner:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Dtype of hidden states between stages."""
-        own = self._staging.outline.dtype
+        own = self._staging.plan.outline.dtype
         # Some models keep the residual stream in float32; with float64 weights it is float64.
         return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
 
@@ -124,7 +124,7 @@ class StageRunner:
         """``[B/b, L/s, H/h]``: the shape of a unit's hidden state on this rank."""
         batch = self._batches[micro_batch]
         length = batch.segment_length(segment) // self._mesh.size("sequence")
-        return batch.ids.shape[0], length, self._staging.outline.width // self._mesh.size("hidden")
+        return batch.ids.shape[0], length, self._staging.plan.outline.width // self._mesh.size("hidden")
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """A unit's forward; for shapes see :meth:`message_shape`.
@@ -183,7 +183,7 @@ class StageRunner:
 
     def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
         batch = self._batches[micro_batch]
-        sees_later = self._mesh.shape.size > 1 and not self._staging.outline.is_causal
+        sees_later = self._mesh.shape.size > 1 and not self._staging.plan.outline.is_causal
         options: dict[str, Any] = batch.whole_inputs() if sees_later else self._positions_and_mask(batch, segment)
         if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
@@ -312,10 +312,10 @@ class RoutedStageRunner(StageRunner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        loss = self._staging.outline.router_loss
+        loss = self._staging.plan.outline.router_loss
         assert loss is not None
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
-        layers = self._staging.outline.layers
+        layers = self._staging.plan.outline.layers
         self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, layers)
         #: The sums of the current unit's layers.
         self._own = self._sums.none(self.device)
@@ -369,7 +369,7 @@ class RoutedStageRunner(StageRunner):
 
 def make_runner(model: StageModel, chunk: Chunk, *args: Any, **options: Any) -> StageRunner:
     """Create the kind of runner that a model needs; the arguments are those of :class:`StageRunner`."""
-    outline = model.staging.outline
+    outline = model.staging.plan.outline
     if outline.runs_own_head and chunk.cut.is_last:
         return OwnHeadRunner(model, chunk, *args, **options)
     kind = StageRunner if outline.router_loss is None else RoutedStageRunner

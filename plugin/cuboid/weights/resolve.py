@@ -1,0 +1,106 @@
+"""From a user's config to a :class:`~cuboid.models.model_plan.ModelPlan`: every decision, in the order they depend on
+each other."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
+from cuboid.models.model_plan import ModelPlan
+from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.sharded_model import sharding_of
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
+
+
+def settle(
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    cls: type[PreTrainedModel] | None = None,
+    *,
+    world_size: int | None = None,
+) -> tuple[MeshShape, CuboidConfig]:
+    """Decide what a config leaves open: the shape of the mesh, and the schedule with the placement of the stages.
+
+    Args:
+        model: the whole model, on any device, meta included.
+        config: Cuboid's config.
+        cls: the architecture's class, if the model's own class is derived from it.
+        world_size: number of ranks of the job; by default those of one replica, or of the config's ``cluster``.
+
+    Raises:
+        MeshError, ConfigError, UnsupportedModelError: as :func:`resolve`.
+    """
+    shape = choose_mesh(model, config, cls, world_size=world_size)
+    return shape, settle_stages(model, config, shape, cls, world_size=world_size)
+
+
+def resolve(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel] | None = None) -> ModelPlan:
+    """Decide what becomes of a model on this rank; nothing is changed, and no weight is read.
+
+    Args:
+        model: the whole model, on any device, meta included.
+        config: Cuboid's config.
+        cls: the architecture's class, if the model's own class is derived from it.
+
+    Raises:
+        UnsupportedModelError: the architecture isn't right on such a mesh or in such a pipeline, or can't be probed.
+        MeshError: the mesh doesn't divide the model, or the world.
+        ConfigError: the config doesn't fit the model.
+    """
+    cls, world_size = cls or type(model), current_world_size()
+    if config.pipeline is not None:
+        # Before certification, which would only say that the code is another.
+        check_loss_in_pipeline(model, task_of(cls))
+    shape, config = settle(model, config, cls, world_size=world_size)
+    mesh = Mesh(shape, pipe=config.stages, placement=config.placement)
+    return _certified(model, config, cls, mesh, runs_here=True)
+
+
+def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: int | None) -> ModelPlan:
+    """As :func:`resolve`, for rank 0 of a job that doesn't run here, whose machines this process can't ask.
+
+    Args:
+        model: the whole model, on any device, meta included.
+        config: Cuboid's config.
+        world_size: number of ranks of the job; by default one replica's.
+    """
+    shape, config = settle(model, config, world_size=world_size)
+    ranks = world_size or shape.size * config.stages
+    mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=ranks, placement=config.placement)
+    return _certified(model, config, type(model), mesh, runs_here=False)
+
+
+def _certified(
+    model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel], mesh: Mesh, *, runs_here: bool
+) -> ModelPlan:
+    parallel = stages = None
+    # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
+    if config.pipeline is None or mesh.shape.size > 1:
+        parallel = certified_plan(model, mesh.shape, cls, config.pipeline)
+    if config.pipeline is not None:
+        choice = segment_choice(model, config, mesh, cls) if runs_here else None
+        stages = plan_staging(model, config, mesh, cls, choice)
+    return ModelPlan(cls, config, mesh, parallel, stages)
+
+
+def plan_of(sharded: PreTrainedModel, whole: PreTrainedModel) -> ModelPlan:
+    """The plan that an existing sharded model or stage was made by.
+
+    Args:
+        sharded: the model.
+        whole: the same model before it is cut, on any device.
+    """
+    sharding = sharding_of(sharded)
+    stages = sharded.staging.plan if isinstance(sharded, StageModel) else None
+    config = CuboidConfig(tensor_parallel=sharding.config) if stages is None else stages.config
+    parallel = None
+    if stages is None or sharding.mesh.shape.size > 1:
+        parallel = make_parallel_plan(whole, sharding.mesh.shape, sharding.verdict)
+    return ModelPlan(sharding.base, config, sharding.mesh, parallel, stages)
