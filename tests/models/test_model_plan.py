@@ -1,0 +1,115 @@
+"""One plan of a model, whoever makes it: loading, sharding in memory, per-rank files, reading weights again."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+import transformers
+
+import cuboid
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.convert.per_rank.plan import plan_ranks
+from cuboid.tensor3d.sharding.sharded_param import local_state
+from cuboid.weights.resolve import plan_of, resolve, resolve_elsewhere
+
+#: Ranks of the world, and the sections of a config.
+LAYOUTS = {
+    "a mesh": (4, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2, "hidden": 2}}}),
+    "stages": (2, {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}),
+    "both": (
+        4,
+        {
+            "tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}},
+            "pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2},
+        },
+    ),
+}
+
+
+def small_config():
+    return transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+
+
+def whole_model():
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(small_config())
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, monkeypatch):
+    """A config, and the environment of the world's last rank."""
+    size, sections = LAYOUTS[request.param]
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setenv("RANK", str(size - 1))
+    return size, cuboid.split_config({"train_micro_batch_size_per_gpu": 2, **sections})[0]
+
+
+def facts(plan):
+    """All of a plan but the mesh and the outline, which compare by identity, or hold such."""
+    stages = plan.stages and (
+        plan.stages.layout,
+        plan.stages.cuts,
+        plan.stages.outline.before,
+        plan.stages.outline.head,
+    )
+    parallel = plan.parallel and (plan.parallel.layouts, plan.parallel.verdict)
+    return plan.cls, plan.mesh.shape, plan.mesh.placement, parallel, stages
+
+
+def test_a_plan_changes_nothing_and_is_never_changed(layout):
+    _, config = layout
+    model = whole_model()
+    before = [(name, id(module), type(module)) for name, module in model.named_modules()]
+    plan = resolve(model, config)
+    assert [(name, id(module), type(module)) for name, module in model.named_modules()] == before
+    assert facts(resolve(model, config)) == facts(plan)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.stages = None
+    if plan.stages is not None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            plan.stages.cuts = ()
+
+
+def test_loading_sharding_and_reading_again_follow_the_same_plan(layout, tmp_path):
+    _, config = layout
+    plain = transformers.LlamaForCausalLM(small_config())
+    plain.save_pretrained(tmp_path)
+    plan = resolve(plain, config)
+    loaded = cuboid.from_pretrained(tmp_path, config)
+    sharded = cuboid.shard(plain, config)
+    assert facts(plan_of(loaded, whole_model())) == facts(plan_of(sharded, whole_model())) == facts(plan)
+    shards, others = local_state(loaded), local_state(sharded)
+    assert shards.keys() == others.keys()
+    assert all(torch.equal(shard, others[name]) for name, shard in shards.items())
+
+
+def test_per_rank_files_follow_the_same_plan(layout, tmp_path):
+    size, config = layout
+    model = whole_model()
+    plan = resolve(model, config)
+    model.config.save_pretrained(tmp_path)
+    specs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in model.state_dict().items()}
+    ranks = plan_ranks(tmp_path, specs, config, size)
+    assert facts(resolve_elsewhere(model, config, size))[:4] == facts(plan)[:4]
+    assert ranks.mesh == plan.mesh.shape
+    assert ranks.layers == (() if plan.stages is None else plan.stages.layout.counts)
+    layouts = {} if plan.parallel is None else plan.parallel.by_parameter
+    assert {name: tensor.whole_layout for name, tensor in ranks.tensors.items() if name in layouts} == layouts
+
+
+def test_a_load_reads_the_config_at_most_twice(layout, tmp_path):
+    _, config = layout
+    transformers.LlamaForCausalLM(small_config()).save_pretrained(tmp_path)
+    read, path = [], str(tmp_path / "config.json")
+    # An audit hook stays for the life of the process.
+    sys.addaudithook(lambda event, args: read.append(event) if event == "open" and str(args[0]) == path else None)
+    cuboid.from_pretrained(tmp_path, config)
+    assert len(read) <= 2
