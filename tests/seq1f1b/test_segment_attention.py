@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from attending import SCALE, cuts_of, in_segments, largest_error, random_heads, whole
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.forward_context import Unit, UnitSlot
 from cuboid.models.attention.segments import (
-    Unit,
-    UnitSlot,
     check_segments,
     prepare_masks,
     record_of,

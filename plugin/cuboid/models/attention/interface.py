@@ -11,10 +11,8 @@ up. They leave a call alone unless its module has a record, or a sharded model's
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,61 +23,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
+from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, fake_mask, forward_context, is_outside
 from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
-from cuboid.models.attention.segments import (
-    AttentionRecord,
-    find_record,
-    hang_record,
-    running_slot,
-)
-from cuboid.models.attention.whole_sequence import Masks, fake_mask, is_recording, recorded_masks
+from cuboid.models.attention.segments import AttentionRecord, find_record, hang_record
+from cuboid.models.attention.whole_sequence import Masks
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _MaskFunction = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of the whole sequence, over all ranks: as given, and as padded for the mesh.
-
-    Args:
-        real: positions as given.
-        padded: positions after padding.
-        source: lengths of the encoder's sequence, if this is the sequence of a decoder that attends to an encoder.
-        makes_masks: whether masks are made for these lengths. If not, the model's attention doesn't go through Hugging
-            Face's interface, and mask functions do what they do in plain transformers.
-    """
-
-    real: int
-    padded: int
-    source: Lengths | None = None
-    makes_masks: bool = True
-
-
-#: Used in place of lengths in models of images, whose masks are made from whole activations.
-WHOLE_IMAGES = Lengths(0, 0)
-#: Lengths of the running forward. Mask functions get an embedding with only this rank's part of the sequence, and no
-#: other argument with the whole length.
-_lengths: ContextVar[Lengths] = ContextVar("cuboid_lengths")
-
-
-@contextmanager
-def whole_sequence(lengths: Lengths) -> Iterator[None]:
-    """Within this context, masks are made for a whole sequence of these lengths."""
-    token = _lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _lengths.reset(token)
-
-
-def is_in_forward() -> bool:
-    """Whether this thread is inside :func:`whole_sequence`: in a forward that knows the whole sequence's lengths."""
-    return _lengths.get(None) is not None
 
 
 def use_sharded_attention(
@@ -191,26 +145,22 @@ def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor
     return tuple(x[:, :, : images.length] for x in heads)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_outside() -> bool:
-    # Asked while a plain model is compiled, since reading a ContextVar would break its graph.
-    return running_slot() is None and not is_in_forward() and not is_recording()
-
-
 @functools.cache
 def mask_of(name: str, plain: _MaskFunction) -> _MaskFunction:
     """Return what a model is to call in place of one attention implementation's mask function, ``plain``."""
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _is_outside():
+        if torch.compiler.is_compiling() and is_outside():
             return plain(*args, **kwargs)
-        slot, lengths, recorded = running_slot(), _lengths.get(None), recorded_masks()
-        unit = None if slot is None else slot.current
-        masks = recorded or (Masks.OWN if slot is None else slot.masks)
+        context = forward_context()
+        lengths, unit = context.lengths, context.unit
+        masks = Masks.OWN if context.slot is None else context.slot.masks
+        if context.recording is not None:
+            masks = context.recording.masks
         if masks is Masks.PLAIN:
             return plain(*args, **kwargs)
         form = "eager" if masks is Masks.EXPLICIT else name
-        if recorded is not None:
+        if context.recording is not None:
             return _mask_without_values(form, kwargs)
         # Stages of models whose positions see later ones always run whole sequences, so they take the branches below.
         if unit is not None and lengths is None:

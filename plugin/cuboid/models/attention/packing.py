@@ -6,45 +6,11 @@ is a device-to-host sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-
-@dataclass(frozen=True)
-class Packing:
-    """The positions that a forward gets, and the packed sequences in them.
-
-    Args:
-        positions: ``[B, S]`` or ``[1, S]``; None if the model counts positions by itself, so that none restart.
-        packed: ``[B, S]`` or ``[1, S]``, the index of each position's packed sequence; None if rows aren't packed.
-    """
-
-    positions: torch.Tensor | None
-    packed: torch.Tensor | None
-
-
-#: Packing of the running forward, for transformers' mask functions.
-_known: ContextVar[Packing | None] = ContextVar("cuboid_packing", default=None)
-
-
-@contextmanager
-def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -> Iterator[None]:
-    """Within this context, masks are made for these positions; see :class:`Packing`."""
-    token = _known.set(Packing(positions, packed))
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_unknown() -> bool:
-    # Asked while a plain model is compiled, since reading a ContextVar would break its graph.
-    return _known.get() is None
+from cuboid.models.attention.forward_context import forward_context, is_outside
 
 
 def packed_indices(
@@ -55,7 +21,7 @@ def packed_indices(
     Returns:
         The known indices, if ``position_ids`` are columns of the known positions; otherwise the result of ``search``.
     """
-    known = None if torch.compiler.is_compiling() and _is_unknown() else _known.get()
+    known = None if torch.compiler.is_compiling() and is_outside() else forward_context().packing
     if known is None:
         return search(position_ids)
     whole = known.positions

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.segments import STRIPPED, Unit, UnitSlot, cache_argument, uses_interface
+from cuboid.models.attention.forward_context import Unit, UnitSlot
+from cuboid.models.attention.segments import STRIPPED, cache_argument, uses_interface
 from cuboid.seq1f1b.attention.chunked_attention import prefix
 from cuboid.seq1f1b.attention.recurrent_states import StateKey, carry_states, read_state
 

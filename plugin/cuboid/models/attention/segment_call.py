@@ -12,8 +12,8 @@ from torch import nn
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
+from cuboid.models.attention.forward_context import Unit
 from cuboid.models.attention.segment_mask import FLASH
-from cuboid.models.attention.segments import Unit
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
 
 #: Arguments that don't change plain causal attention. A call with any other goes to the model's own kernel.

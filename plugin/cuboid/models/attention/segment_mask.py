@@ -15,7 +15,7 @@ from cuboid.models.architectures.transformers_names import (
     within_packed,
     without_packed,
 )
-from cuboid.models.attention.segments import Unit
+from cuboid.models.attention.forward_context import Unit
 
 FLASH = ("flash_attention_2", "flash_attention_3")
 #: Kernels that are causal by themselves if they get no mask.

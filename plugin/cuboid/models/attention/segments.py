@@ -1,12 +1,9 @@
-"""The state that Hugging Face's attention and mask interfaces need when a sequence runs in segments."""
+"""What Hugging Face's attention and mask interfaces need when a sequence runs in segments."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,98 +14,14 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, WholeSequence
+from cuboid.models.attention.forward_context import Unit, UnitSlot
+from cuboid.models.attention.whole_sequence import Masks
 from cuboid.models.batch.batch import IGNORE_INDEX
-from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 #: Names of cache arguments that transformers' checkpointing removes. Some layers don't annotate them as a cache.
 STRIPPED = ("past_key_values", "layer_past")
 _RECORD = "cuboid_attention"
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """One segment of one micro-batch on one stage, as attention sees it.
-
-    Args:
-        store: the micro-batch's KV cache on this stage.
-        start, stop: the segment's positions in the whole sequence.
-        length: S, positions of the whole sequence including padding.
-        attention_mask: ``[B, S]``, true where a position may be seen; None if the causal pattern is enough.
-        packed: ``[B, S]`` or ``[1, S]``, the index of each position's packed sequence; None if rows aren't packed.
-        replay: what the base model's code computed from the whole sequence, of which this unit takes its part; None if
-            that code gets the whole sequence itself.
-        visible: number of positions, counted from the first, that ``attention_mask`` lets every row see.
-    """
-
-    store: KVCache
-    start: int
-    stop: int
-    length: int
-    attention_mask: torch.Tensor | None = None
-    packed: torch.Tensor | None = None
-    replay: Replay | None = None
-    visible: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the sequence isn't cut at all, so that nothing needs to be stored."""
-        return self.start == 0 and self.stop == self.length
-
-
-class UnitSlot(CallCounter):
-    """Holds the running unit, for the attention modules of one stage, and counts their calls of attention functions.
-
-    They can't use a ``ContextVar``: autograd may recompute a checkpointed forward in a thread of its own.
-
-    Attributes:
-        current: the running unit.
-        recording: the record of a whole sequence, while it is being recorded.
-        obstacle: why the stage's layers can't run in segments; None if they can. Set by :func:`use_segment_attention`.
-        masks: what the stage's model gets from its mask functions.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: Unit | None = None
-        self.recording: WholeSequence | None = None
-        self.obstacle: str | None = None
-        self.masks = Masks.PLAIN
-
-    @contextmanager
-    def running(self, unit: Unit) -> Iterator[None]:
-        """Within this context, this unit's forward or backward runs.
-
-        Raises:
-            UnsupportedModelError: the unit is part of a sequence, but this stage's layers need whole sequences.
-        """
-        if self.obstacle is not None and not unit.is_whole:
-            raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
-        before, self.current = self.current, unit
-        self._calls.clear()
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            self.current = before
-            _running.reset(token)
-
-
-#: Where the unit is whose forward is running, for mask functions, which don't get a module with an
-#: :class:`AttentionRecord`.
-_running: ContextVar[UnitSlot | None] = ContextVar("cuboid_unit", default=None)
-
-
-def running_slot() -> UnitSlot | None:
-    """Return the slot of the unit whose forward this thread is running."""
-    return _running.get()
-
-
-def running_unit() -> Unit | None:
-    """Return the unit whose forward this thread is running."""
-    slot = _running.get()
-    return None if slot is None else slot.current
 
 
 @dataclass

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
 
@@ -23,23 +20,6 @@ class Masks(Enum):
     OWN = "own"
     #: The same, also where kernels could do without, for layers that compute attention by themselves.
     EXPLICIT = "explicit"
-
-
-@dataclass(frozen=True)
-class _Recording:
-    """A thread's recording of a whole sequence.
-
-    Args:
-        mode: the mode that all fake tensors of a recording must belong to.
-        masks: what the model gets from its mask functions.
-    """
-
-    mode: FakeTensorMode
-    masks: Masks
-
-
-#: Set in a thread that records a whole sequence; a ContextVar because mask functions get no module.
-_recording: ContextVar[_Recording | None] = ContextVar("cuboid_recording", default=None)
 
 
 @dataclass
@@ -93,37 +73,3 @@ class Replay(CallCounter):
         if self.stop - 1 <= last:
             return x.narrow(dim, start, self.stop - start)
         return x.index_select(dim, torch.arange(start, self.stop, device=x.device).clamp(max=last))
-
-
-def is_recording() -> bool:
-    """Whether this thread's forward only records a whole sequence, so that masks need no values."""
-    return _recording.get() is not None
-
-
-def recorded_masks() -> Masks | None:
-    """What the model that this thread records gets from its mask functions; None if none is recorded."""
-    running = _recording.get()
-    return None if running is None else running.masks
-
-
-@contextmanager
-def recording(masks: Masks = Masks.OWN) -> Iterator[None]:
-    """Within this context, this thread only records a whole sequence."""
-    token = _recording.set(_Recording(FakeTensorMode(allow_non_fake_inputs=True), masks))
-    try:
-        yield
-    finally:
-        _recording.reset(token)
-
-
-def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor: only its shape, dtype and device are known."""
-    running = _recording.get()
-    assert running is not None, "only while a whole sequence is looked at"
-    with running.mode:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def fake_mask(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a fake mask ``[B, 1, S, S]``, for whole sequences that are only recorded."""
-    return without_values((rows, 1, length, length), dtype, device)

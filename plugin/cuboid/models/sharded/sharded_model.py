@@ -27,15 +27,8 @@ from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import takes_pixels, token_embeddings
 from cuboid.models.architectures.supported_tasks import compiling_refused
 from cuboid.models.architectures.transformers_names import decoder_ids, keep_logits
-from cuboid.models.attention.interface import (
-    WHOLE_IMAGES,
-    Lengths,
-    check_reached,
-    is_in_forward,
-    use_sharded_attention,
-    whole_sequence,
-)
-from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, Packing, is_in_forward, knowing
+from cuboid.models.attention.interface import check_reached, use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
 from cuboid.models.batch.batch import (
     LABELS,
@@ -160,7 +153,7 @@ class Sharding:
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
     splits_routers: bool = False
-    #: Whether the model gets masks of the whole sequence; see ``Lengths`` in :mod:`cuboid.models.attention.interface`.
+    #: Whether the model gets masks of the whole sequence; see :class:`~cuboid.models.attention.forward_context.Lengths`.
     makes_masks: bool = True
     #: The language model's head.
     head: nn.Module | None = None
@@ -560,7 +553,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
     with _taken(model, arguments, own_loss=own_loss) as batch:
         source = batch.source
         assert source is not None
-        with whole_sequence(Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
+        with knowing(lengths=Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
             encoded = model.get_encoder()(**source.tensors, return_dict=True)
         if isinstance(sharding.late, LateSplit):
             encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
@@ -866,7 +859,7 @@ def _taken(model: Any, arguments: dict[str, Any], *, own_loss: Any = None) -> It
         may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
         if own_positions is not None and may_be_packed:
             packed = find_packed_sequence_indices(own_positions)
-        with whole_sequence(lengths), known_packing(own_positions, packed), compared_by(check):
+        with knowing(lengths=lengths, packing=Packing(own_positions, packed)), compared_by(check):
             yield batch
         check.read()
     finally:

@@ -15,8 +15,9 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict
 from cuboid.models.architectures.supported_tasks import takes_token_types
+from cuboid.models.attention.forward_context import UnitSlot, forward_context
 from cuboid.models.attention.segment_cache import give_cache
-from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
+from cuboid.models.attention.segments import hang_record, record_of, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.targets import Targets
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
@@ -281,7 +282,7 @@ def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if running_unit() is None:
+        if forward_context().unit is None:
             raise _no_forward()
         return base.forward(self, *args, **kwargs)
 

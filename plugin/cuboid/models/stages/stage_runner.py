@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.attention.interface import Lengths, whole_sequence
-from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.forward_context import Lengths, Packing, knowing
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
@@ -197,13 +196,13 @@ class StageRunner:
             assert hidden is not None
             options["shape"] = self._model.cuboid.late.whole_shape(hidden)
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
-        known = known_packing(batch.positions, batch.packed)
-        around = whole_sequence(Lengths(batch.length, batch.bounds[-1])) if sees_later else nullcontext()
+        lengths = Lengths(batch.length, batch.bounds[-1]) if sees_later else None
+        known = knowing(packing=Packing(batch.positions, batch.packed), lengths=lengths)
         draws = self._model.cuboid.draws
         if draws is not None:
             draws.begin(batch.ids.shape[0], [batch.segment_length(segment) // self._mesh.size("sequence")])
         slot, unit = self._staging.slot, batch.unit(segment, self._stores[micro_batch])
-        with known, slot.running(unit), deferring, around, compared_by(self._generators):
+        with known, slot.running(unit), deferring, compared_by(self._generators):
             output = self._run_chunk(hidden=hidden, **options)
         if self._model.cuboid.late is not None and not self._cut.is_last:
             # The output is this rank's part: the last layer, whose hook gathers, is a placeholder on this stage.
@@ -226,7 +225,7 @@ class StageRunner:
             # Record the sequence as the user gave it, without the padding that segments or the mesh need.
             uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
             positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
-            with known_packing(positions, batch.packed):
+            with knowing(packing=Packing(positions, batch.packed)):
                 batch.whole = self._staging.recorded(batch.ids.shape[0], batch.length, self.device, positions, mask)
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 

@@ -14,7 +14,8 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.architectures.supported_tasks import runs_own_head
-from cuboid.models.attention.segments import Unit, prepare_masks, visible_to_all
+from cuboid.models.attention.forward_context import Unit
+from cuboid.models.attention.segments import prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES, LocalBatch, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch

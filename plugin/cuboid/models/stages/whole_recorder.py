@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from transformers import PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.segments import UnitSlot
-from cuboid.models.attention.whole_sequence import Replay, WholeSequence, recording, without_values
+from cuboid.models.attention.forward_context import UnitSlot, recording, without_values
+from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule

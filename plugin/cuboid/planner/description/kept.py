@@ -32,9 +32,9 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.forward_context import Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
-from cuboid.models.attention.segments import Unit, UnitSlot, use_segment_attention, uses_interface
+from cuboid.models.attention.segments import use_segment_attention, uses_interface
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import parallelize_modules
@@ -261,7 +261,7 @@ class _Sample:
 
     @contextmanager
     def _running(self, unit: Unit) -> Iterator[None]:
-        with self._slot.running(unit), known_packing(None, None), _FusedAttention():
+        with self._slot.running(unit), knowing(packing=Packing(None, None)), _FusedAttention():
             yield
 
     def _forward(self, rows: int, start: int, stop: int) -> torch.Tensor:
