@@ -153,7 +153,7 @@ class Sharding:
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
     splits_routers: bool = False
-    #: Whether the model gets masks of the whole sequence; see :class:`~cuboid.models.attention.forward_context.Lengths`.
+    #: Whether the model gets masks of the whole sequence; see :class:`Lengths`.
     makes_masks: bool = True
     #: The language model's head.
     head: nn.Module | None = None
