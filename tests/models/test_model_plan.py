@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import cuboid
-from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.per_rank.plan import plan_ranks
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.weights.resolve import plan_of, resolve, resolve_elsewhere
