@@ -47,7 +47,7 @@ def main(model_path: str, pairs_path: str, out: str) -> None:
     # Without dropout, which would make what is printed another on every mesh.
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = cuboid.from_pretrained(model_path, CONFIG, **dropout)  # cuboid: this rank reads its own slices
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=model.train(), config=CONFIG)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     pairs = [line.split("\t") for line in Path(pairs_path).read_text(encoding="utf-8").splitlines()]
     for step in range(STEPS):

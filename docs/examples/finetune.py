@@ -18,7 +18,7 @@ STEPS, SEQUENCE_LENGTH = 20, 128
 def main(model_path: str, text: str, out: str) -> None:
     """Train a checkpoint on the beginning of a text file and save it."""
     model = cuboid.from_pretrained(model_path, CONFIG)  # cuboid: this rank reads its own slices
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=model.train(), config=CONFIG)
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     batch = engine.train_micro_batch_size_per_gpu()

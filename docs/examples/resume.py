@@ -20,7 +20,7 @@ def main(model_path: str, text: str, out: str, config_path: str) -> None:
     config = cuboid.load_config(config_path)
     config["checkpoint"] = {"keep_last": 2, "asynchronous": True}
     model = cuboid.from_pretrained(model_path, config)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model.train(), config=config)
     first = 0
     if (Path(out) / "latest").exists():
         _, client_state = engine.load_checkpoint(out)

@@ -1,14 +1,24 @@
 """The commands' errors for invalid values: one line, no traceback, and an exit status other than 0."""
 
+import contextlib
+import functools
 import json
+import os
+import re
+import shutil
 import signal
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
 from transformers import AutoConfig
 
+from cuboid import CheckpointError
+from cuboid.checkpoint.format.bounded_files import write_text
 from cuboid.cli import app
+from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.verify import SmallModel
 from launching import finish, start
 
@@ -230,3 +240,145 @@ def test_outputs_are_checked_before_anything_is_computed(run_command, files, mon
         status, message = run_command(arguments[0], *required(arguments), *arguments[1:], path)
         assert (status, message.count("\n")) == (1, 1), message
         assert word in message
+
+
+# --- paths that can't be used ---------------------------------------------------------------------------------------
+
+#: Command lines that would work.
+WORKING = {
+    "train": "--model model --data text --config good.json --out out --steps 1",
+    "train new": "--arch-config model/config.json --tokenizer model --data text --config good.json --out out --steps 1",
+    "prepare": "--model model --data text --out out",
+    "prepare new": "--tokenizer model --data text --out out",
+    "convert": "model new --max-shard-size 1GB",
+    "convert ranks": "--input_folder model --output_folder new --config good.json --model model",
+    "verify": "--model model --config good.json --json out.json",
+    "estimate": "--model model --config bf16.json --cluster 8xH100 --seq-len 64 --json a.json --picture a.png",
+    "plan": "--model model --cluster 8xH100 --seq-len 64 --global-batch 8 --out a.json --json b.json",
+    "timeline": "--output a.png --json a.json",
+    "timeline of": "--output a.png --model model --seq-len 64",
+    "profile": "--out a.json",
+    "bench": "--model model --config good.json --json a.json",
+    "inspect": "model",
+}
+#: Options, or words for arguments, that take a path: of a file or folder that is read or written.
+TAKES = {
+    "reads a folder": ("train --model", "train new --tokenizer", "prepare --model", "prepare new --tokenizer",
+                       "convert SRC", "convert ranks --input_folder", "verify --model", "bench --model", "inspect DIR"),
+    "reads a file": ("train --config", "convert ranks --config", "verify --config", "estimate --config",
+                     "estimate --cluster", "plan --cluster", "bench --config"),
+    "reads either": ("train --data", "train new --arch-config", "prepare --data", "convert ranks --model",
+                     "estimate --model", "plan --model", "timeline of --model"),
+    "writes a folder": ("train --out", "prepare --out", "convert DST", "convert ranks --output_folder"),
+    "writes a file": ("verify --json", "estimate --json", "estimate --picture", "estimate --timeline", "plan --out",
+                      "plan --json", "timeline --output", "timeline --json", "profile --out", "bench --json"),
+}  # fmt: skip
+#: What can be wrong with such a path.
+WRONG = {
+    "reads a folder": ("missing", "file", "empty folder", "pipe", "loop", "long", "device", "below a file"),
+    "reads a file": ("missing", "full folder", "empty file", "pipe", "loop", "long", "device", "below a file"),
+    "reads either": ("missing", "empty file", "empty folder", "pipe", "loop", "long", "device", "below a file"),
+    "writes a folder": ("file", "pipe", "loop", "long", "device", "below a file", "no file system", "read-only"),
+    "writes a file": ("full folder", "socket", "loop", "long", "below a file", "no file system", "read-only"),
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A folder in which :data:`WORKING` would work."""
+    folder = tmp_path_factory.mktemp("job")
+    SmallModel("llama", vocabulary=300).write(folder / "model")
+    texts = [f"def function_{n}(x):\n    return x * {n}\n" for n in range(20)]
+    train_tokenizer(texts, 300).save_pretrained(folder / "model")
+    (folder / "text").write_text("".join(texts))
+    (folder / "good.json").write_text(json.dumps(SECTIONS))
+    (folder / "bf16.json").write_text(json.dumps({**SECTIONS, "bf16": {"enabled": True}}))
+    return folder
+
+
+def make_wrong(folder, name, kind):
+    """Put something at a path, or choose one; returns the path for the command line."""
+    path = folder / name
+    if kind in ("file", "empty file"):
+        path.write_text("mine" if kind == "file" else "")
+    elif kind in ("full folder", "empty folder"):
+        path.mkdir()
+        if kind == "full folder":
+            (path / "mine").touch()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as opened, contextlib.chdir(folder):
+            opened.bind(name)
+    elif kind == "loop":
+        path.symlink_to(name)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "long":
+        return "x" * 300 + path.suffix
+    elif kind == "below a file":
+        return f"text/{name}"
+    elif kind in ("no file system", "read-only"):
+        return f"/{'proc' if kind == 'no file system' else 'sys'}/{name}"
+    return name
+
+
+PLACES = [(place, takes) for takes, places in TAKES.items() for place in places]
+
+
+@pytest.mark.parametrize(("place", "takes"), PLACES, ids=[place for place, _ in PLACES])
+def test_a_path_that_cannot_be_used_is_blamed_on_its_option(run_command, job, tmp_path, monkeypatch, place, takes):
+    line, _, option = place.rpartition(" ")
+    suffix = {"--picture": ".png", "--output": ".png", "--timeline": ".png"}.get(option, ".json")
+    for kind in WRONG[takes]:
+        folder = tmp_path / kind
+        shutil.copytree(job, folder)
+        monkeypatch.chdir(folder)
+        path = make_wrong(folder, "bad" if "folder" in takes else f"bad{suffix}", kind)
+        options = WORKING[line].split()
+        if not option.startswith("-"):
+            options[option == "DST"] = path
+        elif option in options:
+            options[options.index(option) + 1] = path
+        else:
+            options += [option, path]
+        before = contents_of(folder)
+        status, message = run_command(line.split()[0], *options)
+        assert (status, message.count("\n")) == (1, 1), (kind, message)
+        assert re.match(rf"cuboid: {option}\b|cuboid: .* {option} takes", message), (kind, message)
+        assert path[:80] in message, (kind, message)
+        assert contents_of(folder) == before, kind
+
+
+def contents_of(folder):
+    """The bytes of each file in a folder; what isn't a file as its kind."""
+    paths = [*folder.rglob("*")]
+    return {
+        path: path.lstat().st_mode if path.is_symlink() or not path.is_file() else path.read_bytes() for path in paths
+    }
+
+
+@pytest.mark.parametrize("arguments", [("--out", ""), ("--out=",), ("--data", "text.txt", "--out", "")])
+def test_an_empty_value_is_not_the_current_folder(run_command, files, monkeypatch, arguments):
+    monkeypatch.chdir(files)
+    before = contents_of(files)
+    assert run_command("prepare", *arguments) == (
+        2,
+        "cuboid: Invalid value for --out: is empty (see cuboid prepare --help)\n",
+    )
+    assert contents_of(files) == before
+
+
+def test_results_go_into_a_pipe_only_if_somebody_reads_them(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    write = functools.partial(write_text, pipe)
+    with pytest.raises(CheckpointError, match="pipe: can't be written: nobody reads from this pipe"):
+        write("a")
+    text = "words " * 50_000
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    with ThreadPoolExecutor() as threads, open(reader) as file:
+        read = threads.submit(file.read)
+        write(text)
+        assert read.result() == text

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,6 +17,7 @@ from cuboid.errors import CuboidError
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.reporting.report import TrainReport
+from cuboid.train.resume import find_run
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
 from traces import read_chrome_trace
 
@@ -75,8 +78,10 @@ def job(tmp_path_factory):
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    train_tokenizer(texts, 300).save_pretrained(folder / "model")
+    for name, dropout in (("model", 0.0), ("dropping", 0.1)):
+        config.attention_dropout = dropout
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        train_tokenizer(texts, 300).save_pretrained(folder / name)
     for name, content in CONFIGS.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
@@ -370,3 +375,119 @@ def test_the_example_that_resumes_continues(job, tmp_path):
         assert steps == list(range(first, last + 1))
         assert (out / "latest").read_text() == f"global_step{last}"
     assert sorted(path.name for path in out.iterdir()) == ["global_step15", "global_step20", "latest"]
+
+
+# --- killed, and started again by the same command line -------------------------------------------------------------
+
+
+def start_again(job, out, config):
+    """A run on two ranks, by a command line that begins it and goes on with it."""
+    launcher = (BIN / "deepspeed", "--quiet", "--master_port", free_port(), "--num_accelerators", 2, "--module")
+    options = (f"--steps={STEPS}", "--save-every=3", "--keep-last=2", "--resume", "auto")
+    return start(*launcher, *train_arguments(job, out, config, f"--model={job / 'dropping'}", *options))
+
+
+def ranks_of(launcher):
+    """The processes of the ranks, by rank."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        for part in child.cmdline():
+            if part.startswith("--local_rank="):
+                found[int(part.partition("=")[2])] = child
+    return found
+
+
+def kill_a_rank_in_a_step(launcher, checkpoints):
+    assert any(f"step 8/{STEPS}" in line for line in launcher.stdout)
+    ranks_of(launcher)[1].kill()
+
+
+def kill_all_in_a_save(launcher, checkpoints):
+    assert any("checkpoint after 3 steps" in line for line in launcher.stdout)
+    # Stopped in the middle of a save, so that none gets further while the others are killed.
+    while launcher.poll() is None:
+        if not list(checkpoints.glob("*.incomplete")):
+            continue
+        everybody = [*psutil.Process(launcher.pid).children(recursive=True), launcher]
+        for process in everybody:
+            process.send_signal(signal.SIGSTOP)
+        is_saving = bool(list(checkpoints.glob("*.incomplete")))
+        for process in everybody:
+            process.send_signal(signal.SIGKILL if is_saving else signal.SIGCONT)
+        if is_saving:
+            return
+    raise AssertionError("it ended")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(job, tmp_path_factory):
+    """The folder of a run that nobody kills, made once for each config."""
+
+    @functools.cache
+    def run_of(config):
+        out = tmp_path_factory.mktemp("uninterrupted")
+        status, output = finish(start_again(job, out, config), timeout_s=240)
+        assert status == 0, output
+        assert output.count(f"nothing to resume from in {out}; beginning a new run") == 1, output
+        return out
+
+    return run_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "kill"),
+    [
+        ("mesh", kill_a_rank_in_a_step),
+        ("mesh", kill_all_in_a_save),
+        ("pipeline", kill_a_rank_in_a_step),
+        ("pipeline", kill_all_in_a_save),
+    ],
+)
+def test_a_killed_run_goes_on_by_the_same_command_line_as_if_nothing_had_happened(
+    job, uninterrupted, tmp_path, config, kill
+):
+    launcher = start_again(job, tmp_path, config)
+    try:
+        kill(launcher, tmp_path / "checkpoints")
+        status, output = finish(launcher, timeout_s=120)
+    finally:
+        end(launcher)
+    assert status != 0, output
+    latest = find_run(tmp_path).state.step
+    assert latest in (3, 6), output
+
+    status, output = finish(start_again(job, tmp_path, config), timeout_s=240)
+    assert status == 0, output
+    assert output.count(f"going on after step {latest} of {STEPS}, from {tmp_path}") == 1, output
+    whole = uninterrupted(config)
+    report, expected = report_of(tmp_path), report_of(whole)
+    assert report.resumed_after == [latest]
+    assert report.train_losses == expected.train_losses
+    assert report.heldout_losses == expected.heldout_losses
+    for name in ("train_losses.csv", *(f"model/{path.name}" for path in (whole / "model").iterdir())):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+    # Neither a lock nor anything incomplete is left.
+    assert files_in(tmp_path) == files_in(whole)
+
+
+def files_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.slow
+def test_of_two_runs_that_are_started_together_one_is_refused_with_the_others_name(job, uninterrupted, tmp_path):
+    launchers = [start_again(job, tmp_path, "mesh") for _ in range(2)]
+    with ThreadPoolExecutor() as threads:
+        ended = list(threads.map(functools.partial(finish, timeout_s=240), launchers))
+    (status, output), (refused_status, refusal) = sorted(ended, key=lambda one: one[0])
+    assert status == 0, output
+    assert refused_status == 1, refusal
+    named = re.search(r"in use by another run: `cuboid train`, process \d+ on host (\S+), begun 2\d{3}-", refusal)
+    assert named, refusal
+    assert named[1] == os.uname().nodename
+    assert refusal.count("cuboid: ") == 1, refusal
+    assert "Traceback" not in refusal
+    assert "step 1/" not in refusal
+    assert report_of(tmp_path).train_losses == report_of(uninterrupted("mesh")).train_losses
+    assert files_in(tmp_path) == files_in(uninterrupted("mesh"))

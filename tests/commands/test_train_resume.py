@@ -12,8 +12,10 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,7 +26,9 @@ from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
 from cuboid.cli import app
 from cuboid.train import run_lock
+from cuboid.train.data.batches import HeldoutBatch
 from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.driver import MicroBatchDriver
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import History, RunLength
@@ -627,3 +631,48 @@ def test_the_third_ctrl_c_kills_all_processes(shielded):
         assert process.stdout.readline() == "stubborn got 2\n"
     os.killpg(process.pid, signal.SIGINT)
     assert finish(process, timeout_s=30) == (128 + signal.SIGKILL, "")
+
+
+class _Engine(torch.nn.Module):
+    """Notes whether each forward is one of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, input_ids, labels):
+        self.modes.append(self.training)
+        return SimpleNamespace(loss=torch.zeros(()))
+
+    def backward(self, loss):
+        """Nothing to compute."""
+
+    def step(self):
+        """Nothing to update."""
+
+
+def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_before_its_first_step(monkeypatch):
+    monkeypatch.setattr("cuboid.train.driver.total", lambda values, _: values)
+    engine, rows = _Engine().eval(), torch.zeros(1, 4, dtype=torch.long)
+    driver = MicroBatchDriver(engine, torch.device("cpu"), Interrupts())
+    driver.train([rows])
+    driver.evaluate([HeldoutBatch(rows, rows, 3)])
+    driver.train([rows])
+    assert engine.modes == [True, False, True]
+
+
+def test_a_run_of_any_length_is_checked_at_once(options, tmp_path):
+    (tmp_path / "checkpoints" / f"global_step{10**12}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / f"global_step{10**12}" / "mine").touch()
+    plan(options(steps=10**11, save_every=1))
+    with pytest.raises(CheckpointError, match="isn't a checkpoint of Cuboid's"):
+        plan(options(steps=10**13, save_every=7))
+
+
+def test_data_that_is_too_little_is_found_before_the_model_is_loaded(options, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one").write_text("words")
+    (tmp_path / "texts" / "two").touch()
+    for name, message in (("texts", r"texts' holds 1 text files"), ("texts/two", "texts/two' is empty")):
+        with pytest.raises(CuboidError, match=message):
+            plan(options(data=tmp_path / name))

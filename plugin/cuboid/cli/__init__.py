@@ -13,6 +13,7 @@ from cuboid.cli.bench import bench
 from cuboid.cli.convert import convert
 from cuboid.cli.estimate import estimate
 from cuboid.cli.inspect import inspect
+from cuboid.cli.paths import Command
 from cuboid.cli.plan import plan
 from cuboid.cli.prepare import prepare
 from cuboid.cli.profile import profile
@@ -28,16 +29,16 @@ commands = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-commands.command()(bench)
-commands.command()(convert)
-commands.command()(estimate)
-commands.command()(inspect)
-commands.command()(plan)
-commands.command()(prepare)
-commands.command()(profile)
-commands.command()(timeline)
+commands.command(cls=Command)(bench)
+commands.command(cls=Command)(convert)
+commands.command(cls=Command)(estimate)
+commands.command(cls=Command)(inspect)
+commands.command(cls=Command)(plan)
+commands.command(cls=Command)(prepare)
+commands.command(cls=Command)(profile)
+commands.command(cls=Command)(timeline)
 commands.command(cls=TrainCommand)(train)
-commands.command()(verify)
+commands.command(cls=Command)(verify)
 
 
 @commands.callback()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.limits import finite
-from cuboid.cli.outputs import check_outputs
+from cuboid.cli.paths import check_outputs
 
 
 def profile(

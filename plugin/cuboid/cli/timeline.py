@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cuboid.cli.limits import MOST_UNITS, TrustRemoteCode, chunk_count, finite
-from cuboid.cli.outputs import check_outputs
+from cuboid.cli.paths import check_outputs
 
 if TYPE_CHECKING:
     from cuboid.seq1f1b.schedule.choice import ChosenSchedule, Comparison, MemoryLimit, PlacedCosts

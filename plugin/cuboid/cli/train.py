@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode
+from cuboid.cli.paths import Command
 
 if TYPE_CHECKING:
     from cuboid.train.reporting.report import TrainReport
     from cuboid.train.run import Stopped
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """The command, whose ``--resume`` may stand alone or before a value; typer's options do one or the other."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

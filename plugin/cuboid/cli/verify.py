@@ -19,7 +19,7 @@ from cuboid.cli.limits import (
     chunk_count,
     finite,
 )
-from cuboid.cli.outputs import check_outputs
+from cuboid.cli.paths import check_outputs
 from cuboid.verify.plan import Dtype
 from cuboid.verify.small_models import Architecture, Rope
 

@@ -55,7 +55,7 @@ def check_output_of(target: Path) -> None:
         CheckpointError: it can't be created.
     """
     above = next(path for path in (target.parent, *target.absolute().parents) if path.exists())
-    check_output(above)
+    check_output(above, named=target)
 
 
 @contextmanager

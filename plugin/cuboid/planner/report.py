@@ -9,7 +9,7 @@ from typing import Any
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
 from cuboid.planner.search import Plan, reason, terms
-from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes
+from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes, save_picture
 
 _GIB = 2**30
 
@@ -192,7 +192,7 @@ def draw_estimate(found: Estimate, path: Path) -> None:
     _stack(right, ["step"], {name: [seconds] for name, seconds in terms(found).items()})
     right.set(title=f"a step, s: {found.tokens_per_s:,.0f} tokens/s")
     figure.suptitle(f"{found.cost.model.name} on {found.cost.cluster}: {found.layout}", fontsize="medium")
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _stack(axes: Any, names: Sequence[str], kinds: dict[str, list[float]]) -> None:

@@ -53,6 +53,8 @@ class MicroBatchDriver:
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
+        # Models are loaded for evaluation, and no evaluation comes before the first step of a resumed run.
+        self.engine.train()
         losses = [self._step(micro_batch.to(self.device)) for micro_batch in micro_batches]
         return mean(float(torch.stack(losses).mean()), 1.0, self.device, self.interrupts)
 
@@ -73,7 +75,6 @@ class MicroBatchDriver:
             output = self.engine(input_ids=batch.input_ids.to(self.device), labels=batch.labels.to(self.device))
             loss_sum += float(output.loss) * batch.tokens
             tokens += batch.tokens
-        self.engine.train()
         return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
 
 

@@ -20,6 +20,7 @@ from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels
+from cuboid.train.data.corpus import check_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
@@ -237,9 +238,11 @@ def _check_results(options: TrainOptions, done: int, steps: int) -> None:
     for name in (REPORT, CURVE, BLOCKS, f"{CHECKPOINTS}/{LATEST}"):
         if os.path.lexists(options.out / name):
             check_output_file(options.out / name)
-    for step in range(options.save_every or 0, steps + 1, options.save_every or steps + 1):
-        if step > done:
-            check_replaceable(options.out / CHECKPOINTS / f"global_step{step}")
+    # Of all steps, as Ctrl-C saves after any. What is there is gone through, since there may be billions of steps.
+    for path in (options.out / CHECKPOINTS).glob("global_step*"):
+        step = path.name.removeprefix("global_step")
+        if step.isdecimal() and len(step) < 20 and done < int(step) <= steps:
+            check_replaceable(path)
 
 
 def _tokenizer(options: TrainOptions) -> Any:
@@ -320,6 +323,8 @@ def _check_source(options: TrainOptions) -> None:
     """Check that the data exists, and that the model comes from either a checkpoint or a config."""
     if not _exists(options.data, "--data"):
         raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
+    if not TokenFolder.is_store(options.data):
+        check_corpus(options.data)
     if (options.model is None) == (options.arch_config is None):
         raise CuboidError("give either --model, a checkpoint, or --arch-config, the config.json of a new model")
     if options.model is not None:

@@ -25,8 +25,8 @@ from uuid import uuid4
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cuboid import CuboidError
-from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid import CheckpointError, CuboidError
+from cuboid.checkpoint.format.bounded_files import check_output, open_regular
 from cuboid.distributed.host_identity import host_identity
 
 #: Name of the file. Hidden, so that it isn't taken for text where the folder is in that of the data.
@@ -36,6 +36,8 @@ LOCK = ".run.lock"
 _BEAT_S, _WATCH_S, _LOOK_S = 5.0, 45.0, 1.0
 #: How long to wait for another process that is about to take, or release, the lock.
 _TURN_S = 20.0
+#: More characters than the file has.
+_LONGEST = 65536
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -205,12 +207,13 @@ def _read(path: Path) -> Holder | None:
         CuboidError: it isn't a lock.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open(open_regular(path), encoding="utf-8", errors="replace") as file:
+            text = file.read(_LONGEST)
         return Holder.model_validate_json(text) if text else None
     except FileNotFoundError:
         return None
-    except IsADirectoryError:
-        raise CuboidError(f"{path}: is a folder, where a run's lock has to be; move it away") from None
+    except CheckpointError as error:
+        raise CuboidError(f"{error}, where a run's lock has to be; move it away") from None
     except ValidationError:
         raise CuboidError(f"{path}: isn't the lock of a run of Cuboid's; move it away") from None
 

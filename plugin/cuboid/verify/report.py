@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuboid.checkpoint.format.bounded_files import write_text
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.topology import MeshShape
 from cuboid.verify.compare import FACTOR, OWN, Check, Kind, first_difference
@@ -109,7 +110,7 @@ class Report:
         """Write JSON."""
         content = {"passed": self.passed, "passes": [report.as_dict() for report in self.passes]}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(Path(path), json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def print(self, console: Console) -> None:
         """Print the tables of all passes, and whether they passed."""

@@ -123,8 +123,21 @@ def write_json(path: Path, content: object) -> None:
     Raises:
         CheckpointError: it can't be written.
     """
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write results; into a pipe too, if somebody reads from it.
+
+    Raises:
+        CheckpointError: it can't be written.
+    """
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        # Opening a pipe without a reader would block.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            os.set_blocking(descriptor, True)
+            file.write(text)
     except OSError as error:
         raise _not_written(path, error) from None
 
@@ -136,32 +149,49 @@ def check_output_file(path: Path) -> None:
         path: the file; one that exists will be replaced.
 
     Raises:
-        CheckpointError: it is a folder, or it or its folder isn't writable.
+        CheckpointError: it is a folder or a socket, or it or its folder isn't writable.
     """
     if path.is_dir():
         raise CheckpointError(f"{path}: can't be written: it is a folder; name a file")
-    if not path.exists():
-        check_output(path.parent)
-    elif not os.access(path, os.W_OK):
+    if path.is_socket():
+        raise CheckpointError(f"{path}: can't be written: it is a socket; name a file")
+    if path.exists() and not os.access(path, os.W_OK):
         raise _not_written(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    # A file in a folder that others write, and a device, may be written nevertheless.
+    if not path.exists() or (path.is_file() and os.access(path.parent, os.W_OK)):
+        check_output(_end_of_links(path).parent, named=path)
+
+
+def _end_of_links(path: Path) -> Path:
+    """What a link will create if it points to nothing.
+
+    Raises:
+        CheckpointError: links lead to each other.
+    """
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, RuntimeError):
+        raise CheckpointError(f"{path}: can't be written: it is a link to itself") from None
 
 
 def _not_written(path: Path, error: OSError) -> CheckpointError:
     # File systems that hold no ordinary files, such as /proc, report ENOENT although the folder exists.
-    reason = "files can't be created there" if error.errno == errno.ENOENT else error.strerror
-    return CheckpointError(f"{path}: can't be written: {reason}")
+    reasons = {errno.ENOENT: "files can't be created there", errno.ENXIO: "nobody reads from this pipe"}
+    return CheckpointError(f"{path}: can't be written: {reasons.get(error.errno or 0, error.strerror)}")
 
 
-def check_output(folder: Path, needed_bytes: int = 0) -> None:
+def check_output(folder: Path, needed_bytes: int = 0, *, named: Path | None = None) -> None:
     """Check that results can be written into a folder before they are computed; the folder is created if missing.
 
     Args:
         folder: the folder for the results.
         needed_bytes: minimum size of the results.
+        named: what will be written, for messages; None for the folder itself.
 
     Raises:
         CheckpointError: it isn't a folder, isn't writable, or its disk has too little free space.
     """
+    named = named or folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Permissions alone aren't enough: quotas and full disks only show when something is written.
@@ -171,13 +201,15 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
             os.fsync(probe.fileno())
         free = shutil.disk_usage(folder).free
     except (FileExistsError, NotADirectoryError):
-        place = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
-        raise CheckpointError(f"{folder}: can't be written: {place} is a file, not a folder") from None
+        above = (folder, *folder.parents)
+        place = next((path for path in above if os.path.lexists(path) and not path.is_dir()), folder)
+        kind = "a file" if place.exists() else "a link to nothing"
+        raise CheckpointError(f"{named}: can't be written: {place} is {kind}, not a folder") from None
     except OSError as error:
-        raise _not_written(folder, error) from None
+        raise _not_written(named, error) from None
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder}: has room for {free / 1e9:.1f} GB, but what is going to be written there takes at least "
+            f"{named}: has room for {free / 1e9:.1f} GB, but what is going to be written there takes at least "
             f"{needed_bytes / 1e9:.1f} GB"
         )
 

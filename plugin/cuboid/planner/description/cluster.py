@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cuboid.errors import ConfigError
+from cuboid.checkpoint.format.bounded_files import read_object
+from cuboid.errors import CheckpointError, ConfigError
 
 _GB = 10**9
 
@@ -179,11 +179,9 @@ def read_profile(path: Path) -> Cluster:
         ConfigError: it can't be read, or a key or value isn't one of a profile.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cluster profile {path} can't be read: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"cluster profile {path} is not a JSON object")
+        given = read_object(path)
+    except CheckpointError as error:
+        raise ConfigError(f"cluster profile {error}") from None
     unknown = given.keys() - {"nodes", "gpus_per_node", "gpu", "measured"}
     if unknown or "gpu" not in given:
         raise ConfigError(

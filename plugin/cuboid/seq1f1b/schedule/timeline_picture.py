@@ -89,15 +89,29 @@ def draw_timelines(
     # Without dates, and with a fixed salt for ids, the same picture is written as the same bytes.
     metadata = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}[path.suffix]
     with matplotlib.rc_context({"svg.hashsalt": "cuboid"}):
+        save_picture(figure, path, metadata)
+
+
+def save_picture(figure: Any, path: Path, metadata: dict[str, None] | None = None) -> None:
+    """Write matplotlib's figure into a file.
+
+    Raises:
+        CuboidError: it can't be written.
+    """
+    try:
         figure.savefig(path, metadata=metadata)
+    except OSError as error:
+        raise CuboidError(f"{path}: can't be written: {error.strerror or error}") from None
 
 
 def check_picture(path: Path) -> None:
     """Check that a file's suffix is a supported picture format.
 
     Raises:
-        CuboidError: it isn't .png, .svg or .pdf.
+        CuboidError: it isn't .png, .svg or .pdf; or it is a pipe, which drawing would wait for.
     """
+    if path.is_fifo():
+        raise CuboidError(f"{path}: can't be written: it is a pipe; name a file")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
 

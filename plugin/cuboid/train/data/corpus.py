@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from cuboid import CuboidError
@@ -39,23 +40,28 @@ def read_corpus(path: Path | None) -> Corpus:
     Raises:
         CuboidError: the path doesn't exist, or has too little UTF-8 text to hold anything out.
     """
-    try:
-        is_file = path is not None and path.is_file()
-    except OSError as error:  # a name that is too long, or a folder that can't be searched
-        raise CuboidError(f"--data {str(path)!r} can't be read: {error.strerror}") from None
-    if path is not None and is_file:
+    if path is not None and _is_file(path):
         return _split_text(str(path), _read_text(path) or "")
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     files = python_sources(root) if path is None else text_files(root)
     documents = {file: text for file in files if (text := _read_text(file))}
-    if len(documents) < 2:
-        raise CuboidError(
-            f"{root} holds {len(documents)} text files (UTF-8, not hidden, not empty); at least 2 are "
-            "needed, one to train on and one to hold out. A single text file can be named itself"
-        )
+    _check_count(root, len(documents))
     train, heldout = split_files(list(documents), root)
     source = "Python standard library" if path is None else str(path)
     return Corpus(source, tuple(documents[file] for file in train), tuple(documents[file] for file in heldout))
+
+
+def check_corpus(path: Path) -> None:
+    """Check what can be checked of a text file, or a folder of them, without reading it.
+
+    Raises:
+        CuboidError: it doesn't exist, is empty, or has too few files.
+    """
+    if not _is_file(path):
+        # Two are enough to know; there may be millions.
+        _check_count(path, len(list(islice((file for file in _texts_under(path) if file.stat().st_size), 2))))
+    elif not path.stat().st_size:
+        raise CuboidError(f"data {str(path)!r} is empty")
 
 
 def python_sources(root: Path) -> list[Path]:
@@ -73,14 +79,31 @@ def text_files(root: Path) -> list[Path]:
     Raises:
         CuboidError: no such file or folder.
     """
+    return sorted(_texts_under(root))
+
+
+def _texts_under(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         problem = "is neither a file nor a folder" if root.exists() else "does not exist"
         raise CuboidError(f"data {str(root)!r} {problem}; name a text file or a folder of text files")
-    return [
-        file
-        for file in sorted(root.rglob("*"))
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+    for file in root.rglob("*"):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts):
+            yield file
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a name that is too long, or a folder that can't be searched
+        raise CuboidError(f"--data {str(path)!r} can't be read: {error.strerror}") from None
+
+
+def _check_count(root: Path, count: int) -> None:
+    if count < 2:
+        raise CuboidError(
+            f"data {str(root)!r} holds {count} text files (UTF-8, not hidden, not empty); at least 2 are needed, one "
+            "to train on and one to hold out. A single text file can be named itself"
+        )
 
 
 def split_files(files: Sequence[Path], root: Path, share: float = HELDOUT_SHARE) -> tuple[list[Path], list[Path]]:

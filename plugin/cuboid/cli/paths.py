@@ -1,0 +1,116 @@
+"""The paths on a command line: those of results are checked before anything is computed, and errors name the option."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from cuboid import ConfigError, CuboidError
+
+
+class Command(TyperCommand):
+    """A command whose errors name the option that a path or number was given with.
+
+    Those who read a file don't know by which option it was named. So this finds the option whose value the message
+    begins with, or names first.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse empty values: as a path, ``--out "$UNSET"`` would be the current folder."""
+        for before, argument in zip(("", *args), args, strict=False):
+            name, has_value, value = argument.partition("=")
+            if not argument or (name.startswith("--") and has_value and not value):
+                named = name or before
+                raise typer.BadParameter("is empty", ctx, param_hint=named if named.startswith("-") else "an argument")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            for parameter in self.params:
+                # A config may be given as its text in base64, which is no path.
+                if isinstance(path := ctx.params.get(parameter.name), Path) and parameter.name != "config":
+                    _check_reachable(path)
+            return super().invoke(ctx)
+        except CuboidError as error:
+            error.args = (_with_option(error, ctx),)
+            raise
+
+
+def _check_reachable(path: Path) -> None:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # of which those who read or write there say more
+    except OSError as error:  # a name that is too long, or a folder that can't be searched
+        raise CuboidError(f"{path}: can't be reached: {error.strerror}") from None
+
+
+def _with_option(error: CuboidError, ctx: Any) -> str:
+    """The message of an error, with the option whose value it is about."""
+    message = str(error)
+    given = [(parameter, ctx.params.get(parameter.name)) for parameter in ctx.command.params]
+    for parameter, value in given:
+        # Where numbers are checked, they are called by the parameter's name.
+        if isinstance(value, int | float) and message.startswith(f"{parameter.name} is "):
+            return f"{_names(parameter)[0]}{message.removeprefix(parameter.name)}"
+    # The value that comes first; of a folder and one inside it, the inner one.
+    found = [
+        ((at, -len(str(value))), _names(parameter)) for parameter, value in given for at in _places(message, value)
+    ]
+    first = min((place for place, _ in found), default=None)
+    blamed = dict.fromkeys(names for place, names in found if place == first)
+    if blamed:
+        known = any(re.search(rf"(?<!\S){name}(?![\w-])", message) for names in blamed for name in names)
+        return message if known else f"{' and '.join(names[0] for names in blamed)}: {message}"
+    # A key of the config, or what it lacks.
+    config = ctx.params.get("config")
+    is_about_config = isinstance(error, ConfigError) and isinstance(config, Path) and "--" not in message
+    return f"--config {config}: {message}" if is_about_config else message
+
+
+def _names(parameter: Any) -> tuple[str, ...]:
+    """How a user knows it: an option's names, or the word for an argument."""
+    return (parameter.metavar,) if parameter.param_type_name == "argument" else tuple(parameter.opts)
+
+
+def _places(message: str, value: object) -> Iterator[int]:
+    """Where a message names a path, or one inside it, or a text in quotes."""
+    if not isinstance(value, Path | str):
+        return
+    for text in {str(value), repr(str(value))[1:-1], str(Path(value).absolute())}:
+        # What may be an ordinary word counts in quotes and, if it is a path, at the beginning.
+        if isinstance(value, str) and not value.endswith(".json"):
+            before, after = "(?<=')", "'"
+        elif text.isidentifier():
+            before, after = "(?:^|(?<='))", "[:/']"
+        else:
+            before, after = "(?:^|(?<=[ '(]))", "[:/', )]|$"
+        yield from (match.start() for match in re.finditer(f"{before}{re.escape(text)}(?={after})", message))
+
+
+def check_outputs(*files: Path | None, pictures: tuple[Path | None, ...] = ()) -> None:
+    """Check that the files of a command can be written; their folders are created if missing.
+
+    Args:
+        files: of any kind; None for those that weren't asked for.
+        pictures: likewise, whose suffix has to be that of a format.
+
+    Raises:
+        CuboidError: names the first that can't be written.
+    """
+    from cuboid.checkpoint.format.bounded_files import check_output_file
+    from cuboid.seq1f1b.schedule.timeline_picture import check_picture
+
+    for picture in pictures:
+        if picture is not None:
+            check_picture(picture)
+    for file in (*files, *pictures):
+        if file is not None:
+            check_output_file(file)
