@@ -95,6 +95,8 @@ USAGE = [
     (["timeline", "--stages", "0"], "--stages"),
     (["timeline", "--backward-ratio", "nan"], "--backward-ratio"),
     (["timeline", "--backward-ratio", "inf"], "finite"),
+    (["timeline", "--transfer", "1e308"], "--transfer"),
+    (["timeline", "--durations", "1e-300,1,1"], "--durations"),
     (["profile", "--out", "profile.json", "--seconds", "inf"], "finite"),
     (["profile", "--out", "profile.json", "--seconds", "nan"], "--seconds"),
     (["convert", "a", "b", "--max-shard-size", "infGB"], "--max-shard-size"),
@@ -133,6 +135,14 @@ def test_values_out_of_range_are_usage_errors(run_command, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["chunks", "partition", "memory-limit", "durations", "stages"])
+def test_a_number_of_thousands_of_digits_is_a_usage_error(run_command, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    status, message = run_command("timeline", f"--{option}", "1" * 5000)
+    assert (status, message.count("\n")) == (2, 1), message
+    assert f"--{option}" in message
+
+
 MISTAKES = [
     (["train", "--config", "list.json"], "holds a list"),
     (["train", "--config", "bytes.json"], "isn't UTF-8"),
@@ -153,9 +163,14 @@ MISTAKES = [
     (["verify", "--arch", "llama", "--mesh", "1x0x1"], "mesh.sequence is 0"),
     (["verify", "--arch", "llama", "--mesh", "x"], "x"),
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--steps", "0"], "steps is 0"),
-    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "sequence_length is 1"),
-    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "kv_heads"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "--seq-len is 1"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "--kv-heads is 2"),
     (["verify", "--arch", "llama", "--stages", "1", "--segments", "1000000"], "pipeline.segments"),
+    (["verify", "--arch", "llama", "--segments", "2"], "--stages: pipeline.stages is missing"),
+    (["verify", "--arch", "llama", "--stages", "2147483648"], "--stages: pipeline.stages: Input should be less"),
+    (["timeline", "--partition", "0"], "--partition: pipeline.partition [0]"),
+    (["plan", "--cluster", "2xZ80"], "--cluster: no profile of a GPU 'Z80'"),
+    (["train", "--config", "no_optimizer.json", "--steps", "1"], "--config no_optimizer.json: optimizer is missing"),
     (["bench", "--model", "model", "--config", "no_optimizer.json"], "optimizer is missing"),
     (["bench", "--model", "model", "--config", "good.json", "--steps", "0"], "--steps is 0"),
     (["convert", "nowhere", "new"], "nowhere"),
@@ -278,7 +293,17 @@ WRONG = {
     "reads a folder": ("missing", "file", "empty folder", "pipe", "loop", "long", "device", "below a file"),
     "reads a file": ("missing", "full folder", "empty file", "pipe", "loop", "long", "device", "below a file"),
     "reads either": ("missing", "empty file", "empty folder", "pipe", "loop", "long", "device", "below a file"),
-    "writes a folder": ("file", "pipe", "loop", "long", "device", "below a file", "no file system", "read-only"),
+    "writes a folder": (
+        "file",
+        "pipe",
+        "loop",
+        "dangling",
+        "long",
+        "device",
+        "below a file",
+        "no file system",
+        "read-only",
+    ),
     "writes a file": ("full folder", "socket", "loop", "long", "below a file", "no file system", "read-only"),
 }
 
@@ -310,8 +335,8 @@ def make_wrong(folder, name, kind):
     elif kind == "socket":
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as opened, contextlib.chdir(folder):
             opened.bind(name)
-    elif kind == "loop":
-        path.symlink_to(name)
+    elif kind in ("loop", "dangling"):
+        path.symlink_to(name if kind == "loop" else "nowhere")
     elif kind == "device":
         path.symlink_to("/dev/zero")
     elif kind == "long":
@@ -358,14 +383,21 @@ def contents_of(folder):
     }
 
 
-@pytest.mark.parametrize("arguments", [("--out", ""), ("--out=",), ("--data", "text.txt", "--out", "")])
-def test_an_empty_value_is_not_the_current_folder(run_command, files, monkeypatch, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("prepare", "--out", ""), "--out"),
+        (("prepare", "--data", "text.txt", "--out="), "--out"),
+        (("train", "--steps=", "--out", "o"), "--steps"),
+        (("convert", "model", ""), "DST"),
+        (("convert", "--input-folder", "", "new"), "--input_folder"),
+    ],
+)
+def test_an_empty_value_is_not_the_current_folder(run_command, files, monkeypatch, arguments, name):
     monkeypatch.chdir(files)
     before = contents_of(files)
-    assert run_command("prepare", *arguments) == (
-        2,
-        "cuboid: Invalid value for --out: is empty (see cuboid prepare --help)\n",
-    )
+    expected = f"cuboid: Invalid value for {name}: is empty (see cuboid {arguments[0]} --help)\n"
+    assert run_command(*arguments) == (2, expected)
     assert contents_of(files) == before
 
 
@@ -378,7 +410,8 @@ def test_results_go_into_a_pipe_only_if_somebody_reads_them(tmp_path):
     text = "words " * 50_000
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reader, True)
-    with ThreadPoolExecutor() as threads, open(reader) as file:
-        read = threads.submit(file.read)
+    # With another writer, the reader waits for what comes.
+    with ThreadPoolExecutor() as threads, open(reader) as file, open(pipe, "w"):
+        read = threads.submit(file.read, len(text))
         write(text)
         assert read.result() == text

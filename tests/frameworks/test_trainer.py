@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations import HfDeepSpeedConfig
 
 from comparing import stored
@@ -131,33 +138,70 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, eval
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=2e-4, msg=name)
 
 
-PREFERENCES = """
+TRL = """
     import json, sys
     import cuboid
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, logging
-    from trl import DPOConfig, DPOTrainer
+    from transformers import (
+        AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, logging
+    )
+    from trl import (
+        DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+    )
 
     logging.set_verbosity_error()
-    path, out, config, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    path, out, config, mode = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
     words = ["<pad>", "<eos>", *(f"w{at}" for at in range(60))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    says = lambda first, count: " ".join(f"w{(first + 7 * at) % 60}" for at in range(count))
-    pairs = [
-        {"prompt": says(at, 4), "chosen": " " + says(at + 3, 5), "rejected": " " + says(at + 11, 3)} for at in range(24)
-    ]
-    arguments = DPOConfig(
-        out, deepspeed=config, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=5, save_strategy="no",
-        per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=2, max_steps=3,
-        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} <eos>"
+        "{% endgeneration %} {% else %}{{ message.content }} {% endif %}{% endfor %}"
     )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    trainer = DPOTrainer(
-        model=model, args=arguments, train_dataset=Dataset.from_list(pairs), eval_dataset=Dataset.from_list(pairs[:8]),
+    says = lambda first, count: " ".join(f"w{(first + 7 * at) % 60}" for at in range(count))
+    turns = lambda at: [("user", at, 3), ("assistant", at + 5, 2 + at % 3), ("user", at + 9, 2), ("assistant", at, 3)]
+    texts = [{"text": says(at, 4 + at % 7)} for at in range(48)]
+    answers = [{"prompt": says(at, 3 + at % 4), "completion": " " + says(at + 3, 2 + at % 5)} for at in range(48)]
+    chats = [
+        {"messages": [{"role": role, "content": says(first, count)} for role, first, count in turns(at)]}
+        for at in range(48)
+    ]
+    pairs = [
+        {"prompt": says(at, 4), "chosen": " " + says(at + 3, 5 - at % 2), "rejected": " " + says(at + 11, 3)}
+        for at in range(48)
+    ]
+    marked = [{**answer, "label": at % 3 > 0} for at, answer in enumerate(answers)]
+    trainer_class, config_class, data, options = {
+        "sft": (SFTTrainer, SFTConfig, texts, {}),
+        "sft, packed": (SFTTrainer, SFTConfig, texts, {"packing": True, "max_length": 16}),
+        "sft, wrapped": (
+            SFTTrainer, SFTConfig, texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 12}
+        ),
+        "sft, padding-free": (SFTTrainer, SFTConfig, texts, {"padding_free": True, "max_length": None}),
+        "sft, completions": (SFTTrainer, SFTConfig, answers, {}),
+        "sft, assistant's turns": (SFTTrainer, SFTConfig, chats, {"assistant_only_loss": True}),
+        "sft, dft": (SFTTrainer, SFTConfig, texts, {"loss_type": "dft"}),
+        "dpo": (DPOTrainer, DPOConfig, pairs, {}),
+        "dpo, reference": (DPOTrainer, DPOConfig, pairs, {}),
+        "dpo, precomputed": (DPOTrainer, DPOConfig, pairs, {"precompute_ref_log_probs": True}),
+        "reward": (RewardTrainer, RewardConfig, pairs, {}),
+        "kto": (KTOTrainer, KTOConfig, marked, {}),
+        "kto, reference": (KTOTrainer, KTOConfig, marked, {}),
+    }[mode]
+    arguments = config_class(
+        out, deepspeed=config, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=5, save_strategy="no",
+        per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
+        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5, **options,
+    )
+    auto_class = AutoModelForSequenceClassification if mode == "reward" else AutoModelForCausalLM
+    models = {"model": auto_class.from_pretrained(path, dtype=torch.float32)}
+    if "reference" in mode:
+        models["ref_model"] = AutoModelForCausalLM.from_pretrained(path + "-reference", dtype=torch.float32)
+    trainer = trainer_class(
+        **models, args=arguments, train_dataset=Dataset.from_list(data), eval_dataset=Dataset.from_list(data[:8]),
         processing_class=tokenizer,
     )
     trainer.train()
@@ -167,18 +211,47 @@ PREFERENCES = """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 """
+TRL_MODES = (
+    *(
+        "sft",
+        "sft, packed",
+        "sft, wrapped",
+        "sft, padding-free",
+        "sft, completions",
+        "sft, assistant's turns",
+        "sft, dft",
+    ),
+    *("dpo, reference", "dpo, precomputed", "reward", "kto", "kto, reference"),
+)
+#: What no two runs have in common.
+TIMES = ("runtime", "per_second")
+
+
+@pytest.fixture(scope="module")
+def trl_paths(paths):
+    """The script, and what else it loads: a reference model, and one with a head for rewards."""
+    (paths / "trl.py").write_text(textwrap.dedent(TRL))
+    config = LlamaConfig.from_pretrained(paths / "start", num_labels=1, pad_token_id=0)
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(paths / "start-reference")
+    LlamaForSequenceClassification(config).save_pretrained(paths / "reward")
+    return paths
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed")
-def test_dpo_without_a_reference_model_reports_what_it_does_alone(paths):
-    script, start = paths / "dpo.py", paths / "start"
-    script.write_text(textwrap.dedent(PREFERENCES))
-    expected, expected_evaluation = result_of(*alone(script, start, paths / "dpo1", "null", 2))
-    found, evaluation = result_of(*world(2, script, start, paths / "dpo2", json.dumps(config_of({"sequence": 2})), 2))
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["dpo", *(pytest.param(mode, marks=pytest.mark.slow) for mode in TRL_MODES)])
+def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, replicas):
+    script, start = trl_paths / "trl.py", trl_paths / ("reward" if mode == "reward" else "start")
+    # As many processes as replicas, since some trainers pair the rows of a process's batch.
+    plain = (script, start, trl_paths / "plain", "null", mode)
+    expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
+    sharded = (script, start, trl_paths / "sharded", json.dumps(config_of({"sequence": 2})), mode)
+    found, evaluation = result_of(*world(2 * replicas, *sharded))
     assert len(expected) == 3
     for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
         assert step.keys() == wanted.keys()
-        for name in step.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+        for name in (name for name in step if not name.endswith(TIMES)):
             assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
 
 

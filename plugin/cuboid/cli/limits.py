@@ -22,6 +22,8 @@ MOST_HEADS = 1024
 MOST_PROCESSES = 256
 #: Maximum number of units of a schedule to draw: 32 ranks of 4 chunks, 64 micro-batches and 16 segments, in a minute.
 MOST_UNITS = 32 * 4 * 64 * 16
+#: Longest time in a simulation, far above any useful one; matplotlib draws no numbers near the largest float.
+LONGEST_TIME = 1e9
 
 
 def finite(value: float | None) -> float | None:

@@ -13,6 +13,9 @@ from typer.core import TyperCommand
 
 from cuboid import ConfigError, CuboidError
 
+#: More characters than a path or a value has.
+_LONGEST = 4096
+
 
 class Command(TyperCommand):
     """A command whose errors name the option that a path or number was given with.
@@ -22,12 +25,15 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse empty values: as a path, ``--out "$UNSET"`` would be the current folder."""
-        for before, argument in zip(("", *args), args, strict=False):
-            name, has_value, value = argument.partition("=")
-            if not argument or (name.startswith("--") and has_value and not value):
-                named = name or before
-                raise typer.BadParameter("is empty", ctx, param_hint=named if named.startswith("-") else "an argument")
+        """Reject empty values, since ``--out "$UNSET"`` would be the current folder, and those that are too long."""
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for parameter in self.params:
+            value = given.get(parameter.name)
+            if value == "":
+                raise typer.BadParameter("is empty", ctx, param_hint=_names(parameter)[0])
+            # Python refuses to parse a number of 4,300 digits, with an error of its own.
+            if isinstance(value, str) and len(value) > _LONGEST and parameter.name != "config":
+                raise typer.BadParameter(f"has {len(value)} characters", ctx, param_hint=_names(parameter)[0])
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -69,7 +75,14 @@ def _with_option(error: CuboidError, ctx: Any) -> str:
     if blamed:
         known = any(re.search(rf"(?<!\S){name}(?![\w-])", message) for names in blamed for name in names)
         return message if known else f"{' and '.join(names[0] for names in blamed)}: {message}"
-    # A key of the config, or what it lacks.
+    # A key of the config that the command line sets, or may set.
+    options = {parameter.name: (value is None, parameter) for parameter, value in given}
+    keys = [key for key in re.findall(r"(?:pipeline|tensor_parallel|checkpoint)\.(\w+)", message) if key in options]
+    if keys:
+        is_absent, parameter = min((options[key] for key in keys), key=lambda option: option[0])
+        if not (is_absent and ctx.params.get("config")):
+            return f"{_names(parameter)[0]}: {message}"
+    # Another key of the config, or what it lacks.
     config = ctx.params.get("config")
     is_about_config = isinstance(error, ConfigError) and isinstance(config, Path) and "--" not in message
     return f"--config {config}: {message}" if is_about_config else message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import MOST_UNITS, TrustRemoteCode, chunk_count, finite
+from cuboid.cli.limits import LONGEST_TIME, MOST_UNITS, TrustRemoteCode, chunk_count, finite
 from cuboid.cli.paths import check_outputs
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ def timeline(
         typer.Option(
             help="Time of a backward for that of its forward. Default: 2; 3 is with activation checkpointing.",
             min=0,
+            max=LONGEST_TIME,
             callback=finite,
         ),
     ] = None,
@@ -77,7 +77,10 @@ def timeline(
         typer.Option(help="Without --model: times of forward, input and weight gradient, such as 4,8.5,1."),
     ] = None,
     transfer: Annotated[
-        float, typer.Option(help="Time of a message between ranks, in forwards of a unit.", min=0, callback=finite)
+        float,
+        typer.Option(
+            help="Time of a message between ranks, in forwards of a unit.", min=0, max=LONGEST_TIME, callback=finite
+        ),
     ] = 0.0,
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
     json_output: Annotated[
@@ -104,8 +107,8 @@ def timeline(
     most = stages * (max(COMPARED_CHUNKS) if given == "auto" else given)
     if most * micro_batches * count > MOST_UNITS:
         raise typer.BadParameter(
-            f"{most} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
-            f"{MOST_UNITS:,} at most"
+            f"--stages (× --chunks), --micro-batches, --segments: {most} × {micro_batches} × {count} is too many units "
+            f"to draw; {MOST_UNITS:,} at most"
         )
     check_outputs(json_output, pictures=(output,))
     request = _Request(
@@ -172,7 +175,7 @@ def _ratios(backward_ratio: float | None, durations: str | None, *, with_model: 
         raise typer.BadParameter("--durations goes neither with --model, whose own costs count, nor --backward-ratio")
     try:
         forward, inputs, weights = map(float, durations.split(","))
-        if not (0 < forward < math.inf and 0 <= inputs < math.inf and 0 <= weights < math.inf):
+        if not (1 / LONGEST_TIME <= forward <= LONGEST_TIME and all(0 <= t <= LONGEST_TIME for t in (inputs, weights))):
             raise ValueError
     except ValueError:
         raise typer.BadParameter(f"--durations {durations!r} is not three times such as 4,8.5,1") from None

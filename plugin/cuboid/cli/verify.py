@@ -121,7 +121,8 @@ def verify(
     parsed = parse_config(settings)
     if parsed.ranks * data_parallel > MOST_PROCESSES:
         raise typer.BadParameter(
-            f"that takes {parsed.ranks * data_parallel} processes, which all start here; {MOST_PROCESSES} at most"
+            f"mesh × stages × --data-parallel takes {parsed.ranks * data_parallel} processes, which all start here; "
+            f"{MOST_PROCESSES} at most"
         )
     section = parsed.tensor_parallel
     # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,9 +43,11 @@ def check_free(target: Path) -> None:
     """Check that the target doesn't exist, or is an empty folder.
 
     Raises:
-        CheckpointError: it is a file, or a folder that isn't empty.
+        CheckpointError: it is a file, a link, or a folder that isn't empty.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    # A folder can't be renamed to a link, not even to one that leads nowhere.
+    is_empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_empty:
         raise CheckpointError(f"{target}: exists already; give a folder that doesn't, or an empty one")
 
 
