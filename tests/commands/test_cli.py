@@ -169,7 +169,7 @@ MISTAKES = [
     (["verify", "--arch", "llama", "--segments", "2"], "--stages: pipeline.stages is missing"),
     (["verify", "--arch", "llama", "--stages", "2147483648"], "--stages: pipeline.stages: Input should be less"),
     (["timeline", "--partition", "0"], "--partition: pipeline.partition [0]"),
-    (["plan", "--cluster", "2xZ80"], "--cluster: no profile of a GPU 'Z80'"),
+    (["plan", "--cluster", "2xZ80"], "--cluster: cluster '2xZ80': no profile of a GPU 'Z80'"),
     (["train", "--config", "no_optimizer.json", "--steps", "1"], "--config no_optimizer.json: optimizer is missing"),
     (["bench", "--model", "model", "--config", "no_optimizer.json"], "optimizer is missing"),
     (["bench", "--model", "model", "--config", "good.json", "--steps", "0"], "--steps is 0"),

@@ -154,17 +154,18 @@ class Cluster:
         nodes, gpus = int(match[1] or 1), int(match[2])
         if nodes < 1 or gpus < 1 or nodes * gpus > 2**20:
             raise ConfigError(f"cluster {text!r} has {nodes * gpus} GPUs; it needs 1 to {2**20} in all")
-        return cls(_find_gpu(match[3]), nodes, gpus)
+        return cls(_find_gpu(match[3], text), nodes, gpus)
 
 
-def _find_gpu(name: str) -> Gpu:
+def _find_gpu(name: str, cluster: str) -> Gpu:
     """Find a GPU by its full name or the part before "-": H100 is the first entry of that kind."""
     wanted = name.upper()
     for known, gpu in GPUS.items():
         if known == wanted or known.split("-")[0] == wanted:
             return gpu
     raise ConfigError(
-        f"no profile of a GPU {name!r}; there are {', '.join(GPUS)}. Describe another one in a JSON profile"
+        f"cluster {cluster!r}: no profile of a GPU {name!r}; there are {', '.join(GPUS)}. Describe another one in a "
+        "JSON profile"
     )
 
 
@@ -192,13 +193,13 @@ def read_profile(path: Path) -> Cluster:
     if not all(type(count) is int and 1 <= count <= 2**20 for count in counts):
         raise ConfigError(f"cluster profile {path}: nodes and gpus_per_node are {counts}; both are counts")
     gpu = given["gpu"]
-    return Cluster(_find_gpu(gpu) if isinstance(gpu, str) else _read_gpu(gpu, path), *counts)
+    return Cluster(_find_gpu(gpu, str(path)) if isinstance(gpu, str) else _read_gpu(gpu, path), *counts)
 
 
 def _read_gpu(given: Any, path: Path) -> Gpu:
     fields = {field.name: field for field in dataclasses.fields(Gpu)}
     values = dict(given) if isinstance(given, dict) else {}
-    base = dataclasses.asdict(_find_gpu(str(values.pop("like")))) if "like" in values else {}
+    base = dataclasses.asdict(_find_gpu(str(values.pop("like")), str(path))) if "like" in values else {}
     unknown = sorted(values.keys() - fields.keys())
     if unknown:
         raise ConfigError(f"cluster profile {path}: gpu has no {', '.join(unknown)}; it has {', '.join(fields)}")
