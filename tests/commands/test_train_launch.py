@@ -435,15 +435,7 @@ def uninterrupted(job, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "kill"),
-    [
-        ("mesh", kill_a_rank_in_a_step),
-        ("mesh", kill_all_in_a_save),
-        ("pipeline", kill_a_rank_in_a_step),
-        ("pipeline", kill_all_in_a_save),
-    ],
-)
+@pytest.mark.parametrize(("config", "kill"), [("mesh", kill_all_in_a_save), ("pipeline", kill_a_rank_in_a_step)])
 def test_a_killed_run_goes_on_by_the_same_command_line_as_if_nothing_had_happened(
     job, uninterrupted, tmp_path, config, kill
 ):
