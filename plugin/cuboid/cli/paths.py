@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -40,22 +41,23 @@ class Command(TyperCommand):
         """Run the command."""
         try:
             for parameter in self.params:
-                # A config may be given as its text in base64, which is no path.
-                if isinstance(path := ctx.params.get(parameter.name), Path) and parameter.name != "config":
-                    _check_reachable(path)
+                if isinstance(path := ctx.params.get(parameter.name), Path):
+                    _check_reachable(path, may_be_text=parameter.name == "config")
             return super().invoke(ctx)
         except CuboidError as error:
             error.args = (_with_option(error, ctx),)
             raise
 
 
-def _check_reachable(path: Path) -> None:
+def _check_reachable(path: Path, *, may_be_text: bool) -> None:
+    """Check that a path isn't too long, nor in a folder that can't be searched. A config may be its text in base64."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass  # of which those who read or write there say more
-    except OSError as error:  # a name that is too long, or a folder that can't be searched
-        raise CuboidError(f"{path}: can't be reached: {error.strerror}") from None
+    except OSError as error:
+        if not (may_be_text and error.errno == errno.ENAMETOOLONG):
+            raise CuboidError(f"{path}: can't be reached: {error.strerror}") from None
 
 
 def _with_option(error: CuboidError, ctx: Any) -> str:
