@@ -94,7 +94,7 @@ USAGE = [
     (["timeline", "--segments", "1000000"], "too many units"),
     (["timeline", "--stages", "0"], "--stages"),
     (["timeline", "--backward-ratio", "nan"], "--backward-ratio"),
-    (["timeline", "--backward-ratio", "inf"], "finite"),
+    (["timeline", "--backward-ratio", "inf"], "--backward-ratio"),
     (["timeline", "--transfer", "1e308"], "--transfer"),
     (["timeline", "--durations", "1e-300,1,1"], "--durations"),
     (["profile", "--out", "profile.json", "--seconds", "inf"], "finite"),
