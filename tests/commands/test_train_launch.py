@@ -398,12 +398,14 @@ def ranks_of(launcher):
 
 
 def kill_a_rank_in_a_step(launcher, checkpoints):
-    assert any(f"step 8/{STEPS}" in line for line in launcher.stdout)
+    # Some steps aren't printed.
+    for beginning in ("checkpoint after 6 steps", "step "):
+        assert any(line.startswith(beginning) for line in launcher.stdout)
     ranks_of(launcher)[1].kill()
 
 
 def kill_all_in_a_save(launcher, checkpoints):
-    assert any("checkpoint after 3 steps" in line for line in launcher.stdout)
+    assert any(line.startswith("checkpoint after 3 steps") for line in launcher.stdout)
     # Stopped in the middle of a save, so that none gets further while the others are killed.
     while launcher.poll() is None:
         if not list(checkpoints.glob("*.incomplete")):
@@ -447,7 +449,7 @@ def test_a_killed_run_goes_on_by_the_same_command_line_as_if_nothing_had_happene
         end(launcher)
     assert status != 0, output
     latest = find_run(tmp_path).state.step
-    assert latest in (3, 6), output
+    assert latest in range(3, STEPS, 3), output
 
     status, output = finish(start_again(job, tmp_path, config), timeout_s=240)
     assert status == 0, output
