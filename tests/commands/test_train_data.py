@@ -454,7 +454,7 @@ def test_a_trace_of_an_earlier_process_is_not_reported(options, tmp_path):
     (tmp_path / "step_1.json").write_text(json.dumps({"otherData": {"bubble": 0.5, "simulated_bubble": 0.4}}))
     asked = PipelineConfig(engine="seq1f1b", stages=1, trace=str(tmp_path), trace_step=1)
     pipeline = SimpleNamespace(layers=[1], segment_lengths=lambda length, accumulation: (length,))
-    staging = SimpleNamespace(config=SimpleNamespace(pipeline=asked))
+    staging = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(pipeline=asked)))
     engine = SimpleNamespace(module=SimpleNamespace(staging=staging), pipeline=pipeline)
     job = plan(options())
     assert pipeline_figures(job, engine, 1).trace.measured_bubble == 0.5
