@@ -53,7 +53,7 @@ def _pipelines() -> list[list[str]]:
             [
                 f"[pipeline](docs/performance.md#{section}) of {stages} stages, {micro_batches} micro-batches: "
                 f"`{own['schedule']}`, {own['segments']} segments",
-                _lines(("PyTorch, 1F1B", f"PyTorch, {torch['schedule']} (its fastest)")),
+                _lines(("PyTorch: 1F1B", f"its fastest: {torch['schedule']}")),
                 _lines((f"{own['ratios']['torch']['median']:.2f}", f"{ratio:.2f}")),
                 where,
             ]
@@ -89,7 +89,7 @@ def _training_steps() -> list[list[str]]:
             [
                 f"[training step](docs/performance.md#a-training-step) on 8 ranks: mesh {auto}, float32 and bfloat16",
                 _lines(f"{name}, its fastest layout" for name in ratios),
-                _lines(" and ".join(f"{ratio:.2f}" for ratio in both) for both in ratios.values()),
+                _lines(_pair(both) for both in ratios.values()),
                 _network(records[0]),
             ]
         )
@@ -102,7 +102,7 @@ def _overhead() -> list[str]:
     return [
         "[training step](docs/performance.md#overhead) on one rank: mesh 1×1×1, float32 and bfloat16",
         "DeepSpeed alone",
-        " and ".join(f"{1 / row['ratio']['median']:.2f}" for row in rows),
+        _pair(1 / row["ratio"]["median"] for row in rows),
         "1 CPU core",
     ]
 
@@ -124,6 +124,11 @@ def _stage_on_gpu() -> list[str]:
 def _record(name: str) -> Row:
     record: Row = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     return record
+
+
+def _pair(ratios: Iterable[float]) -> str:
+    """Of two dtypes, on one line."""
+    return ",&nbsp;".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _lines(cells: Iterable[str]) -> str:
