@@ -425,8 +425,8 @@ def test_the_command_prints_an_error_on_a_rank_whose_others_cannot_know_it(optio
 
 def _write_at_length(failing):
     process._MEETING_S = 0.1
-    rank, world_of_all = dist.get_rank(), rank_agreement._peers(None)
-    world_of_all._timeout_s, kept = 1.0, world_of_all._timeout_s
+    rank, peers = dist.get_rank(), rank_agreement._peers(None)
+    peers.timeout_s, kept = 1.0, peers.timeout_s
     written = []
 
     def write():
@@ -441,7 +441,7 @@ def _write_at_length(failing):
     except CuboidError as error:
         return str(error), error.rank
     finally:
-        world_of_all._timeout_s = kept
+        peers.timeout_s = kept
     return written
 
 

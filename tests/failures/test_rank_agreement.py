@@ -224,7 +224,7 @@ def _mesh_on_one_machine(ranks, timeout_s):
     mesh = Mesh(MeshShape(1, ranks, 1))
     run_on_all_ranks(lambda: None, mesh)
     # Only now, so that a slow start isn't taken for a rank that is lost.
-    rank_agreement._peers(mesh)._timeout_s = timeout_s
+    rank_agreement._peers(mesh).timeout_s = timeout_s
     return mesh
 
 

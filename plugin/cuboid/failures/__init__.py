@@ -39,6 +39,8 @@ every 0.5 s, and abort their groups when another rank has failed.
 
 ``rank_failure``: what a rank writes into the store of its failure, and the error that the others raise for it.
 
+``replica_updates``: the optimizer step that each replica has begun, which shows whose data ended first.
+
 ``bounded_store``: a request to the store that isn't answered within T (after a failure: within 10 s in all) raises an
 error instead of waiting; its host may be what was lost.
 

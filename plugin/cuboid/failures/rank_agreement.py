@@ -158,7 +158,7 @@ def begin_update(mesh: Mesh, number: int) -> None:
     """
     peers = _peers(mesh) if mesh.topology.data > 1 else None
     if peers is not None:
-        peers.begin_update(mesh, number)
+        peers.updates.begin(mesh, number)
 
 
 @contextmanager

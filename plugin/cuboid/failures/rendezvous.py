@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cuboid.distributed.host_identity import host_identity
-from cuboid.distributed.mesh import Mesh, group_timeout
+from cuboid.distributed.mesh import group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CuboidError, PeerLostError, RankError
 from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 from cuboid.failures.rank_failure import RankFailure, is_lost
+from cuboid.failures.replica_updates import ReplicaUpdates
 
 #: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
@@ -39,11 +40,6 @@ _GRACE_S = 2.0
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
 #: How long a rank that lost the connection to another one waits for a report from it.
 _LOSS_S = 1.0
-#: Advice for replicas with data of different lengths.
-EQUAL_SHARES = (
-    "All replicas must be given equally many batches: drop_last=True in the data loader, and a sampler that shares the "
-    "data by cuboid.mesh_of(model).coordinate.data out of cuboid.mesh_of(model).topology.data"
-)
 #: When a waiting rank first checks whether missing ranks still run, and whether others are still training; and the
 #: longest time between two checks.
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
@@ -69,15 +65,15 @@ class Peers:
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size = rank, size
         timeout = group_timeout()
-        self._timeout_s = math.inf if timeout is None else timeout.total_seconds()
-        self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self._timeout_s)
+        #: Timeout of the process group, in seconds.
+        self.timeout_s = math.inf if timeout is None else timeout.total_seconds()
+        self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self.timeout_s)
+        self.updates = ReplicaUpdates(self._store)
         #: Two ranks of a machine are enough to look around: one of them may have ended.
         self.looks_around = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
         self._numbers: dict[str, int] = {}
         #: Number of steps in which all ranks failed, so that training may go on.
         self._broken_steps = 0
-        #: This replica's number, the number of replicas, and the last optimizer step that this one has begun.
-        self._updates = (0, 1, 0)
         self._host, self._members = host_identity("pid"), {rank: os.getpid()}
         self._store.post(f"member/{rank}", json.dumps([self._host, os.getpid()]))
         #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
@@ -87,11 +83,8 @@ class Peers:
         #: The failure for which it did so, if it did.
         self.aborted_for: RankFailure | None = None
         if self._aborts or _ends_with_rank_0(store):
-            self._start_listening()
-
-    def _start_listening(self) -> None:
-        group = weakref.ref(dist.group.WORLD)
-        threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
+            group = weakref.ref(dist.group.WORLD)
+            threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
 
     def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Poll the store for a step's failure while the store is there: it may end with rank 0.
@@ -215,7 +208,7 @@ class Peers:
     def _loss(self, what: str, error: Exception) -> RankFailure:
         """The failure to report if the connection to another rank was lost."""
         gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
-        return self._lost(gone, self._replicas_behind(), what, error)
+        return self._lost(gone, self.updates.behind(), what, error)
 
     def _lost(self, gone: list[int], behind: str, what: str, error: Exception) -> RankFailure:
         who = f"rank {_listed(gone)} ended" if gone else "another rank went away or didn't answer in time"
@@ -223,50 +216,9 @@ class Peers:
         text = f"{who} while rank {self.rank} waited for it in {what}{behind}; see its own messages ({error})"
         return RankFailure(rank, PeerLostError.__name__, text)
 
-    def begin_update(self, mesh: Mesh, number: int) -> None:
-        """See :func:`cuboid.failures.rank_agreement.begin_update`."""
-        self._updates = (mesh.coordinate.data, mesh.topology.data, number)
-        if mesh.rank == mesh.copy_ranks[0]:
-            self._store.post(f"update/{mesh.coordinate.data}", str(number))
-
-    def _updates_of_others(self) -> dict[int, int]:
-        """By replica, the last optimizer step that each other one has begun, if any."""
-        own_replica, replicas, _ = self._updates
-        keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own_replica}
-        return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check(key)}
-
     def break_step(self, failure: RankFailure) -> None:
         """Set the current step's outcome, for the ranks that are still in it."""
         self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
-
-    def _replicas_behind(self) -> str:
-        own_replica, replicas, number = self._updates
-        begun = self._updates_of_others()
-        others = [replica for replica in range(replicas) if replica != own_replica]
-        behind = [replica for replica in others if begun.get(replica, 0) < number]
-        if not behind:
-            return ""
-        return (
-            f": replica {_listed(behind)} of {replicas} had made {begun.get(behind[0], 0)} optimizer steps, this is "
-            f"step {number}. {EQUAL_SHARES}"
-        )
-
-    def replica_ahead(self, what: str) -> str | None:
-        """The message if another replica is still training while this one waits for it elsewhere; else None."""
-        own_replica, replicas, number = self._updates
-        ahead = [(step, replica) for replica, step in self._updates_of_others().items() if step > number]
-        if not ahead:
-            return None
-        step, replica = max(ahead)
-        return (
-            f"replica {own_replica} of {replicas} made {number} optimizer steps and went on to {what}, but replica "
-            f"{replica} is in step {step}: its data is longer. {EQUAL_SHARES}"
-        )
-
-    @property
-    def timeout_s(self) -> float:
-        """Timeout of the process group, in seconds."""
-        return self._timeout_s
 
 
 class Rendezvous:
@@ -424,7 +376,7 @@ class Rendezvous:
         elif ended:
             text = f"rank {_listed(ended)} ended while the others waited for it in {self._what}; see its own messages"
             self._decide(RankFailure(ended[0], PeerLostError.__name__, text).encode())
-        elif ahead := self._peers.replica_ahead(self._what) if missing and self._is_main else None:
+        elif ahead := self._peers.updates.ahead(self._what) if missing and self._is_main else None:
             failure = RankFailure(self._peers.rank, RankError.__name__, ahead)
             self._decide(failure.encode())
             # The other replica isn't in this meeting; it reads that when it loses the connection to this one.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_failure import RankFailure, is_lost
-from cuboid.failures.rendezvous import EQUAL_SHARES
+from cuboid.failures.replica_updates import EQUAL_SHARES
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
 from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.batch_check import Limits
