@@ -230,7 +230,7 @@ TIMES = ("runtime", "per_second")
 @pytest.fixture(scope="module")
 def trl_paths(paths):
     """The script, and what else it loads: a reference model, and one with a head for rewards."""
-    (paths / "trl.py").write_text(textwrap.dedent(TRL))
+    (paths / "preferences.py").write_text(textwrap.dedent(TRL))
     config = LlamaConfig.from_pretrained(paths / "start", num_labels=1, pad_token_id=0)
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(paths / "start-reference")
@@ -242,7 +242,7 @@ def trl_paths(paths):
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["dpo", *(pytest.param(mode, marks=pytest.mark.slow) for mode in TRL_MODES)])
 def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, replicas):
-    script, start = trl_paths / "trl.py", trl_paths / ("reward" if mode == "reward" else "start")
+    script, start = trl_paths / "preferences.py", trl_paths / ("reward" if mode == "reward" else "start")
     # As many processes as replicas, since some trainers pair the rows of a process's batch.
     plain = (script, start, trl_paths / "plain", "null", mode)
     expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
