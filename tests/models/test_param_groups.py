@@ -1,5 +1,6 @@
 """Parameter groups that differ from stage to stage: training, schedules and resuming are those of one process."""
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -344,6 +345,7 @@ def resumed_run(path, config, schedule, root, by_function):
     return [(train(engine, 1, skip=step)[0], _rates(engine)) for step in range(2, 5)]
 
 
+@functools.cache
 def plain_rates(path, schedule):
     optimizer = torch.optim.AdamW(_three(AutoModelForCausalLM.from_pretrained(path)))
     made, rates = SCHEDULES[schedule](optimizer), []
@@ -352,6 +354,34 @@ def plain_rates(path, schedule):
         made.step()
         rates.append({group["kind"]: group["lr"] for group in optimizer.param_groups})
     return rates
+
+
+@pytest.fixture(scope="module")
+def on_layout(pool, checkpoint):
+    """Runs a function of a path, a config, a schedule and a folder on a layout."""
+
+    def run(what, schedule, layout, root):
+        layers, mesh, data = LAYOUTS[layout]
+        config = _config(layers, mesh, data=data)
+        # A rank doesn't have the functions of other stages' groups.
+        job = (what, checkpoint(SMALL), config, schedule, root, schedule == "functions")
+        # One process has one engine only: DeepSpeed keeps the groups of the first one.
+        with pool.fresh() if layout == "one process" else contextlib.nullcontext(pool) as workers:
+            return workers.run(ranks_of(config, data), *job, timeout_s=TIMEOUT_S)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(on_layout, tmp_path_factory):
+    """The folder of a run that was saved halfway, and what each rank saw; made once for each schedule and layout."""
+
+    @functools.cache
+    def run_of(schedule, layout):
+        root = str(tmp_path_factory.mktemp("saved"))
+        return root, on_layout(saved_run, schedule, layout, root)
+
+    return run_of
 
 
 @pytest.mark.parametrize(
@@ -366,30 +396,17 @@ def plain_rates(path, schedule):
             for schedule in SCHEDULES
             for number, source in enumerate(LAYOUTS)
             for target in (source, [*LAYOUTS][number - 1], [*LAYOUTS][number - 2])
-            # One process has one engine only: DeepSpeed keeps the groups of the first one.
-            if {source, target} != {"one process"}
         ),
     ],
 )
-def test_rates_of_groups_go_on_after_resuming(pool, alone, checkpoint, tmp_path, schedule, source, target):
-    path, root = checkpoint(SMALL), str(tmp_path)
-    # A rank doesn't have the functions of other stages' groups.
-    by_function = schedule == "functions"
-    wanted = plain_rates(path, schedule)
-
-    def run(what, layout):
-        layers, mesh, data = LAYOUTS[layout]
-        config = _config(layers, mesh, data=data)
-        workers = alone if layout == "one process" else pool
-        job = (what, path, config, schedule, root, by_function)
-        return workers.run(ranks_of(config, data), *job, timeout_s=TIMEOUT_S)
-
-    saved, resumed = run(saved_run, source), run(resumed_run, target)
-    for before, after in saved:
+def test_rates_of_groups_go_on_after_resuming(on_layout, saved, checkpoint, schedule, source, target):
+    wanted = plain_rates(checkpoint(SMALL), schedule)
+    root, before_and_after = saved(schedule, source)
+    for before, after in before_and_after:
         assert [rates for _, rates in before + after] == wanted
-    for after in resumed:
+    straight = [loss for loss, _ in before_and_after[0][1]]
+    for after in on_layout(resumed_run, schedule, target, root):
         assert [rates for _, rates in after] == wanted[2:]
-        straight = [loss for loss, _ in saved[0][1]]
         losses = [loss for loss, _ in after]
         assert losses == straight if source == target else losses == pytest.approx(straight, abs=1e-5)
 
