@@ -23,6 +23,7 @@ from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.errors import ConfigError, OptimizerError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import await_all_ranks
+from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.handoff import (
@@ -154,6 +155,8 @@ def _initialize_sharded(
         run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
+    engine.changed_weights = ChangedWeights(engine.optimizer)
+    model.cuboid.made.taken_by = "deepspeed.initialize"
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine, placeholders)

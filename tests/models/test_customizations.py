@@ -1,7 +1,6 @@
 """What a script changes on a model, before or after it is sharded: right, or refused by name."""
 
 import copy
-import types
 from unittest import mock
 
 import pytest
@@ -9,129 +8,20 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
-from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid.verify import SmallModel
 from cuboid.weights.save import full_gradients
+from customizing import HEADS, HOOKS, INSTANCES, LENGTH, LLAMA, PARAMETRIZATIONS, ROWS, batch, built, own_forward
 
-LLAMA = SmallModel("llama", heads=4, kv_heads=4)
-ROWS, LENGTH = 4, 12
 MESHES = {"1x2x1": (1, 2, 1), "2x1x1": (2, 1, 1), "1x1x2": (1, 1, 2)}
 STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2, "partition": "even"}}
-
-
-def built():
-    torch.manual_seed(0)
-    config = LLAMA.config()
-    # Tied by some cases below.
-    config.tie_word_embeddings = False
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
-
-
-def batch():
-    ids = torch.randint(0, LLAMA.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
-
-
-class Halved(nn.Module):
-    def forward(self, weight):
-        return weight / 2
-
-
-class Shifted(nn.Module):
-    """Takes the place of an activation; mixes neighbouring tokens."""
-
-    def forward(self, x):
-        return nn.functional.silu(x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0)))
-
-
-class OtherLinear(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def layer(model):
-    return model.model.layers[0]
-
-
-def replace(owner, name, make):
-    old = getattr(owner, name)
-    new = make(old)
-    if isinstance(old, nn.Module) and not isinstance(new, nn.Module):
-        raise TypeError(name)
-    setattr(owner, name, new)
-
-
-def widened(linear):
-    other = OtherLinear(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
-    other.weight = linear.weight
-    return other
-
-
-def own_forward(module):
-    plain = type(module).forward
-    module.forward = types.MethodType(lambda self, *args, **kwargs: plain(self, *args, **kwargs) * 2, module)
-
-
-def centred(_, __, out):
-    return out - out.mean(-1, keepdim=True)
-
-
-def lengthened(parameter):
-    parameter.grad.mul_(parameter.grad.norm())
-
-
-#: Every kind of hook, on every kind of module.
-HOOKS = {
-    "forward hook of a projection": lambda m: layer(m).self_attn.q_proj.register_forward_hook(centred),
-    "forward hook of a norm": lambda m: layer(m).input_layernorm.register_forward_hook(centred),
-    "forward hook of the embedding": lambda m: m.model.embed_tokens.register_forward_hook(centred),
-    "forward hook of the head": lambda m: m.lm_head.register_forward_hook(centred),
-    "forward hook of a layer": lambda m: m.model.layers[1].register_forward_hook(centred),
-    "forward hook with keywords": lambda m: layer(m).self_attn.register_forward_hook(
-        lambda _, args, kwargs, out: (out[0] - out[0].mean(), *out[1:]), with_kwargs=True
-    ),
-    "forward pre-hook": lambda m: layer(m).mlp.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(),)),
-    "forward pre-hook of a projection": lambda m: layer(m).mlp.up_proj.register_forward_pre_hook(
-        lambda _, args: (args[0] * 2,), prepend=True
-    ),
-    "backward hook": lambda m: layer(m).mlp.down_proj.register_full_backward_hook(
-        lambda _, grads, __: tuple(g * 2 for g in grads)
-    ),
-    "backward pre-hook": lambda m: layer(m).register_full_backward_pre_hook(
-        lambda _, grads: tuple(g * 2 for g in grads)
-    ),
-    "gradient hook": lambda m: layer(m).mlp.up_proj.weight.register_hook(lambda g: g / g.norm()),
-    "gradient hook of the embedding": lambda m: m.model.embed_tokens.weight.register_hook(
-        lambda g: g * (torch.arange(len(g)) >= 10).unsqueeze(1)
-    ),
-    "hook of the accumulated gradient": lambda m: m.model.norm.weight.register_post_accumulate_grad_hook(lengthened),
-}
+#: Which are right before sharding on some layout, or after; test_customization_sweep.py tells which where.
+RIGHT_SOMEWHERE = {"another block", "a block with another bias", "epsilon of a norm", "causality"}
 #: Everything else that a script can change on an instance.
-CHANGES = {
-    "forward of a block": lambda m: own_forward(layer(m).mlp),
-    "forward of a projection": lambda m: own_forward(layer(m).mlp.up_proj),
-    "forward of a norm": lambda m: own_forward(layer(m).post_attention_layernorm),
-    "forward of the embedding": lambda m: own_forward(m.model.embed_tokens),
-    "forward of the head": lambda m: own_forward(m.lm_head),
-    "a module without parameters": lambda m: setattr(layer(m).mlp, "act_fn", Shifted()),
-    "a subclass of a projection": lambda m: replace(layer(m).mlp, "up_proj", widened),
-    "a head of several modules": lambda m: replace(m, "lm_head", lambda old: nn.Sequential(old, nn.Identity())),
-    "a subclass of the head": lambda m: replace(m, "lm_head", widened),
-    "parametrization": lambda m: parametrize.register_parametrization(layer(m).mlp.up_proj, "weight", Halved()),
-    "parametrized embedding": lambda m: parametrize.register_parametrization(m.model.embed_tokens, "weight", Halved()),
-    "weight_norm, by parametrization": lambda m: parametrizations.weight_norm(layer(m).mlp.up_proj),
-    "weight_norm": lambda m: weight_norm(layer(m).mlp.up_proj),
-    "spectral_norm": lambda m: nn.utils.spectral_norm(layer(m).mlp.down_proj),
-    "pruning": lambda m: prune.l1_unstructured(layer(m).mlp.up_proj, "weight", 0.3),
-    "an option of a block": lambda m: setattr(layer(m).self_attn, "scaling", 0.9),
-    "a layer less": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
-    "a shared layer": lambda m: m.model.layers.__setitem__(1, layer(m)),
-    "a tied head": lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+CHANGES = {name: of for name, of in (INSTANCES | PARAMETRIZATIONS).items() if name not in RIGHT_SOMEWHERE} | {
+    f"a head {name}": HEADS[name].of for name in ("of several modules", "of a subclass", "tied")
 }
-#: Which of them can't be seen after sharding, since the sharded modules don't read them; "right" is as without them.
+#: Which of them can't be seen after sharding, since they are right then.
 ONLY_BEFORE = {"an option of a block"}
 
 
@@ -218,10 +108,10 @@ def test_what_a_script_changed_before_is_refused_by_name(pool, config):
         assert "model.layers.0.mlp.forward was replaced on this instance" in rank["forward of a block"]
         assert "prune.remove" in rank["pruning"]
         assert "remove_weight_norm" in rank["weight_norm"]
-        assert "remove_parametrizations" in rank["parametrization"]
+        assert "remove_parametrizations" in rank["of a projection"]
         assert "model.layers.0.self_attn.scaling is 0.9" in rank["an option of a block"]
         assert "'model.layers.1' (LlamaDecoderLayer) was taken out" in rank["a layer less"]
-        assert "tie_word_embeddings" in rank["a tied head"]
+        assert "tie_word_embeddings" in rank["a head tied"]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

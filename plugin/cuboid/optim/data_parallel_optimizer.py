@@ -147,6 +147,8 @@ class _FlatOptimizer:
             flat.clear()
 
     def step(self) -> None:
+        for flat in self._all():
+            flat.take_changes()
         self._optimizer.step()
         for flat in self._all():
             flat.publish(self._group)

@@ -13,6 +13,7 @@ from cuboid.checkpoint.optimizer_state import OptimizerTensor, Slot
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.collectives import gather_into, reduce_scatter_into
 from cuboid.optim.grad_buffer import GradientBuffer, starts_of, views_of
+from cuboid.optim.master_weights import follow
 
 
 class FlatParameters:
@@ -72,6 +73,15 @@ class FlatParameters:
         self._gradients.clear()
         if self._parts > 1:
             self._share.zero_()
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Let the next step begin with the parameters' present values, which a script may have changed."""
+        for parameter, view in zip(self._parameters, views_of(self._working, self._parameters), strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view.copy_(parameter.detach())
+        if self.has_copies:
+            follow(self.master, self._slice(self._working))
 
     def publish(self, group: dist.ProcessGroup | None) -> None:
         """Copy the master weights of all replicas into the parameters."""

@@ -23,7 +23,7 @@ from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
 from cuboid.models.attention.interface import check_attention
-from cuboid.models.certification.certificates import code_check
+from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, sharding_of, unwrap
@@ -166,7 +166,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
     sharding = sharding_of(sharded)
-    sharding.made.check_code = code_check(sharding.base, sharded.config)
+    sharding.made.code = CodeCheck(sharding.base, sharded.config)
     sharding.former, sharding.save = former, save_sharded
     return sharded
 

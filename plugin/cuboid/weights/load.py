@@ -24,7 +24,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.library_warnings import progress_bars_of
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
-from cuboid.models.certification.certificates import code_check
+from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.model_plan import ModelPlan, RankPart
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.stages.placeholders import taken_for_initialized
@@ -271,7 +271,7 @@ class _Loading:
         del self.cuboid_part
         part.finish(self, _as_loaded)
         self.cuboid.save = save_sharded
-        self.cuboid.made.check_code = code_check(self.cuboid.base, self.config)
+        self.cuboid.made.code = CodeCheck(self.cuboid.base, self.config)
 
 
 def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:

@@ -11,9 +11,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import activations, masking_utils, modeling_layers, modeling_rope_utils, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 import cuboid
 from cuboid.errors import UnsupportedModelError
@@ -56,6 +59,18 @@ class OtherModel(modeling_llama.LlamaModel):
         return super().forward(*args, **kwargs)
 
 
+def other_mask(batch_idx, head_idx, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def captured(**options):
+    """The base model's forward, with another argument of the decorator that its source has."""
+    inner = modeling_llama.LlamaModel.forward
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    return merge_with_config_defaults(capture_outputs(**options)(inner))
+
+
 llama, mistral = modeling_llama, modeling_mistral
 attention = modeling_utils.ALL_ATTENTION_FUNCTIONS
 #: What is replaced by what; items of registries are named in brackets.
@@ -82,6 +97,20 @@ REPLACED = [
     (llama, "ACT2FN", {"silu": nn.GELU()}),
     (llama, "nn", type(nn)("other")),
     (llama.apply_rotary_pos_emb, "__defaults__", (2,)),
+    (llama.LlamaDecoderLayer.forward, "__defaults__", (None, None, None, True, None)),
+    (masking_utils.sdpa_mask, "__defaults__", (0, 0, other_mask, None, None, True, False, False, "cpu")),
+    (masking_utils.create_causal_mask, "__kwdefaults__", {"and_mask_function": other_mask}),
+    (sdpa_attention_forward, "__defaults__", (0.5, None, None, None, None)),
+    (loss_utils.ForCausalLMLoss, "__defaults__", (None, 0, None)),
+    (nn.functional.silu, "__defaults__", (True,)),
+    (nn.Module.register_forward_hook, "__kwdefaults__", {"prepend": True, "with_kwargs": False, "always_call": False}),
+    (llama.LlamaModel, "forward", captured(tie_last_hidden_states=False)),
+    (
+        llama.LlamaRotaryEmbedding,
+        "forward",
+        torch.enable_grad()(modeling_llama.LlamaRotaryEmbedding.forward.__wrapped__),
+    ),
+    (llama.LlamaDecoderLayer, "gradient_checkpointing", True),
     (llama.LlamaMLP.forward, "__code__", (lambda self, x: x).__code__),
     (masking_utils, "causal_mask_function", wrapped(masking_utils.causal_mask_function)),
     (modeling_layers.GradientCheckpointingLayer, "__call__", wrapped(nn.Module.__call__)),
@@ -93,6 +122,10 @@ REPLACED = [
     (attention._global_mapping, "[sdpa]", passed_on(attention["sdpa"])),
     (attention._local_mapping, "[sdpa]", passed_on(attention["sdpa"])),
     (transformers.LlamaConfig.base_model_tp_plan, "[layers.*.mlp.up_proj]", "rowwise"),
+    (attention._local_mapping, "[sdpa]", functools.partial(attention["sdpa"], scaling=0.1)),
+    (llama, "apply_rotary_pos_emb", functools.partial(llama.apply_rotary_pos_emb, unsqueeze_dim=2)),
+    (nn.functional, "silu", functools.partial(nn.functional.gelu, approximate="tanh")),
+    (nn.functional, "silu", nn.GELU()),
     (nn.SiLU, "forward", lambda self, x: x),
     (nn.Linear, "forward", passed_on(nn.Linear.forward)),
     (nn, "Linear", type("Linear", (nn.Linear,), {})),
@@ -161,6 +194,55 @@ def test_two_closures_over_different_numbers_are_not_the_same_code(monkeypatch):
     # What a tensor holds isn't known.
     monkeypatch.setattr(llama.LlamaMLP, "forward", scaled(torch.ones(())))
     assert identity().unknown
+
+
+def keyword_scale(x, *, scale=1.0):
+    return scale * x
+
+
+def by_default(function):
+    return lambda self, x, how=function: self.down_proj(how(x))
+
+
+def scaled_by(factor, forward):
+    def inner(self, x):
+        return factor * forward(self, x)
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: lambda self, x, scale=value: self.down_proj(scale * x),
+        lambda value: lambda self, x, *, scale=value: self.down_proj(scale * x),
+        lambda value: lambda self, x, *, how={"scale": value}: self.down_proj(how["scale"] * x),
+        lambda value: by_default(functools.partial(keyword_scale, scale=value)),
+        lambda value: scaled_by(value, llama.LlamaMLP.forward),
+        lambda value: functools.wraps(llama.LlamaMLP.forward)(scaled_by(value, llama.LlamaMLP.forward)),
+        lambda value: functools.partialmethod(lambda self, x, scale: self.down_proj(scale * x), scale=value),
+        lambda value: scaled_by(1.0, scaled_by(value, llama.LlamaMLP.forward)),
+    ],
+    ids=["default", "keyword", "dict", "partial", "decorator", "wraps", "partialmethod", "two decorators"],
+)
+def test_numbers_that_a_replacement_was_made_with_are_part_of_it(monkeypatch, make):
+    original, digests = llama.LlamaMLP.forward, []
+    for value in (1.0, 0.5, 1.0):
+        monkeypatch.setattr(llama.LlamaMLP, "forward", original)
+        monkeypatch.setattr(llama.LlamaMLP, "forward", make(value))
+        found = identity()
+        assert not found.unknown
+        assert not found.is_stock
+        digests.append(found.digest)
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_registered_function_is_known_by_what_it_was_made_with(monkeypatch):
+    def digest(scaling):
+        monkeypatch.setitem(attention._local_mapping, "mine", functools.partial(attention["sdpa"], scaling=scaling))
+        return identity(attn_implementation="mine").digest
+
+    assert digest(0.1) == digest(0.1) != digest(0.2)
 
 
 def test_a_table_does_not_speak_for_a_file_that_was_edited(monkeypatch):

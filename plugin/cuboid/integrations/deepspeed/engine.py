@@ -12,6 +12,7 @@ from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
+from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.optim.grad_norm import scale_to, total_norm
@@ -70,6 +71,8 @@ class ModelParallelUnit:
 class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine that exports full tensors, and that keeps the gradient norm when it clips without ZeRO too."""
 
+    changed_weights: ChangedWeights
+
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it."""
         mesh = mesh_of(self.module)
@@ -88,6 +91,8 @@ class CuboidEngine(CheckpointedEngine):
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         loss, steps = self.losses, self.is_gradient_accumulation_boundary()
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
+            if steps:
+                self.changed_weights.take()
             result = super().step(*args, **kwargs)
         if steps and self._monitors and loss is not None:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])

@@ -27,7 +27,7 @@ from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mo
 from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check, small_for_probe
-from cuboid.models.certification.code_identity import CodeIdentity, code_of
+from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
 from cuboid.models.certification.head_check import check_head
 from cuboid.models.certification.small_config import meaningful_fields
 
@@ -140,33 +140,50 @@ class _Asked:
 _asked = functools.lru_cache(maxsize=64)(_Asked)
 
 
-def code_check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Callable[[], None]:
-    """A function that raises an error if the code that is certified now has been replaced.
+class CodeCheck:
+    """Tells whether the code that is certified now has been replaced.
 
     Args:
         cls: the architecture's class.
         config: of the model.
-    """
-    # Frameworks and scripts change options later, such as `use_cache`, which don't matter here.
-    config = copy.deepcopy(config)
-    try:
-        code = Question.of(cls, config).code
-    except CannotProbe:
-        # The user has verified the model; nothing says what its code is.
-        return lambda: None
 
-    def check() -> None:
-        if code.is_current:
-            return
+    Attributes:
+        seen: of the code when it was looked at last; None if nothing says what the code is.
+    """
+
+    def __init__(self, cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
+        # Frameworks and scripts change options later, such as `use_cache`, which don't matter here.
+        self._cls, self._config = cls, copy.deepcopy(config)
+        self.seen: Seen | None = None
+        # Where no small model can be made, the user has verified the model.
+        with suppress(CannotProbe):
+            code = Question.of(cls, self._config).code
+            self._changes, self.seen = {*code.changes}, code.seen
+
+    def __deepcopy__(self, _: dict[int, Any]) -> CodeCheck:
+        # A copy of the model runs the same code.
+        return self
+
+    def check(self) -> None:
+        """Look at the code again.
+
+        Raises:
+            UnsupportedModelError: it is another. Names what was replaced.
+        """
+        code = Question.of(self._cls, self._config).code
         # Only what has a name: classes may also remember something of themselves at a first call.
-        changes = tuple(sorted({*Question.of(cls, config).code.changes} ^ {*code.changes}))
+        changes = tuple(sorted(each for each in {*code.changes} ^ self._changes if not _is_of_framework(each)))
         if changes:
             raise UnsupportedModelError(
-                f"the code of {cls.__name__} isn't what was certified when it was sharded{words_of_changes(changes)}; "
-                "replace code before the model is sharded, so that it is certified too"
+                f"the code of {self._cls.__name__} isn't what was certified when it was sharded"
+                f"{words_of_changes(changes)}; replace code before the model is sharded, so that it is certified too"
             )
+        self.seen = code.seen
 
-    return check
+
+def _is_of_framework(change: str) -> bool:
+    """Whether a framework has replaced code, as DeepSpeed's profiler does for a step, to count operations."""
+    return change.partition(" is ")[2].startswith(("deepspeed.", "accelerate."))
 
 
 # In this process, too, because files can't be written everywhere, and a load asks several times.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import enum
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -20,7 +22,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.models.certification.module_source import Statement, source_of
+from cuboid.models.certification.module_source import UNKNOWN, ModuleSource, Statement, source_of
 from cuboid.models.plain_construction import plain_construction
 
 #: Packages whose code is known by its version, and isn't followed.
@@ -84,41 +86,54 @@ _MADE = frozenset({"__doc__", "__dict__", "__weakref__", "__module__", "__qualna
 _MOST_OBJECTS = 20_000
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a walk saw, to tell in a millisecond whether it would see the same again.
+@dataclass
+class Seen:
+    """What a walk saw, laid flat: a loop without calls tells in 0.1 ms whether it would see the same again.
 
     Args:
-        bindings: names of modules with their values.
-        classes: with their attributes.
+        names: of modules, classes and registries: what looks them up, and their values.
+        sizes: how many names classes and registries have.
         functions: with their code and defaults.
-        tables: registries with their entries.
+        cells: of closures, with the functions and classes in them.
     """
 
-    bindings: Mapping[str, Mapping[str, Any]]
-    classes: Mapping[type, Mapping[str, Any]]
-    functions: Mapping[FunctionType, tuple[Any, ...]]
-    tables: list[tuple[Any, Mapping[Any, Any]]]
+    names: list[tuple[Callable[..., Any], Any, Any]] = field(default_factory=list)
+    sizes: list[tuple[Mapping[Any, Any], int]] = field(default_factory=list)
+    functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(default_factory=list)
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+
+    def add_function(self, function: FunctionType) -> None:
+        """Note a function."""
+        keywords = function.__kwdefaults__
+        self.functions.append((function, function.__code__, function.__defaults__, keywords))
+        self.names += [(keywords.get, name, value) for name, value in (keywords or {}).items()]
+        contents = _closure(function)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if callable(contents.get(name)):
+                self.cells.append((cell, contents[name]))
+
+    def add_mapping(self, mapping: Mapping[Any, Any]) -> None:
+        """Note the entries of a registry, or the attributes of a class."""
+        items = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
+        # A registry's own `get` may be code of Python.
+        get = dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get
+        self.names += [(get, name, value) for name, value in items if name not in _NO_PART]
+        self.sizes.append((mapping, len(mapping)))
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
-        for home, names in self.bindings.items():
-            content = vars(sys.modules.get(home, sys))
-            if any(content.get(name) is not value for name, value in names.items()):
-                return False
         return (
-            all(_is_alike(_attributes(cls), attributes) for cls, attributes in self.classes.items())
-            and all((f.__code__, f.__defaults__) == kept for f, kept in self.functions.items())
-            and all(_is_alike(_entries(table), entries) for table, entries in self.tables)
+            all(get(name, _ABSENT) is value for get, name, value in self.names)
+            and all(len(mapping) == size for mapping, size in self.sizes)
+            and all(
+                function.__code__ is code and function.__defaults__ is defaults and function.__kwdefaults__ is keywords
+                for function, code, defaults, keywords in self.functions
+            )
+            and all(cell.cell_contents is value for cell, value in self.cells)
         )
 
 
-def _attributes(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if name not in _NO_PART}
-
-
-def _is_alike(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,7 @@ class CodeIdentity:
     changes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     is_stock: bool = True
-    seen: _Seen | None = field(default=None, compare=False, repr=False)
+    seen: Seen | None = field(default=None, compare=False, repr=False)
     held: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -208,9 +223,7 @@ class _Walk:
         self._seen: dict[int, str] = {}
         self._held: list[Any] = []
         self._bound: set[tuple[str, str]] = set()
-        self._bindings: dict[str, dict[str, Any]] = {}
-        self._functions: dict[FunctionType, tuple[Any, ...]] = {}
-        self._tables: list[tuple[Any, Mapping[Any, Any]]] = []
+        self._watched = Seen()
         self._pending: collections.deque[tuple[Any, str]] = collections.deque()
         #: Names in all code so far, and classes of which only what is named has a part.
         self._names: set[str] = set(_LOOKED_UP)
@@ -249,12 +262,10 @@ class _Walk:
         text = "\n".join(sorted([*self.parts, *files, *self.changes, *named]))
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
         is_stock = not (self.is_foreign or self.changes or self.unknown)
-        seen = _Seen(self._bindings, {cls: _attributes(cls) for cls in self._by_name}, self._functions, self._tables)
+        for cls in self._by_name:
+            self._watched.add_mapping(vars(cls))
         changes, unknown = tuple(sorted(self.changes)), tuple(sorted(self.unknown))
-        return CodeIdentity(digest, self.files, changes, unknown, is_stock, seen, tuple(self._held))
-
-    def _watch(self, home: ModuleType, name: str, value: Any) -> None:
-        self._bindings.setdefault(home.__name__, {})[name] = value
+        return CodeIdentity(digest, self.files, changes, unknown, is_stock, self._watched, tuple(self._held))
 
     # --- names ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +284,7 @@ class _Walk:
     def _binding(self, home: ModuleType, name: str, value: Any, names: Set[str] = frozenset()) -> None:
         """A name of a module that some code uses."""
         if isinstance(value, ModuleType):
-            self._watch(home, name, value)
+            self._watched.names.append((vars(home).get, name, value))
             is_imported = _root(home.__name__) != "transformers" or _is_imported(home, name, value)
             if not is_imported:
                 self._change(f"{home.__name__}.{name}", value)
@@ -285,7 +296,7 @@ class _Walk:
         if key in self._bound or _has_no_part(home.__name__):
             return
         self._bound.add(key)
-        self._watch(home, name, value)
+        self._watched.names.append((vars(home).get, name, value))
         root, place = _root(home.__name__), f"{home.__name__.removeprefix('transformers.models.')}.{name}"
         if root in ("transformers", "torch"):
             self._library_name(home, name, value, place)
@@ -320,8 +331,7 @@ class _Walk:
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS):
-            literals = [statement.constants for statement in statements if statement.is_constant]
-            if len(literals) == len(statements) == 1 and [value] not in literals:
+            if not _is_written_constant(value, statements):
                 self._change(place, value)
             self.parts.add(f"{place} = {self._value(value, place)}")
 
@@ -352,10 +362,11 @@ class _Walk:
         source = source_of(home.__name__)
         written = None if source is None else source.table(name, scope)
         entries = _entries(value)
-        self._tables.append((value, entries))
+        self._watched.add_mapping(entries)
         if not isinstance(value, dict):
             self._value(type(value), place)
-        for key, entry in entries.items():
+        # Reading some makes instances.
+        for key, entry in dict(dict.items(entries)).items():
             inside = f"{place}[{key!r}]"
             if not callable(entry) and not isinstance(entry, (tuple, list, *_CONSTANTS)):
                 continue
@@ -364,12 +375,12 @@ class _Walk:
                 self._change(inside, entry)
             elif not is_written and not isinstance(value, dict):
                 # A model's module may register its own.
-                if key in getattr(value, "_global_mapping", ()) or not all(map(_is_of_library, _functions_in(entry))):
+                if key in getattr(value, "_global_mapping", ()) or not _is_library_code(entry):
                     self._change(inside, entry)
             elif not is_written and isinstance(key, str) and key not in self._chosen:
                 continue
             for item in entry if isinstance(entry, tuple) else (entry,):
-                if _functions_in(item) or isinstance(item, type):
+                if callable(item):
                     text = self._value(item, inside)
                     if not is_written:
                         self.parts.add(f"{inside} = {text}")
@@ -420,16 +431,22 @@ class _Walk:
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS) and not name.startswith("__"):
+            is_added = not statements and not _decorators_of(cls)
+            if is_added or not _is_written_constant(value, statements):
+                self._change(place, value)
             self.parts.add(f"{cls.__module__}.{place} = {value!r}")
 
     def _function(self, function: FunctionType, place: str) -> None:
         code, home = function.__code__, function.__globals__.get("__name__", "")
         root, names = _root(home), _names_in(code)
-        self._functions[function] = (code, function.__defaults__)
+        self._watched.add_function(function)
         self.is_foreign |= root not in (*_FIXED, *_OURS, "transformers") and not _is_generated(code)
         source = source_of(home) if root in ("transformers", "torch") else None
-        if root == "transformers" and source is not None and source.has(code):
-            self.files[home.removeprefix("transformers.").replace(".", "/")] = source.digest
+        if source is not None and source.has(code):
+            if root == "transformers":
+                self.files[home.removeprefix("transformers.").replace(".", "/")] = source.digest
+            if not _has_written_defaults(function, source):
+                self._change(f"defaults of {place}", (function.__defaults__, function.__kwdefaults__))
         elif root in ("transformers", "torch") and not _is_generated(code) and (source is None or not source.has(code)):
             self._change(place, function)
         module = sys.modules.get(home)
@@ -475,7 +492,7 @@ class _Walk:
         inner = _inner(value)
         if inner:
             return f"{type(value).__name__}({', '.join(self._value(each, place, depth + 1) for each in inner)})"
-        if isinstance(value, functools.partial):
+        if isinstance(value, functools.partial | functools.partialmethod):
             state: Any = (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
             state = (value.__func__, value.__self__)
@@ -502,18 +519,19 @@ class _Walk:
         home = function.__globals__.get("__name__", "")
         label = f"{home}.{function.__code__.co_qualname}"
         is_library = _root(home) in (*_FIXED, *_OURS, "transformers")
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        inside: dict[str, Any] = {}
-        for name, cell in cells.items():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # It is empty, as of a function that calls itself and is being made.
-                continue
-            if name != "__class__" and (not is_library or _functions_in(content) or isinstance(content, type)):
-                inside[name] = content
-        if not is_library:
-            inside["defaults"] = (function.__defaults__ or (), function.__kwdefaults__ or {})
+        # Libraries' closures hold locks and loggers, too, of which nothing depends.
+        inside = {
+            name: value
+            for name, value in _closure(function).items()
+            if name != "__class__" and (not is_library or _is_identifiable(value))
+        }
+        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        if is_library:
+            defaults = tuple(each if _is_identifiable(each) else None for each in defaults)
+            keywords = {name: value for name, value in keywords.items() if _is_identifiable(value)}
+        else:
             label += f" {_digest_of(function.__code__)}"
+        inside["defaults"] = (defaults, keywords)
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             inside["wrapped"] = wrapped
@@ -559,12 +577,18 @@ def _is_code(statements: list[Statement], module: str) -> bool:
     )
 
 
+def _is_written_constant(value: Any, statements: list[Statement]) -> bool:
+    """Whether a value is the literal that the only statement of its name has, if that has one."""
+    literals = [statement.constants for statement in statements if statement.is_constant]
+    return len(literals) != 1 or len(statements) != 1 or _same(literals[0][0], value)
+
+
 def _is_torchs(value: Any, name: str) -> bool:
     """Whether a function is one of torch, under its own name."""
     functions = _functions_in(value)
     if not functions:
-        # `torch.linalg.norm` is `linalg_norm` in C.
-        return name.replace("_", "") in getattr(value, "__name__", name).replace("_", "")
+        # `torch.linalg.norm` is `linalg_norm` in C. Neither partial functions nor objects that are called have a name.
+        return name.replace("_", "") in getattr(value, "__name__", "").replace("_", "")
     names = {name, _ALIASES.get(name)}
     return all(map(_is_of_library, functions)) and any(each.__name__ in names for each in functions)
 
@@ -599,21 +623,82 @@ def _makes(statement: Statement, functions: list[FunctionType], codes: list[Code
         return not statement.codes and any(
             _comes_from(function, names) or function.__name__ in statement.names for function in functions
         )
+    inner = next((function for function in functions if function.__code__ in statement.codes), None)
     return all(
-        _has_defaults(function, statement)
-        if function.__code__ in statement.codes
-        else _maker(function) is None or _comes_from(function, names)
+        function.__code__ in statement.codes
+        or _maker(function) is None
+        or (_comes_from(function, names) and (inner is None or _is_called_as_written(function, inner)))
         for function in functions
     )
 
 
-def _has_defaults(function: FunctionType, statement: Statement) -> bool:
-    """Whether a function has the defaults that its statement gives it, as far as these are literals."""
-    given = function.__defaults__
-    literals = [each for each in statement.constants if isinstance(each, tuple)]
-    if given is None or not all(isinstance(each, int | float | str | None) for each in given):
+def _has_written_defaults(function: FunctionType, source: ModuleSource) -> bool:
+    """Whether a function has the defaults that its source gives it, as far as these can be evaluated."""
+    positional, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if not keywords and (not positional or any(_same(each, positional) for each in source.literals(function.__code__))):
         return True
-    return given in literals or not any(len(each) == len(given) for each in literals)
+    header = source.header(function.__code__)
+    if header is None:
+        return True
+    return (
+        len(header.defaults) == len(positional)
+        and all(map(_may_be, header.defaults, positional))
+        and header.keyword_defaults.keys() == keywords.keys()
+        and all(_may_be(value, keywords[name]) for name, value in header.keyword_defaults.items())
+    )
+
+
+def _may_be(written: Any, value: Any) -> bool:
+    return written is UNKNOWN or _same(written, value)
+
+
+def _is_called_as_written(wrapper: FunctionType, inner: FunctionType) -> bool:
+    """Whether a decorator's wrapper holds the arguments that the decorated function's source gives the decorator.
+
+    Args:
+        wrapper: made by a decorator, whose arguments are in its closure.
+        inner: the decorated function.
+    """
+    maker = _maker(wrapper) or ""
+    cells = {name: value for name, value in _closure(wrapper).items() if isinstance(value, _CONSTANTS)}
+    contexts = [each for each in _closure(wrapper).values() if _context_in(each) is not None]
+    source = source_of(inner.__globals__.get("__name__", ""))
+    header = None if source is None or not (cells or contexts) else source.header(inner.__code__)
+    decorators = [] if header is None else header.decorators
+    if contexts and decorators:
+        return all(_context_in(each) in {name for name, *_ in decorators} for each in contexts)
+    made = [(given, keys) for name, given, keys in decorators if name == maker]
+    takes = wrapper.__globals__.get(maker)
+    if not made or not cells or not isinstance(takes, FunctionType):
+        return True
+    return any(_may_hold(takes, given, keys, cells) for given, keys in made)
+
+
+def _may_hold(maker: FunctionType, given: tuple[Any, ...], keys: Mapping[str, Any], cells: Mapping[str, Any]) -> bool:
+    """Whether a decorator that is called so leaves these values in its wrapper's closure."""
+    try:
+        bound = inspect.signature(maker).bind_partial(*given, **keys)
+    except TypeError:
+        return True
+    bound.apply_defaults()
+    return all(_may_be(bound.arguments.get(name, UNKNOWN), value) for name, value in cells.items())
+
+
+def _context_in(value: Any) -> str | None:
+    """The name of torch's context, such as no_grad, that a decorator's wrapper enters; None if it is none."""
+    context = value.__self__ if isinstance(value, MethodType) else value
+    kind = type(context)
+    return kind.__name__ if _root(kind.__module__) == "torch" and hasattr(kind, "__enter__") else None
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """What a function's closure holds, by name."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # Empty for a function that calls itself and is being made.
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def _decorators_of(owner: type | ModuleType) -> set[str]:
@@ -659,6 +744,12 @@ def _is_of_library(function: FunctionType) -> bool:
         source = source_of(home)
         return (source is not None and source.has(code)) or _is_generated(code)
     return _root(home) in (*_FIXED, *_OURS) or home.startswith("namedtuple_")
+
+
+def _is_library_code(value: Any) -> bool:
+    """Whether what is called is a function or a class of an installed package, and not one made of it."""
+    functions = _functions_in(value)
+    return all(map(_is_of_library, functions)) if functions else isinstance(value, type | BuiltinFunctionType)
 
 
 def _is_generated(code: CodeType) -> bool:
@@ -714,10 +805,8 @@ def _is_registry(value: Any) -> bool:
 
 
 def _entries(value: Any) -> Mapping[Any, Any]:
-    """The entries of a registry as they are stored; reading some makes instances."""
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    return dict(vars(value).get("_local_mapping", {}))
+    """A registry's entries, where it stores them."""
+    return value if isinstance(value, dict) else vars(value).get("_local_mapping", {})
 
 
 def _same(written: Any, entry: Any) -> bool:
@@ -726,6 +815,15 @@ def _same(written: Any, entry: Any) -> bool:
     if written is entry:
         return True
     return not callable(written) and type(written) is type(entry) and bool(written == entry)
+
+
+def _is_identifiable(value: Any) -> bool:
+    """Whether a value in a library's function is one that may be replaced, and can be told from others."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_identifiable, value))
+    if isinstance(value, functools.partial):
+        return _is_identifiable((value.func, *value.args, *value.keywords.values()))
+    return isinstance(value, (type, BuiltinFunctionType, *_CONSTANTS)) or bool(_functions_in(value))
 
 
 def _has_plain_state(value: Any) -> bool:

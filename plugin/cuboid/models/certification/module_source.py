@@ -19,8 +19,30 @@ from typing import Any
 
 _LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF"})
 _ENDS = frozenset({"STORE_SUBSCR", "STORE_ATTR", "POP_TOP"})
-#: What a table of functions or classes may be written with, to be evaluated again.
+#: What a table of functions or classes, and arguments, may be written with, to be evaluated again.
 _PLAIN = (ast.Dict, ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.UnaryOp, ast.USub, ast.Load)
+
+
+class _Unknown:
+    """A value that its expression doesn't tell without running code."""
+
+
+UNKNOWN = _Unknown()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a function's source says around its body; :data:`UNKNOWN` for values that only running it would tell.
+
+    Args:
+        defaults: of its last positional parameters.
+        keyword_defaults: of keyword-only parameters.
+        decorators: names, and what they are called with.
+    """
+
+    defaults: tuple[Any, ...]
+    keyword_defaults: Mapping[str, Any]
+    decorators: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]]
 
 
 @dataclass
@@ -59,6 +81,7 @@ class ModuleSource:
     def __init__(self, module: ModuleType, code: CodeType, file: Path) -> None:
         self.module, self._code, self._file = module, code, file
         self._statements: dict[str, Mapping[str, list[Statement]]] = {}
+        self._headers: dict[CodeType, Header | None] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -87,18 +110,63 @@ class ModuleSource:
             self._statements[scope] = found
         return self._statements[scope].get(name, [])
 
+    def literals(self, code: CodeType) -> list[Any]:
+        """The literals in the statement that makes a function; its defaults are one of them, if they are literals."""
+        scope = code.co_qualname.rpartition(".")[0]
+        if scope.endswith("<locals>"):
+            return []
+        made = (each for each in self.statements(code.co_name, scope) if code in each.codes)
+        return next((each.constants for each in made), [])
+
+    def header(self, code: CodeType) -> Header | None:
+        """The defaults and decorators of a function as the source has them; None if they can't be read."""
+        if code not in self._headers:
+            self._headers[code] = self._header(code)
+        return self._headers[code]
+
+    def _header(self, code: CodeType) -> Header | None:
+        last = max((end for each in (code, *_inside(code)) for _, end, *_ in each.co_positions() if end), default=0)
+        text = "".join(linecache.getlines(str(self._file))[code.co_firstlineno - 1 : last])
+        try:
+            # Lines of strings may be indented less than the function.
+            (node,) = ast.parse(f"if True:\n{text}" if text[:1].isspace() else text).body
+        except (SyntaxError, ValueError):
+            return None
+        node = node.body[0] if isinstance(node, ast.If) else node
+        if not isinstance(node, ast.FunctionDef):
+            return None
+        arguments = node.args
+        keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        return Header(
+            tuple(map(self._evaluated, arguments.defaults)),
+            {name.arg: self._evaluated(value) for name, value in keywords if value is not None},
+            [self._decorator(each) for each in node.decorator_list],
+        )
+
+    def _decorator(self, node: ast.expr) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+        called = node.func if isinstance(node, ast.Call) else node
+        name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+        if not isinstance(node, ast.Call):
+            return name, (), {}
+        keywords = {str(each.arg): self._evaluated(each.value) for each in node.keywords}
+        return name, tuple(map(self._evaluated, node.args)), keywords
+
+    def _evaluated(self, node: ast.expr) -> Any:
+        if not all(isinstance(each, _PLAIN) for each in ast.walk(node)):
+            return UNKNOWN
+        try:
+            return eval(compile(ast.Expression(node), str(self._file), "eval"), vars(self.module))
+        except Exception:
+            return UNKNOWN
+
     def table(self, name: str, scope: str = "") -> Mapping[Any, Any] | None:
         """The dict that a name is bound to, made again as the source has it; None if it isn't written out there."""
         statement = next(reversed(self.statements(name, scope)), None)
         value = None if statement is None else _value_of(self._file, statement)
         if isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name):
             return self.table(value.args[0].id)
-        if not isinstance(value, ast.Dict) or not all(isinstance(node, _PLAIN) for node in ast.walk(value)):
-            return None
-        try:
-            return eval(compile(ast.Expression(value), str(self._file), "eval"), vars(self.module))
-        except Exception:
-            return None
+        made = self._evaluated(value) if isinstance(value, ast.Dict) else UNKNOWN
+        return None if made is UNKNOWN else made
 
 
 @cache

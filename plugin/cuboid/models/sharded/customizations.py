@@ -13,7 +13,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ _FLAGS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+#: Hooks of all modules, by kind.
+_GLOBAL = tuple(getattr(global_hooks, f"_global{kind}") for kind in (*_FORWARD, *_BACKWARD))
 #: Packages whose hooks on a sharded model are known: their own, for what they are asked to do.
 _KNOWN_PACKAGES = ("cuboid", "cuboid_patches", "deepspeed", "transformers", "accelerate", "colossalai")
 #: Every module's own attributes.
@@ -96,6 +98,8 @@ def check_as_made(model: PreTrainedModel, reference: PreTrainedModel, *, stages:
     present = dict(model.named_modules(remove_duplicate=False))
     for name, module in present.items():
         wanted = expected.get(name)
+        if wanted is None and _is_function(name, module):
+            continue
         if wanted is None or (type(module) is not type(wanted) and module is not model):
             raise _other_module(name, module, wanted, cls)
     for name, wanted in expected.items():
@@ -107,12 +111,19 @@ def check_as_made(model: PreTrainedModel, reference: PreTrainedModel, *, stages:
                 "model has, so that what is certified is what runs"
             )
     for name, module in present.items():
+        if name not in expected:
+            continue
         if _has_other_bias(module, expected[name]) and not stages:
             continue  # split as any other: phi's head, for one, has a bias, and Llama's hasn't
         _check_parameters(name, module, expected[name])
         _check_attributes(name or cls.__name__, module, expected[name])
         _check_state_hooks(name or cls.__name__, module, expected[name])
     _check_ties(model, reference)
+
+
+def _is_function(name: str, module: nn.Module) -> bool:
+    """Whether a module is one that a script hangs on the model itself, such as a loss, which computes nothing in it."""
+    return bool(name) and "." not in name and not any(True for _ in module.parameters())
 
 
 def _has_other_bias(module: nn.Module, wanted: nn.Module) -> bool:
@@ -240,6 +251,8 @@ def check_hooks(model: PreTrainedModel, reference: PreTrainedModel, *, runs_whol
     _check_global_hooks()
     expected = dict(reference.named_modules())
     for name, module in model.named_modules():
+        if name not in expected:
+            continue  # a loss function, which is given what it was before
         for kind in (*_FORWARD, *_BACKWARD):
             strange = [hook for hook in getattr(module, kind).values() if not _is_known(hook, kind)]
             if len(strange) > len(getattr(expected[name], kind)) and (name or not runs_whole):
@@ -272,12 +285,14 @@ def check_parameter_hooks(model: nn.Module) -> None:
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Give a module that replaces another one the hooks of the other's forward and backward."""
+    """Give a module that replaces another one the hooks of the other's forward and backward; note its options."""
     for kind in (*_FORWARD, *_BACKWARD):
         getattr(new, kind).update(getattr(old, kind))
         for flags in _FLAGS.get(kind, ()):
             getattr(new, flags).update(getattr(old, flags))
     new._is_full_backward_hook = old._is_full_backward_hook
+    # What a script would set in vain, such as a norm's `variance_epsilon`.
+    new._replaced_options = frozenset(key for key in vars(old) if not hasattr(new, key))
 
 
 def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -361,7 +376,18 @@ def _words_of(hook: Any) -> str:
 # --- after sharding -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class WatchedCode(Protocol):
+    """The code that was certified, and what it was when that was found out; see ``CodeCheck`` in the certification."""
+
+    @property
+    def seen(self) -> Any:
+        """Flat lists of what was seen: ``names``, ``sizes``, ``functions`` and ``cells``."""
+
+    def check(self) -> None:
+        """Raise an error if code that has a name was replaced since; else look at all of it anew."""
+
+
+@dataclass
 class _Part:
     """What a module was made of."""
 
@@ -369,7 +395,9 @@ class _Part:
     cls: type[nn.Module]
     children: list[nn.Module | None]
     methods: frozenset[str]
-    parameters: dict[str, torch.Size | None]
+    options: frozenset[str]
+    shapes: dict[str, torch.Size | None]
+    parameters: dict[str, nn.Parameter | None]
 
 
 class AsSharded:
@@ -384,23 +412,26 @@ class AsSharded:
         self.is_cut, self._is_first = is_cut, True
         self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
         self._tied = _tied_names(model)
-        #: Raises an error if the code that was certified has been replaced; set by what has certified it.
-        self.check_code: Callable[[], None] | None = None
+        #: What was given the model's parameters for its optimizer, which steps on no others.
+        self.taken_by: str | None = None
+        #: The code that was certified; set by what has certified it.
+        self.code: WatchedCode | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Check that nothing was changed; in every forward, which takes 1 µs a module.
+        """Check that nothing was changed; in every forward, which takes 1 µs a module and 0.1 ms for the code.
 
         Raises:
             UnsupportedModelError: something was added, replaced or given a method or hook of its own; names it.
         """
+        # Loops without calls of Python functions: this runs in every forward.
         for module, part in self._parts.items():
             own = module.__dict__
             same = True
             for key, parameter in own["_parameters"].items():
+                same &= part.parameters.get(key) is parameter
                 if parameter is None:
-                    same &= part.parameters.get(key) is None
                     continue
-                same &= part.parameters.get(key) == parameter.shape
+                same &= part.shapes.get(key) == parameter.shape
                 if self.is_cut and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                     check_parameter_hooks(model)
             if (
@@ -408,26 +439,53 @@ class AsSharded:
                 or type(module) is not part.cls
                 or ("forward" in own and part.name and self.is_cut)
                 or list(own["_modules"].values()) != part.children
+                or not part.options.isdisjoint(own)
             ):
-                self._check_part(module, part, same_parameters=same)
+                self._check_part(model, module, part)
         if not self.is_cut:
             return
-        if self._is_first and _tied_names(model) != self._tied:
-            raise UnsupportedModelError(
-                "parameters were tied or untied after the model was sharded, unlike its config says; set "
-                "tie_word_embeddings in the config before"
-            )
+        for kind in _GLOBAL:
+            if kind:
+                _check_global_hooks()
         if self._is_first:
-            _check_global_hooks()
-            if self.check_code is not None:
-                self.check_code()
             for module, part in self._parts.items():
                 added = set(_own_methods(module)) - part.methods
                 if added and part.name:
                     raise _method_replaced(part.name, added.pop())
             self._is_first = False
+        if self.code is not None:
+            self._check_code(self.code)
 
-    def _check_part(self, module: nn.Module, part: _Part, *, same_parameters: bool) -> None:
+    def _check_code(self, code: WatchedCode) -> None:
+        seen = code.seen
+        if seen is None:
+            return None
+        for get, name, value in seen.names:
+            if get(name, seen) is not value:
+                return code.check()
+        for mapping, size in seen.sizes:
+            if len(mapping) != size:
+                return code.check()
+        for function, body, defaults, keywords in seen.functions:
+            if (
+                function.__code__ is not body
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not keywords
+            ):
+                return code.check()
+        for cell, value in seen.cells:
+            if cell.cell_contents is not value:
+                return code.check()
+        return None
+
+    def _check_ties(self, model: nn.Module) -> None:
+        if _tied_names(model) != self._tied:
+            raise UnsupportedModelError(
+                "parameters were tied or untied after the model was sharded, unlike its config says; set "
+                "tie_word_embeddings in the config before"
+            )
+
+    def _check_part(self, model: nn.Module, module: nn.Module, part: _Part) -> None:
         if type(module) is not part.cls:
             raise UnsupportedModelError(
                 f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
@@ -435,11 +493,15 @@ class AsSharded:
             )
         if "forward" in vars(module) and "forward" not in part.methods and part.name and self.is_cut:
             raise _method_replaced(part.name, "forward")
+        for option in part.options & vars(module).keys():
+            raise UnsupportedModelError(
+                f"{part.name}.{option} was set after the model was sharded, but the module that computes there now was "
+                "made with the value before; set it in the config, before the model is sharded"
+            )
         kept = {id(child) for child in part.children}
         for key, child in module._modules.items():
-            # A loss function that a script hangs on the model itself computes nothing inside of it.
-            harmless = child is None or (not part.name and not any(True for _ in child.parameters()))
-            if id(child) not in kept and not harmless:
+            is_harmless = child is None or _is_function(f"{part.name}.{key}".lstrip("."), child)
+            if id(child) not in kept and not is_harmless:
                 raise UnsupportedModelError(
                     f"{f'{part.name}.{key}'.lstrip('.')!r} is a {type(child).__module__}.{type(child).__name__}, which "
                     "came into the model after it was sharded, and isn't split as its neighbours are (adapters of "
@@ -450,17 +512,33 @@ class AsSharded:
             raise UnsupportedModelError(
                 f"{part.name or type(module).__name__!r} lost one of its modules after it was sharded"
             )
-        if not same_parameters:
+        present_shapes = _shapes_of(module)
+        if any(part.shapes.get(key) != shape for key, shape in present_shapes.items()):
             raise UnsupportedModelError(
                 f"{part.name or type(module).__name__!r} was given other parameters, or of other shapes, after it was "
                 "sharded, as pruning, weight_norm and whole tensors do; change values in place, with "
                 "torch.no_grad(): parameter.copy_(shard)"
             )
+        for key, parameter in module._parameters.items():
+            if self.taken_by is not None and parameter is not part.parameters.get(key):
+                raise UnsupportedModelError(
+                    f"{part.name}.{key} is another parameter than {self.taken_by} was given, and wouldn't be trained; "
+                    "change its values in place, with torch.no_grad(): parameter.copy_(shard)"
+                )
+        if self.is_cut:
+            # Other parameters of the same shapes, as ``tie_weights`` and scripts put in their places.
+            self._check_ties(model)
+        part.parameters = dict(module._parameters)
 
 
 def _part_of(name: str, module: nn.Module) -> _Part:
-    shapes = {key: None if x is None else x.shape for key, x in module._parameters.items()}
-    return _Part(name, type(module), list(module._modules.values()), frozenset(_own_methods(module)), shapes)
+    methods, children = frozenset(_own_methods(module)), list(module._modules.values())
+    options = getattr(module, "_replaced_options", frozenset())
+    return _Part(name, type(module), children, methods, options, _shapes_of(module), dict(module._parameters))
+
+
+def _shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
+    return {key: None if x is None else x.shape for key, x in module._parameters.items()}
 
 
 def _own_methods(module: nn.Module) -> Iterator[str]:

@@ -4,13 +4,15 @@ names what to call instead.
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
@@ -19,6 +21,10 @@ from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
 
+#: Methods of tensors that draw new values for them.
+_DRAWING = frozenset(
+    ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -141,6 +147,15 @@ class WholeInterface:
         _share_generator(self.cuboid.mesh, self.device)
         return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]
 
+    def apply(self: Any, fn: Callable[[nn.Module], None]) -> Any:
+        """As ``nn.Module.apply``, for functions that don't draw random numbers.
+
+        Raises:
+            UnsupportedModelError: the function draws new values, which would be the same ones for all ranks' shards.
+        """
+        with _RefusesDraws(fn) if self.cuboid.made.is_cut else nullcontext():
+            return super().apply(fn)  # type: ignore[misc]
+
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Not supported on a sharded model.
 
@@ -177,12 +192,35 @@ class WholeInterface:
         raise adapters_refused(f"load_adapter was asked for adapters of PEFT around {type(self).__name__}")
 
 
+class _RefusesDraws(TorchFunctionMode):
+    """Context in which drawing new values for a tensor raises an error.
+
+    Args:
+        function: that a script gave to ``model.apply``.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") in _DRAWING:
+            name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+            raise UnsupportedModelError(
+                f"model.apply({name}) draws new values by {func.__name__}, of the shapes of this rank's shards and the "
+                "same ones on all ranks; apply it before the model is sharded, or make the model with "
+                "cuboid.from_config"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class WholeHead(nn.Module):
     """A sharded head with the interface of a plain linear layer.
 
     Attributes:
-        weight: ``[V, H]``, all-gathered at the first access, which is collective over the mesh. Gradients go to the
-            shards; all ranks must compute the same with it.
+        weight: ``[V, H]``, all-gathered at each access, which is collective over the mesh: scripts keep the head, and
+            nothing counts what they or an optimizer change in a shard by ``.data``. Gradients go to the shards; all
+            ranks must compute the same with it.
         bias: ``[V]`` or None; as ``weight``.
     """
 
@@ -192,18 +230,19 @@ class WholeHead(nn.Module):
         self._head = (head,)
         self.in_features, self.out_features = head.in_features, head.out_features
 
-    @functools.cached_property
+    @property
     def weight(self) -> torch.Tensor | None:
         return whole_parameter(self._head[0], "weight")
 
-    @functools.cached_property
+    @property
     def bias(self) -> torch.Tensor | None:
         return whole_parameter(self._head[0], "bias")
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, S, H]`` to ``[B, S, V]``, both whole and the same on all ranks."""
-        assert self.weight is not None
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        weight = self.weight
+        assert weight is not None
+        return nn.functional.linear(hidden, weight, self.bias)
 
 
 def _share_generator(mesh: Mesh, device: torch.device) -> None:

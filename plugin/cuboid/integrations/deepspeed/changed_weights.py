@@ -1,0 +1,94 @@
+"""What a script changes in an engine's parameters counts in the next step, as under a plain optimizer of torch's.
+
+DeepSpeed's optimizers step on copies of the parameters, and write these back. So they lose a change of the parameters
+themselves; and a parameter whose ``data`` is another tensor keeps that for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from cuboid.optim.master_weights import follow
+
+#: Of a parameter group: the parameters, the flat tensor that they are views of, this replica's part of that, and its
+#: master weights.
+_Group = tuple[list[nn.Parameter], torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _zero_groups(optimizer: Any) -> list[_Group]:
+    ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
+    parts = [parts[rank] for parts, rank in zip(optimizer.parallel_partitioned_bit16_groups, ranks, strict=True)]
+    masters = optimizer.single_partition_of_fp32_groups
+    return list(zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, parts, masters, strict=True))
+
+
+def _bf16_groups(optimizer: Any) -> list[_Group]:
+    ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
+    parts = [parts[rank] for parts, rank in zip(optimizer.bf16_partitioned_groups, ranks, strict=True)]
+    masters = optimizer.fp32_groups_flat_partition
+    return list(zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, parts, masters, strict=True))
+
+
+def _fp16_groups(optimizer: Any) -> list[_Group]:
+    flats = optimizer.fp16_groups_flat
+    return list(zip(optimizer.fp16_groups, flats, flats, optimizer.fp32_groups_flat, strict=True))
+
+
+def _groups_of(optimizer: Any) -> list[_Group]:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return _zero_groups(optimizer)
+    if isinstance(optimizer, BF16_Optimizer):
+        return _bf16_groups(optimizer)
+    return _fp16_groups(optimizer) if isinstance(optimizer, FP16_Optimizer) else []
+
+
+def _set_both(
+    parameter: Any, set_master: Callable[..., None], value: torch.Tensor, optim_state_key: str | None = None
+) -> None:
+    """``safe_set_full_fp32_param`` and its kin of DeepSpeed's: a master weight's parameter gets the new value, too."""
+    set_master(value, optim_state_key)
+    if optim_state_key is None and parameter._hp_mapping is not None:
+        parameter._hp_mapping.update_lp()
+
+
+class ChangedWeights:
+    """Finds changes of parameters, and lets an engine's optimizer step from them.
+
+    Args:
+        optimizer: of a new engine.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        #: Of each parameter in its flat tensor, which may be moved, but not what is in it.
+        self._offsets: dict[nn.Parameter, int] = {}
+        for parameters, flat, *_ in _groups_of(optimizer):
+            for parameter in parameters:
+                self._offsets[parameter] = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+                if hasattr(parameter, "set_full_hp_param"):
+                    parameter.set_full_hp_param = partial(_set_both, parameter, parameter.set_full_hp_param)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take the parameters' present values, before a step."""
+        if isinstance(self._optimizer, FP16_UnfusedOptimizer):
+            for masters, parameters in zip(self._optimizer.fp32_groups, self._optimizer.fp16_groups, strict=True):
+                for master, parameter in zip(masters, parameters, strict=True):
+                    follow(master.view(-1), parameter.view(-1))
+        for parameters, flat, own, master in _groups_of(self._optimizer):
+            for parameter in parameters:
+                offset = self._offsets[parameter]
+                if parameter.data_ptr() != flat.data_ptr() + offset * flat.element_size():
+                    view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+                    parameter.data = view.copy_(parameter.data)
+            follow(master, own)

@@ -1,0 +1,24 @@
+"""Master weights follow what a script changes in the parameters that they are copies of."""
+
+from __future__ import annotations
+
+import torch
+
+#: Elements that are compared at once: 64 MiB of float32.
+_CHUNK = 1 << 24
+
+
+@torch.no_grad()
+def follow(master: torch.Tensor, parameters: torch.Tensor) -> None:
+    """Set the elements of ``master`` whose parameters aren't their rounded values any more: a script has changed these.
+
+    Without it, an optimizer's step would write the values before the change back into the parameters. Nothing counts
+    what is changed by ``.data``, so all elements are compared. The host waits for nothing.
+
+    Args:
+        master: flat, ``[n]``.
+        parameters: ``[n]``, perhaps in a lower precision, perhaps on another device.
+    """
+    for own, present in zip(master.split(_CHUNK), parameters.split(_CHUNK), strict=True):
+        present = present.to(own.device)
+        own.copy_(torch.where(own.to(present.dtype) == present, own, present.to(own.dtype)))

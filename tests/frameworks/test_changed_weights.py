@@ -1,0 +1,125 @@
+"""Weights that a script changes behind an optimizer with copies of them: the next step begins from the new values."""
+
+import copy
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_set_full_fp32_param
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.optim.flat_params import FlatParameters
+from cuboid.optim.master_weights import follow
+from cuboid.verify import SmallModel
+from training import ROWS, _batches, settings
+
+SMALL = SmallModel("llama", heads=4, kv_heads=2)
+RATE, STEPS = 0.1, 5
+
+
+def test_only_changed_elements_of_the_masters_follow():
+    master = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    parameters, before = master.bfloat16(), master.clone()
+    follow(master, parameters)
+    assert torch.equal(master, before)
+    parameters[7:9] *= 2
+    follow(master, parameters)
+    assert torch.equal(master[7:9], parameters[7:9].float())
+    assert torch.equal(master[9:], before[9:])
+
+
+@pytest.mark.parametrize("working", [torch.float32, torch.bfloat16])
+def test_a_parameter_whose_data_is_another_tensor_returns_to_the_flat_one(working):
+    parameters = [torch.nn.Parameter(torch.full((3, 2), float(number))) for number in range(3)]
+    flat = FlatParameters(parameters, torch.float32, working, (0, 1))
+    parameters[1].data = torch.full((3, 2), 5.0, dtype=working)
+    parameters[2].data.mul_(3)
+    flat.take_changes()
+    flat.master.data.add_(1.0)
+    flat.publish(None)
+    assert [float(parameter.unique()) for parameter in parameters] == [1.0, 6.0, 7.0]
+
+
+def change(step, model):
+    """What a script does to all parameters before a step."""
+    for parameter in model.parameters():
+        if step == 1:
+            parameter.data.mul_(0.9)
+        elif step == 2:
+            parameter.data = parameter.data * 0.9
+        elif step == 3:
+            parameter.detach().mul_(1.1)
+
+
+def under_deepspeed(path, config):
+    dtype = torch.bfloat16 if "bf16" in config else torch.float16 if "fp16" in config else torch.float32
+    model = cuboid.from_pretrained(path, config, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config))[0]
+    batches, losses = _batches(0, 1), []
+    for step in range(STEPS):
+        change(step, engine.module)
+        if "pipeline" in config:
+            losses.append(float(engine.train_batch(batches)))
+            continue
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def plain(path):
+    model = AutoModelForCausalLM.from_pretrained(path).train()
+    optimizer, batches, losses = torch.optim.SGD(model.parameters(), lr=RATE), _batches(0, 1), []
+    for step in range(STEPS):
+        change(step, model)
+        loss = model(**next(batches)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stages", "options", "tolerance"),
+    [
+        ("1x2x1", None, {"zero": 1}, 1e-4),
+        ("1x1x2", None, {"zero": 1, "bf16": True}, 5e-2),
+        ("1x1x1", 2, {"zero": 0, "bf16": True}, 5e-2),
+        pytest.param("1x1x1", 2, {"zero": 1}, 1e-4, marks=pytest.mark.slow),
+        pytest.param("1x1x1", 2, {"zero": 1, "bf16": True}, 5e-2, marks=pytest.mark.slow),
+        pytest.param("2x1x1", None, {"zero": 0}, 1e-4, marks=pytest.mark.slow),
+        pytest.param("2x1x1", None, {"zero": 0, "fp16": {"initial_scale_power": 4}}, 5e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_changes_count_in_an_engines_next_step(pool, checkpoint, mesh, stages, options, tolerance):
+    config = settings(mesh, stages, **options) | {"gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
+    config |= {"zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": ROWS}
+    del config["optimizer"], config["scheduler"]
+    path = checkpoint(SMALL)
+    wanted = plain(path)
+    for losses in pool.run(2, under_deepspeed, path, config):
+        assert losses == pytest.approx(wanted, rel=tolerance)
+
+
+def set_by_deepspeed(path, config):
+    model = cuboid.from_pretrained(path, config, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config))[0]
+    norm = engine.module.model.norm.weight
+    safe_set_full_fp32_param(norm, torch.full(norm.shape, 0.375))
+    before = norm.detach().float().unique().tolist()
+    loss = engine(**next(_batches(0, 1))).loss
+    engine.backward(loss)
+    engine.step()
+    return before, norm.detach().float().unique().tolist()
+
+
+def test_masters_that_are_set_by_deepspeeds_function_are_kept(pool, checkpoint):
+    config = settings("1x2x1", bf16=True) | {"gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True}
+    del config["optimizer"], config["scheduler"]
+    for before, after in pool.run(2, set_by_deepspeed, checkpoint(SMALL), config):
+        assert before == after == [0.375]

@@ -1,0 +1,272 @@
+"""All that scripts change on a model, by all ways into Cuboid, on meshes and stages: right, or refused by name."""
+
+import contextlib
+import re
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import cuboid
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.sharded.sharded_model import unwrap
+from customizing import NAMED, ROWS, all_changes, batch, built
+
+CHANGES = all_changes()
+LAYOUTS = {
+    "1x2x1": ((1, 2, 1), 1),
+    "2x1x1": ((2, 1, 1), 1),
+    "1x1x2": ((1, 1, 2), 1),
+    "2 stages": ((1, 1, 1), 2),
+    "2 stages of 1x2x1": ((1, 2, 1), 2),
+}
+ENTRIES = ("shard", "load", "initialize", "booster")
+#: When the script changes it: the whole model; the sharded one, before a framework gets it; after that; after a step.
+MOMENTS = ("whole", "sharded", "engine", "later")
+RATE = 0.25
+TIMEOUT_S = 900.0
+NOT_OURS = "(not ours)"
+
+
+def config_of(layout, entry):
+    mesh, stages = LAYOUTS[layout]
+    config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 1}
+    if entry == "initialize":
+        config |= {"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    if mesh != (1, 1, 1):
+        axes = dict(zip(("batch", "sequence", "hidden"), mesh, strict=True))
+        config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
+    if stages > 1:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "partition": "even"}
+    return config
+
+
+def ranks_of(layout):
+    (batch_, sequence, hidden), stages = LAYOUTS[layout]
+    return batch_ * sequence * hidden * stages
+
+
+class Run:
+    """A model by one of the ways into Cuboid, and its steps."""
+
+    def __init__(self, entry, layout, path, change, moment):
+        config = config_of(layout, entry)
+        # An engine may be given a whole model, or one that is sharded.
+        whole = entry != "load" and moment != "sharded"
+        if whole:
+            self.model = built(change.cls, tied=change.tied)
+            if moment == "whole":
+                change.apply(self.model)
+            if entry == "shard":
+                self.model = cuboid.shard(self.model, config)
+        else:
+            with cuboid.scope(config):
+                self.model = change.cls.from_pretrained(path[change.tied], dtype=torch.float64).train()
+        if moment == "sharded":
+            change.apply(self.model)
+        self.engine = self.booster = None
+        self.optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=RATE)
+        if entry == "initialize":
+            self.engine = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+            self.model = unwrap(self.engine)
+        elif entry == "booster":
+            from colossalai.booster import Booster
+
+            self.booster = Booster(plugin=cuboid.CuboidPlugin(config))
+            boosted, self.optimizer, *_ = self.booster.boost(self.model, self.optimizer)
+            self.boosted, self.model = boosted, unwrap(boosted)
+        self.stages = LAYOUTS[layout][1]
+
+    def step(self):
+        """One step on the batch; its loss."""
+        if self.engine is not None:
+            if self.stages > 1:
+                return float(self.engine.train_batch(iter([batch()])))
+            loss = self.engine(**batch()).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            return float(loss)
+        if self.stages > 1 and self.booster is not None:
+            loss = self.booster.execute_pipeline(iter([batch()]), self.boosted, None, self.optimizer)["loss"]
+        elif self.stages > 1:
+            loss = cuboid.Pipeline(self.model).train(iter([batch()]), 1)
+        else:
+            loss = (self.boosted if self.booster else self.model)(**batch()).loss
+            self.booster.backward(loss, self.optimizer) if self.booster else loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+    def check(self):
+        """What a step of a pipeline does first; there, an error on one stage ends the job."""
+        if self.stages > 1:
+            self.model.check_loss()
+            self.model.cuboid.made.check(self.model)
+
+
+class Refused(Exception):
+    """Some rank raised an error; the message is Cuboid's, or begins with :data:`NOT_OURS`."""
+
+
+def agreed(action):
+    """What an action returns; what is refused on one rank is refused on all."""
+    result, why = None, None
+    try:
+        result = action()
+    except cuboid.CuboidError as error:
+        why = str(error)
+    except Exception as error:
+        why = f"{NOT_OURS} {type(error).__name__}: {error}"
+    whys = [None] * dist.get_world_size()
+    dist.all_gather_object(whys, why)
+    whys = [each for each in whys if each is not None]
+    if whys:
+        raise Refused(next((each for each in whys if not each.startswith(NOT_OURS)), whys[0]))
+    return result
+
+
+def changed(change, model):
+    """Change a model; what fails there fails in the script's own line."""
+    try:
+        agreed(lambda: change.apply(model))
+    except Refused as error:
+        raise Refused(str(error).replace(NOT_OURS, "in the script's own line:")) from None
+
+
+def verdict(entry, layout, path, change, moment):
+    """``"right"``, ``"refused: …"``, or what is wrong."""
+    with contextlib.ExitStack() as stack:
+        try:
+            if moment == "whole":
+                stack.enter_context(change.active())
+            run = agreed(lambda: Run(entry, layout, path, change, moment))
+            if moment in ("sharded", "engine"):
+                stack.enter_context(change.active())
+            losses = []
+            for step in range(3):
+                if (moment, step) in (("engine", 0), ("later", 1)):
+                    stack.enter_context(change.active())
+                    changed(change, run.model)
+                agreed(run.check)
+                with KeepFloat64():
+                    losses.append(agreed(run.step))
+            weights = agreed(lambda: cuboid.full_state_dict(run.model))
+        except Refused as error:
+            return f"refused: {error}"
+    return compared(losses, weights, change, moment) if dist.get_rank() == 0 else "right"
+
+
+def compared(losses, weights, change, moment):
+    wanted, expected = plain(change, moment)
+    error = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    if not error < 1e-9:
+        return f"WRONG losses: {losses}, wanted {wanted}"
+    if weights.keys() != expected.keys():
+        return f"WRONG weights: {sorted(weights.keys() ^ expected.keys())}"
+    worst = {name: float((weights[name] - expected[name]).abs().max()) for name in weights}
+    name = max(worst, key=worst.get)
+    return "right" if worst[name] < 1e-9 else f"WRONG weights: {name} by {worst[name]:.1e}"
+
+
+def plain(change, moment):
+    """Losses and weights of plain transformers."""
+    with contextlib.ExitStack() as stack:
+        if moment == "whole":
+            stack.enter_context(change.active())
+        model = built(change.cls, tied=change.tied)
+        if moment == "whole":
+            change.apply(model)
+        losses = []
+        for step in range(3):
+            if (moment, step) in (("sharded", 0), ("engine", 0), ("later", 1)):
+                stack.enter_context(change.active())
+                change.apply(model)
+            if step == 0:
+                optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=RATE)
+            with KeepFloat64():
+                loss = model(**batch(), use_cache=False).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses, model.state_dict()
+
+
+def verdicts(entry, layout, path, moment, names):
+    return {name: verdict(entry, layout, path, CHANGES[name], moment) for name in names}
+
+
+def names_for(entry, moment):
+    """The changes that a script can make at a moment."""
+    if moment != "whole":
+        return [name for name, change in CHANGES.items() if change.of or change.code]
+    return [name for name, change in CHANGES.items() if entry != "load" or not change.of]
+
+
+def assert_right_or_refused(found):
+    """Check verdicts by name: that no change is dropped or mistaken, and that refusals name it."""
+    for name, said in found.items():
+        kind = name.partition(":")[0]
+        in_own_line = said.startswith("refused: in the script's own line")
+        assert said == "right" or in_own_line or said.startswith("refused: "), f"{name}: {said}"
+        assert NOT_OURS not in said, f"{name}: {said}"
+        assert said == "right" or in_own_line or re.search(NAMED[kind], said), f"{name}: {said}"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Checkpoints of the model, by whether its head is tied."""
+    folders = {}
+    for tied in (False, True):
+        folders[tied] = str(tmp_path_factory.mktemp("model"))
+        built(tied=tied).save_pretrained(folders[tied])
+    return folders
+
+
+def swept(pool, paths, entry, layout, moment, names):
+    if entry == "booster":
+        pytest.importorskip("colossalai.booster", reason="ColossalAI isn't installed")
+    found = pool.run(ranks_of(layout), verdicts, entry, layout, paths, moment, names, timeout_s=TIMEOUT_S)[0]
+    assert_right_or_refused(found)
+    return found
+
+
+#: Of each kind one that nothing may drop.
+FEW = [
+    "hook: forward hook of a projection",
+    "instance: epsilon of a norm",
+    "loss: class weights",
+    "head: with an adapter",
+    "parametrization: of the head",
+    "values: another tensor of the same shape",
+    "values: in place",
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "layout", "moment"),
+    [
+        ("shard", "1x1x2", "later"),
+        ("load", "2 stages of 1x2x1", "engine"),
+        ("initialize", "2x1x1", "later"),
+        ("initialize", "2 stages", "engine"),
+        ("booster", "1x2x1", "sharded"),
+        ("booster", "2 stages", "later"),
+    ],
+)
+def test_what_a_script_changes_is_right_or_refused(pool, paths, entry, layout, moment):
+    found = swept(pool, paths, entry, layout, moment, [*FEW, *(["class: block"] if moment == "later" else [])])
+    assert [name for name, said in found.items() if said == "right"] == [
+        name for name in FEW if name.startswith("values") or (name.startswith("loss") and LAYOUTS[layout][1] == 1)
+    ]
+
+
+MOMENTS_OF = {"shard": ("whole", "engine", "later"), "load": ("whole", "engine", "later")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("entry", "moment"), [(e, m) for e in ENTRIES for m in MOMENTS_OF.get(e, MOMENTS)])
+def test_every_change_is_right_or_refused(pool, paths, entry, layout, moment):
+    swept(pool, paths, entry, layout, moment, names_for(entry, moment))
