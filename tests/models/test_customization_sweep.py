@@ -154,19 +154,21 @@ def verdict(entry, layout, path, change, moment):
             weights = agreed(lambda: cuboid.full_state_dict(run.model))
         except Refused as error:
             return f"refused: {error}"
-    return compared(losses, weights, change, moment) if dist.get_rank() == 0 else "right"
+    # DeepSpeed's ZeRO keeps master weights in float32.
+    tolerance = 1e-6 if entry == "initialize" else 1e-9
+    return compared(losses, weights, plain(change, moment), tolerance) if dist.get_rank() == 0 else "right"
 
 
-def compared(losses, weights, change, moment):
-    wanted, expected = plain(change, moment)
+def compared(losses, weights, alone, tolerance):
+    wanted, expected = alone
     error = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
-    if not error < 1e-9:
+    if not error < tolerance:
         return f"WRONG losses: {losses}, wanted {wanted}"
     if weights.keys() != expected.keys():
         return f"WRONG weights: {sorted(weights.keys() ^ expected.keys())}"
     worst = {name: float((weights[name] - expected[name]).abs().max()) for name in weights}
     name = max(worst, key=worst.get)
-    return "right" if worst[name] < 1e-9 else f"WRONG weights: {name} by {worst[name]:.1e}"
+    return "right" if worst[name] < tolerance else f"WRONG weights: {name} by {worst[name]:.1e}"
 
 
 def plain(change, moment):
@@ -256,10 +258,13 @@ FEW = [
     ],
 )
 def test_what_a_script_changes_is_right_or_refused(pool, paths, entry, layout, moment):
+    mesh, stages = LAYOUTS[layout]
     found = swept(pool, paths, entry, layout, moment, [*FEW, *(["class: block"] if moment == "later" else [])])
-    assert [name for name, said in found.items() if said == "right"] == [
-        name for name in FEW if name.startswith("values") or (name.startswith("loss") and LAYOUTS[layout][1] == 1)
-    ]
+    right = {name for name in FEW if name.startswith("values")}
+    # Pipelines sum losses in parts, and without a mesh norms stay the model's own modules.
+    right |= {"loss: class weights"} if stages == 1 else set()
+    right |= {"instance: epsilon of a norm"} if mesh == (1, 1, 1) else set()
+    assert {name for name, said in found.items() if said == "right"} == right
 
 
 MOMENTS_OF = {"shard": ("whole", "engine", "later"), "load": ("whole", "engine", "later")}
