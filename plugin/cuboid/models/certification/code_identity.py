@@ -431,7 +431,7 @@ class _Walk:
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS) and not name.startswith("__"):
-            is_added = not statements and not _decorators_of(cls)
+            is_added = not statements and _decorators_of(cls) <= {base.__name__ for base in cls.__bases__}
             if is_added or not _is_written_constant(value, statements):
                 self._change(place, value)
             self.parts.add(f"{cls.__module__}.{place} = {value!r}")

@@ -442,6 +442,22 @@ class AsSharded:
                 or not part.options.isdisjoint(own)
             ):
                 self._check_part(model, module, part)
+        if self.code is not None and self.code.seen is not None:
+            seen, is_same = self.code.seen, True
+            for get, name, value in seen.names:
+                is_same &= get(name, seen) is value
+            for mapping, size in seen.sizes:
+                is_same &= len(mapping) == size
+            for function, body, defaults, keywords in seen.functions:
+                is_same &= (
+                    function.__code__ is body
+                    and function.__defaults__ is defaults
+                    and function.__kwdefaults__ is keywords
+                )
+            for cell, value in seen.cells:
+                is_same &= cell.cell_contents is value
+            if not is_same:
+                self.code.check()
         if not self.is_cut:
             return
         for kind in _GLOBAL:
@@ -453,30 +469,6 @@ class AsSharded:
                 if added and part.name:
                     raise _method_replaced(part.name, added.pop())
             self._is_first = False
-        if self.code is not None:
-            self._check_code(self.code)
-
-    def _check_code(self, code: WatchedCode) -> None:
-        seen = code.seen
-        if seen is None:
-            return None
-        for get, name, value in seen.names:
-            if get(name, seen) is not value:
-                return code.check()
-        for mapping, size in seen.sizes:
-            if len(mapping) != size:
-                return code.check()
-        for function, body, defaults, keywords in seen.functions:
-            if (
-                function.__code__ is not body
-                or function.__defaults__ is not defaults
-                or function.__kwdefaults__ is not keywords
-            ):
-                return code.check()
-        for cell, value in seen.cells:
-            if cell.cell_contents is not value:
-                return code.check()
-        return None
 
     def _check_ties(self, model: nn.Module) -> None:
         if _tied_names(model) != self._tied:
