@@ -15,8 +15,8 @@ from customizing import HEADS, HOOKS, INSTANCES, LENGTH, LLAMA, PARAMETRIZATIONS
 
 MESHES = {"1x2x1": (1, 2, 1), "2x1x1": (2, 1, 1), "1x1x2": (1, 1, 2)}
 STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2, "partition": "even"}}
-#: Which are right before sharding on some layout, or after; test_customization_sweep.py tells which where.
-RIGHT_SOMEWHERE = {"another block", "a block with another bias", "epsilon of a norm", "causality"}
+#: Which are right on some layout, or need two stages at once; see test_customization_sweep.py.
+RIGHT_SOMEWHERE = {"another block", "a block with another bias", "a tied block", "epsilon of a norm", "causality"}
 #: Everything else that a script can change on an instance.
 CHANGES = {name: of for name, of in (INSTANCES | PARAMETRIZATIONS).items() if name not in RIGHT_SOMEWHERE} | {
     f"a head {name}": HEADS[name].of for name in ("of several modules", "of a subclass", "tied")
