@@ -38,7 +38,7 @@ def test_a_parameter_whose_data_is_another_tensor_returns_to_the_flat_one(workin
     flat.take_changes()
     flat.master.data.add_(1.0)
     flat.publish(None)
-    assert [float(parameter.unique()) for parameter in parameters] == [1.0, 6.0, 7.0]
+    assert [parameter.unique().item() for parameter in parameters] == [1.0, 6.0, 7.0]
 
 
 def change(step, model):
@@ -88,9 +88,8 @@ def plain(path):
     [
         ("1x2x1", None, {"zero": 1}, 1e-4),
         ("1x1x2", None, {"zero": 1, "bf16": True}, 5e-2),
-        ("1x1x1", 2, {"zero": 0, "bf16": True}, 5e-2),
+        ("1x1x1", 2, {"zero": 1, "bf16": True}, 5e-2),
         pytest.param("1x1x1", 2, {"zero": 1}, 1e-4, marks=pytest.mark.slow),
-        pytest.param("1x1x1", 2, {"zero": 1, "bf16": True}, 5e-2, marks=pytest.mark.slow),
         pytest.param("2x1x1", None, {"zero": 0}, 1e-4, marks=pytest.mark.slow),
         pytest.param("2x1x1", None, {"zero": 0, "fp16": {"initial_scale_power": 4}}, 5e-2, marks=pytest.mark.slow),
     ],

@@ -112,13 +112,20 @@ class Seen:
             if callable(contents.get(name)):
                 self.cells.append((cell, contents[name]))
 
-    def add_mapping(self, mapping: Mapping[Any, Any]) -> None:
+    def add_mapping(self, mapping: Mapping[Any, Any], *, is_library: bool) -> None:
         """Note the entries of a registry, or the attributes of a class."""
         items = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
         # A registry's own `get` may be code of Python.
         get = dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get
-        self.names += [(get, name, value) for name, value in items if name not in _NO_PART]
+        for name, value in items:
+            if name not in _NO_PART:
+                self.add_name(get, name, value, is_library=is_library)
         self.sizes.append((mapping, len(mapping)))
+
+    def add_name(self, get: Callable[..., Any], name: Any, value: Any, *, is_library: bool) -> None:
+        """Note a name, unless it is a script's constant: scripts count steps in such."""
+        if is_library or not isinstance(value, _CONSTANTS):
+            self.names.append((get, name, value))
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
@@ -263,7 +270,7 @@ class _Walk:
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
         is_stock = not (self.is_foreign or self.changes or self.unknown)
         for cls in self._by_name:
-            self._watched.add_mapping(vars(cls))
+            self._watched.add_mapping(vars(cls), is_library=_root(cls.__module__) in ("transformers", "torch"))
         changes, unknown = tuple(sorted(self.changes)), tuple(sorted(self.unknown))
         return CodeIdentity(digest, self.files, changes, unknown, is_stock, self._watched, tuple(self._held))
 
@@ -284,7 +291,7 @@ class _Walk:
     def _binding(self, home: ModuleType, name: str, value: Any, names: Set[str] = frozenset()) -> None:
         """A name of a module that some code uses."""
         if isinstance(value, ModuleType):
-            self._watched.names.append((vars(home).get, name, value))
+            self._watched.add_name(vars(home).get, name, value, is_library=_is_library(home))
             is_imported = _root(home.__name__) != "transformers" or _is_imported(home, name, value)
             if not is_imported:
                 self._change(f"{home.__name__}.{name}", value)
@@ -296,7 +303,7 @@ class _Walk:
         if key in self._bound or _has_no_part(home.__name__):
             return
         self._bound.add(key)
-        self._watched.names.append((vars(home).get, name, value))
+        self._watched.add_name(vars(home).get, name, value, is_library=_is_library(home))
         root, place = _root(home.__name__), f"{home.__name__.removeprefix('transformers.models.')}.{name}"
         if root in ("transformers", "torch"):
             self._library_name(home, name, value, place)
@@ -362,7 +369,7 @@ class _Walk:
         source = source_of(home.__name__)
         written = None if source is None else source.table(name, scope)
         entries = _entries(value)
-        self._watched.add_mapping(entries)
+        self._watched.add_mapping(entries, is_library=True)
         if not isinstance(value, dict):
             self._value(type(value), place)
         # Reading some makes instances.
@@ -525,6 +532,8 @@ class _Walk:
             for name, value in _closure(function).items()
             if name != "__class__" and (not is_library or _is_identifiable(value))
         }
+        contexts = (_context_in(value) for value in _closure(function).values())
+        inside["contexts"] = tuple(context for context in contexts if context is not None)
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         if is_library:
             defaults = tuple(each if _is_identifiable(each) else None for each in defaults)
