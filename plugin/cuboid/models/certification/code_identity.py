@@ -106,7 +106,8 @@ class Seen:
         """Note a function."""
         keywords = function.__kwdefaults__
         self.functions.append((function, function.__code__, function.__defaults__, keywords))
-        self.names += [(keywords.get, name, value) for name, value in (keywords or {}).items()]
+        if keywords is not None:
+            self.names += [(keywords.get, name, value) for name, value in keywords.items()]
         contents = _closure(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if callable(contents.get(name)):
@@ -438,8 +439,9 @@ class _Walk:
                 self._change(place, value)
             self._value(value, place)
         elif isinstance(value, _CONSTANTS) and not name.startswith("__"):
-            is_added = not statements and _decorators_of(cls) <= {base.__name__ for base in cls.__bases__}
-            if is_added or not _is_written_constant(value, statements):
+            # Decorators of classes add names, but don't hide those of a base.
+            hides = not statements and any(name in vars(base) for base in cls.__mro__[1:])
+            if hides or not _is_written_constant(value, statements):
                 self._change(place, value)
             self.parts.add(f"{cls.__module__}.{place} = {value!r}")
 
@@ -813,7 +815,7 @@ def _is_registry(value: Any) -> bool:
     return "_local_mapping" in getattr(value, "__dict__", {})
 
 
-def _entries(value: Any) -> Mapping[Any, Any]:
+def _entries(value: Any) -> dict[Any, Any]:
     """A registry's entries, where it stores them."""
     return value if isinstance(value, dict) else vars(value).get("_local_mapping", {})
 

@@ -165,8 +165,8 @@ class ModuleSource:
         value = None if statement is None else _value_of(self._file, statement)
         if isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name):
             return self.table(value.args[0].id)
-        made = self._evaluated(value) if isinstance(value, ast.Dict) else UNKNOWN
-        return None if made is UNKNOWN else made
+        made = self._evaluated(value) if isinstance(value, ast.Dict) else None
+        return made if isinstance(made, dict) else None
 
 
 @cache

@@ -40,6 +40,8 @@ _FLAGS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+#: Where a module that replaces another one keeps the names of those options of the other's that it doesn't read.
+_REPLACED_OPTIONS = "cuboid_replaced_options"
 #: Hooks of all modules, by kind.
 _GLOBAL = tuple(getattr(global_hooks, f"_global{kind}") for kind in (*_FORWARD, *_BACKWARD))
 #: Packages whose hooks on a sharded model are known: their own, for what they are asked to do.
@@ -292,7 +294,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
             getattr(new, flags).update(getattr(old, flags))
     new._is_full_backward_hook = old._is_full_backward_hook
     # What a script would set in vain, such as a norm's `variance_epsilon`.
-    new._replaced_options = frozenset(key for key in vars(old) if not hasattr(new, key))
+    vars(new)[_REPLACED_OPTIONS] = frozenset(key for key in vars(old) if not hasattr(new, key))
 
 
 def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -525,7 +527,7 @@ class AsSharded:
 
 def _part_of(name: str, module: nn.Module) -> _Part:
     methods, children = frozenset(_own_methods(module)), list(module._modules.values())
-    options = getattr(module, "_replaced_options", frozenset())
+    options: frozenset[str] = vars(module).get(_REPLACED_OPTIONS, frozenset())
     return _Part(name, type(module), children, methods, options, _shapes_of(module), dict(module._parameters))
 
 
