@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
@@ -39,17 +37,13 @@ def _bf16_groups(optimizer: Any) -> list[_Group]:
     return list(zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, parts, masters, strict=True))
 
 
-def _fp16_groups(optimizer: Any) -> list[_Group]:
-    flats = optimizer.fp16_groups_flat
-    return list(zip(optimizer.fp16_groups, flats, flats, optimizer.fp32_groups_flat, strict=True))
-
-
 def _groups_of(optimizer: Any) -> list[_Group]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         return _zero_groups(optimizer)
     if isinstance(optimizer, BF16_Optimizer):
         return _bf16_groups(optimizer)
-    return _fp16_groups(optimizer) if isinstance(optimizer, FP16_Optimizer) else []
+    # Others step on the parameters themselves.
+    return []
 
 
 def _set_both(
@@ -81,10 +75,6 @@ class ChangedWeights:
     @torch.no_grad()
     def take(self) -> None:
         """Take the parameters' present values, before a step."""
-        if isinstance(self._optimizer, FP16_UnfusedOptimizer):
-            for masters, parameters in zip(self._optimizer.fp32_groups, self._optimizer.fp16_groups, strict=True):
-                for master, parameter in zip(masters, parameters, strict=True):
-                    follow(master.view(-1), parameter.view(-1))
         for parameters, flat, own, master in _groups_of(self._optimizer):
             for parameter in parameters:
                 offset = self._offsets[parameter]
