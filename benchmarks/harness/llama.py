@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, parse_config
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.models.sharded.parallel_plan import MeshRules
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
@@ -37,7 +37,7 @@ def fewest_bytes(
     def sent(mesh: MeshShape) -> int:
         return sum(layer_bytes(block_sizes(described, mesh), mesh, rows, length, weight_gather=weight_gather).values())
 
-    return min((mesh for mesh in fitting_meshes(model, ranks) if rows % mesh.batch == 0), key=sent)
+    return min((mesh for mesh in MeshRules(model).fitting(ranks) if rows % mesh.batch == 0), key=sent)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 from cuboid.config.schema import require_config
 from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.model import ModelDescription, describe
+from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import Estimate, estimate, layout_of_config
 from cuboid.planner.search import CHECKPOINTING_LINE, config_of, search
 from generators.marked import DOCS, table
-from generators.planner_rows import CONFIGS
+from generators.planner_rows import CONFIGS, described
 
 RECIPES = DOCS.parent / "configs" / "recipes"
 GIB = 2**30
@@ -101,7 +101,7 @@ class Case:
 
 @cache
 def _described(model: str) -> ModelDescription:
-    return describe(MODELS[model])
+    return described(MODELS[model])
 
 
 def cases() -> Iterator[Case]:

@@ -14,13 +14,12 @@ import numpy as np
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import USABLE, fullest
 from cuboid.planner.description.cluster import GPUS, Cluster, Gpu
-from cuboid.planner.description.model import ModelDescription, describe
-from cuboid.planner.divisibility import fitting
+from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import estimate
 from generators.choosing import MODELS
 from generators.marked import table
 from generators.planner_fit import FITS, left_out, log_errors, rows_of
-from generators.planner_rows import GIB, TABLES, Row, read
+from generators.planner_rows import GIB, TABLES, Row, described, read
 
 #: Tables that are shown row by row; vtrain_single has too many.
 _LISTED = ("simumax", "kwai", "korthikanti", "vtrain_multi", "seq1f1b", "torchtitan")
@@ -158,7 +157,7 @@ def constants() -> str:
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False) -> ModelDescription:
-    return describe(
+    return described(
         {
             "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
@@ -171,7 +170,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = Fal
 _RIVALS = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
-    "Qwen3-30B-A3B": describe(MODELS["Qwen3 30B-A3B"]),
+    "Qwen3-30B-A3B": described(MODELS["Qwen3 30B-A3B"]),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
 }
 
@@ -184,7 +183,7 @@ def rivals() -> str:
             continue
         model, length, gpus = _RIVALS[row["model"]], int(row["seq_tokens"]), int(row["gpus"])
         cluster = Cluster(GPUS["H100-80GB"], 1, gpus)
-        meshes = [mesh for mesh in fitting(model, gpus) if mesh.batch == 1]
+        meshes = [mesh for mesh in model.limits.fitting(gpus) if mesh.batch == 1]
         tried = [estimate(model, Layout(mesh, checkpointing="full"), cluster, length) for mesh in meshes]
         best = min(tried, key=lambda each: each.time.total_s)
         waiting = estimate(model, replace(best.layout, offload=1.0), cluster, length)

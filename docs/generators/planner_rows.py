@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from transformers import AutoConfig
+
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
-from cuboid.planner.description.model import ModelDescription, describe
+from cuboid.planner.description.meta_model import meta_model
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.description.modules import describe_modules
 from generators.marked import DOCS
 
 DATA = DOCS / "data"
@@ -100,19 +104,31 @@ for _short, _long in (("llama3-8b", "llama3.1-8b"), ("llama3-70b", "llama3.1-70b
     CONFIGS[_short] = CONFIGS[_long]
 
 
+def described(config: dict[str, Any]) -> ModelDescription:
+    """The model of what a config.json would say, without certificates."""
+    return describe_modules(meta_model(AutoConfig.for_model(**config)))
+
+
 @cache
 def model(name: str, layers: int | None = None) -> ModelDescription:
     """A model by the tables' name for it, cut to so many layers."""
-    whole = describe(CONFIGS[name])
+    whole = described(CONFIGS[name])
     return whole.with_layers(layers) if layers is not None else whole
 
 
 @cache
 def gpt(hidden: int, layers: int, heads: int, length: int, vocabulary: int = 51200) -> ModelDescription:
     """Megatron's GPT."""
-    return describe(
+    one = _gpt_layer(hidden, heads, length, vocabulary)
+    return replace(one, layers=one.layers * layers, sizes=replace(one.sizes, layers=one.sizes.layers * layers))
+
+
+@cache
+def _gpt_layer(hidden: int, heads: int, length: int, vocabulary: int) -> ModelDescription:
+    """That of one layer. The tables have many depths of each width."""
+    return described(
         {
-            "model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads,
+            "model_type": "gpt2", "n_embd": hidden, "n_layer": 1, "n_head": heads,
             "n_positions": max(length, 1), "vocab_size": vocabulary, "activation_function": "gelu",
         }
     )  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.model import describe
 from cuboid.planner.estimate import best_segments, estimate
 from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.choice import (
@@ -32,11 +31,12 @@ from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
 from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines, format_bytes
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
 from generators.marked import table
+from generators.planner_rows import described
 
 MODEL = ModelSizes((LayerSizes.decoder(4096, 4096, 4096, 11008),) * 32, head=4096 * 32000)
 LENGTH, MULTIPLE, SEGMENTS = 32768, 8, 4
 #: The same model, for the planner.
-PLANNED = describe(
+PLANNED = described(
     {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "vocab_size": 32000,

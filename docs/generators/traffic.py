@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.models.sharded.parallel_plan import MeshRules
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
@@ -69,7 +69,7 @@ def best() -> str:
     named = [MeshShape.parse(text) for text in NAMES]
     rows = []
     for batch in BATCHES:
-        fitting = [mesh for mesh in fitting_meshes(llama(), RANKS) if batch % mesh.batch == 0]
+        fitting = [mesh for mesh in MeshRules(llama()).fitting(RANKS) if batch % mesh.batch == 0]
         mesh = min(fitting, key=lambda mesh: total(mesh, batch))
         cells = [f"{total(other, batch):.2f}" if other in fitting else "–" for other in named]
         rows.append([str(batch), str(mesh), f"**{total(mesh, batch):.2f}**", *cells])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.config.compatibility import check_layout
 from cuboid.config.schema import parse_config, require_config
@@ -17,13 +17,12 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.sequence_cut import Cutter
-from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.models.sharded.parallel_plan import MeshRules
 from cuboid.planner import automatic, profile
 from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.description import seen
 from cuboid.planner.description.cluster import GPUS, Cluster
-from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import known_gpu, seen_cluster
 from cuboid.planner.estimate import best_segments, estimate, layout_of_config, segment_counts
@@ -32,30 +31,7 @@ from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import peak_bytes, simulate
 from launching import alone, reports_of, world
-from planning import LLAMA_8B, on_meta, small
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_modules_say_what_the_config_says(name):
-    config = small(name)
-    by_config, by_modules = describe(config), describe_modules(on_meta(config))
-    assert by_modules.parameters == by_config.parameters
-    assert by_modules.step_flops(2, 64) == pytest.approx(by_config.step_flops(2, 64), rel=0.02)
-    if name in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "granite"):
-        assert by_modules.layers == by_config.layers
-        assert (by_modules.nonlinearity, by_modules.tied) == (by_config.nonlinearity, by_config.tied)
-
-
-@pytest.mark.parametrize("name", ["falcon", "bloom", "opt", "gpt_neox", "starcoder2", "cohere", "mamba"])
-def test_models_that_no_table_knows_are_described(name):
-    config = AutoConfig.for_model(name)
-    if hasattr(config, "num_hidden_layers"):
-        config.num_hidden_layers = 2
-    model = on_meta(config)
-    found = describe_modules(model)
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert len(found.layers) == 2
-    assert all(layer.weights_of_token > 0 for layer in found.layers)
+from planning import LLAMA_8B, description_of
 
 
 def llama(**sizes):
@@ -79,7 +55,7 @@ def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
     cluster, described = Cluster.parse("8xH100-80GB"), describe_modules(model)
     times = {
         mesh: estimate(described, Layout(mesh, micro_batch=8, zero_stage=0), cluster, 2048).time.total_s
-        for mesh in fitting_meshes(model, 8)
+        for mesh in MeshRules(model).fitting(8)
     }
     assert times[chosen] == min(times.values())
     (said,) = [record.getMessage() for record in caplog.records if record.name == automatic.__name__]
@@ -96,7 +72,7 @@ def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
     times = {}
     for size in (1, 2, 4, 8):
         rows = 64 // (8 // size) // 2
-        for mesh in (mesh for mesh in fitting_meshes(model, size) if rows % mesh.batch == 0):
+        for mesh in (mesh for mesh in MeshRules(model).fitting(size) if rows % mesh.batch == 0):
             layout = Layout(mesh, 1, rows, 2, 8 // size, zero_stage=0)
             found = estimate(described, layout, cluster, 4096)
             times |= {mesh: found.time.total_s} if found.fits else {}
@@ -150,7 +126,7 @@ def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypat
     monkeypatch.setattr(automatic, "mesh_verdict", lambda *_: verdict)
     config = config_of({"size": 2}, pipeline={"engine": "seq1f1b", "stages": 2}, cluster="4xH100")
     choice = segment_choice(model, config, Mesh(MeshShape(1, 2, 1), pipe=2, rank=0, world_size=4))
-    assert choice.model.layers == describe_modules(model, verdict.whole).layers
+    assert choice.model.layers == describe_modules(model, verdict).layers
     assert choice.model.layers != describe_modules(model).layers
     # On one rank for each stage nothing is split.
     alone = segment_choice(model, config, Mesh(MeshShape(), pipe=2, rank=0, world_size=4))
@@ -158,7 +134,7 @@ def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypat
 
 
 def test_the_number_of_segments_is_the_fastest_that_fits():
-    described, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
+    described, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100-80GB")
     layout = Layout(MeshShape(), 8, 1, 8, checkpointing="full")
     found = {k: estimate(described, replace(layout, segments=k), cluster, 32768) for k in segment_counts(layout, 32768)}
     fitting = {k: each.time.total_s for k, each in found.items() if each.fits}
@@ -262,7 +238,7 @@ def test_on_loopback_meshes_take_as_long_as_measured(monkeypatch, size):
     monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(seen.os, "sched_getaffinity", lambda _: {0, 1})
     hidden, length = size
-    tiny = describe({"model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 43 // 16,
+    tiny = description_of({"model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 43 // 16,
                      "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8 * hidden})  # fmt: skip
     for name, measured in MEASURED[size].items():
         mesh = MeshShape.parse(name)
@@ -288,7 +264,7 @@ def settled(model, sections):
 @pytest.mark.parametrize("limit", [None, 1.25, 3.0])
 @pytest.mark.parametrize(("chunks", "layers"), [(2, 8), (2, 13), ("auto", 4), ("auto", 16)])
 def test_the_stages_are_where_the_shortest_step_has_them(caplog, chunks, layers, limit):
-    deep, described = llama(num_hidden_layers=layers), describe(LLAMA_8B | {"num_hidden_layers": layers})
+    deep, described = llama(num_hidden_layers=layers), description_of(LLAMA_8B | {"num_hidden_layers": layers})
     sections = places_of(chunks=chunks, **({} if limit is None else {"memory_limit": limit}))
     with caplog.at_level(logging.WARNING):
         pipeline = settled(deep, sections)
@@ -504,7 +480,7 @@ def test_a_profile_is_measured_and_read(tmp_path, ranks):
     fastest = max(2 * row["rows"] * row["inputs"] * row["outputs"] / row["seconds"] for row in measured["products"])
     assert gpu.peak_flops >= 0.5 * fastest
     assert (gpu.link_efficiency == 1) is (ranks == 2)
-    assert estimate(describe(LLAMA_8B), Layout(MeshShape(1, ranks, 1)), cluster, 4096).time.total_s > 1
+    assert estimate(description_of(LLAMA_8B), Layout(MeshShape(1, ranks, 1)), cluster, 4096).time.total_s > 1
 
 
 def test_a_known_gpus_profile_has_shares_of_its_data_sheet(monkeypatch):

@@ -18,61 +18,23 @@ from cuboid.cli import commands
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.schema import require_config, split_config
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
-from cuboid.models.sharded.parallel_plan import fitting_meshes
-from cuboid.models.stages.model_costs import sizes_of
+from cuboid.errors import ConfigError, MeshError
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
-from cuboid.planner.description.model import ARCHITECTURES, describe
-from cuboid.planner.description.modules import describe_modules
-from cuboid.planner.divisibility import mesh_misfit
 from cuboid.planner.estimate import estimate, layout_of_config, remedies
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
 from cuboid.planner.search import CHECKPOINTING_LINE, Plan, best_of, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
-from planning import COMMON, LLAMA_8B, on_meta, small
+from planning import COMMON, LLAMA_8B, description_of, small
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 from generators import choosing, planner, planner_rows  # noqa: E402
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_parameters_are_those_of_the_real_model(name):
-    config = small(name)
-    model = on_meta(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert describe(config).parameters == parameters
-    # And from the mapping in a config.json.
-    assert describe(config.to_dict()).parameters == parameters
-
-
-#: Sizes of which only some divide by numbers of ranks: shards over `batch` are padded.
-ODD = [{}, {"hidden_size": 60, "intermediate_size": 172}, {"hidden_size": 84, "intermediate_size": 88}]
-
-
-@pytest.mark.parametrize("sizes", ODD, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
-def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name, sizes):
-    config = small(name, **sizes)
-    model = on_meta(config)
-    for size in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24):
-        fitting = set(fitting_meshes(model, size))
-        assert {m for m in MeshShape.of_size(size) if mesh_misfit(describe(config), m) is None} == fitting
-
-
-def test_unknown_models_are_rejected():
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama"):
-        describe({"model_type": "mamba"})
-    with pytest.raises(UnsupportedModelError, match="hidden_size"):
-        describe({"model_type": "llama"})
-    with pytest.raises(UnsupportedModelError, match="num_hidden_layers is 'three'"):
-        describe({**LLAMA_8B, "num_hidden_layers": "three"})
 
 
 def test_clusters_are_read(tmp_path):
@@ -111,7 +73,7 @@ def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, 
     heads = {"num_key_value_heads": 12}
     nonlinearity = {"llama": "hidden_act", "gpt2": "activation_function"}[name]
     dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    model = describe({"model_type": name, **COMMON, **heads, **dropouts, nonlinearity: "gelu_new", "n_inner": 96})
+    model = description_of({"model_type": name, **COMMON, **heads, **dropouts, nonlinearity: "gelu_new", "n_inner": 96})
     layout = Layout(shape, micro_batch=4)
     cost = StepCost(model, layout, Cluster.parse("8xH100"), 32)
     own = model.layers[0].attention
@@ -124,13 +86,13 @@ def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
 def test_closed_form_of_whole_sequences_is_the_simulators(stages, micro_batches):
     layout = Layout(MeshShape(), stages, 1, micro_batches)
-    cost = StepCost(describe(LLAMA_8B), layout, Cluster(GPUS["H100-80GB"], 1, stages), 4096)
+    cost = StepCost(description_of(LLAMA_8B), layout, Cluster(GPUS["H100-80GB"], 1, stages), 4096)
     times = cost.stage_times()
     assert cost._whole_sequences_s(times) == pytest.approx(cost.pipeline_s(times), rel=0.03)
 
 
 def test_estimates_of_a_layout_add_up():
-    model, cluster = describe(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
     found = estimate(model, Layout(MeshShape(2, 2, 1), 2, 2, 8, 2, segments=4), cluster, 8192)
     assert sum(found.cost.lengths) == 8192
     assert found.fits
@@ -144,7 +106,7 @@ def test_estimates_of_a_layout_add_up():
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_reduce_the_gradients_of_all_their_parameters(name, zero):
     sizes = {"model_type": name, "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
-    model, cluster = describe({**LLAMA_8B, **sizes}), Cluster.parse("16xH100")
+    model, cluster = description_of({**LLAMA_8B, **sizes}), Cluster.parse("16xH100")
     layout = Layout(MeshShape(1, 2, 1), replicas=8, zero_stage=zero)
     cost = StepCost(model, layout, cluster, 4096)
     gradients = 2 * model.parameters / layout.mesh.size
@@ -153,7 +115,7 @@ def test_replicas_reduce_the_gradients_of_all_their_parameters(name, zero):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
-    model, cluster = describe(small("mixtral")), Cluster.parse("2x8xH100")
+    model, cluster = description_of(small("mixtral")), Cluster.parse("2x8xH100")
     cost = StepCost(model, Layout(MeshShape(1, 2, 1), replicas=8, expert_ranks=ranks), cluster, 64)
     experts = cost.units.links.expert_replicas
     assert experts.size == 8 // ranks
@@ -167,7 +129,7 @@ def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
 
 
 def test_more_segments_keep_less_and_wait_less():
-    model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100-80GB")
     found = [estimate(model, Layout(MeshShape(), 8, 1, 8, segments=k), cluster, 32768) for k in (1, 2, 4)]
     for one, more in itertools.pairwise(found):
         assert more.memory_bytes < one.memory_bytes
@@ -185,7 +147,7 @@ def test_more_segments_keep_less_and_wait_less():
 )
 def test_layouts_that_cannot_run_are_rejected(layout, error, message):
     with pytest.raises(error, match=message):
-        estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
+        estimate(description_of(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
 
 
 @pytest.mark.sample(1)
@@ -193,8 +155,8 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
 def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     config, cluster, layout = small(name), Cluster.parse("4xH100"), Layout(MeshShape(1, 2, 2))
     wider = small(name, kv_lora_rank=config.kv_lora_rank + 32)
-    few, many = (estimate(describe(each), layout, cluster, 64) for each in (config, wider))
-    assert estimate(describe(config), Layout(MeshShape(), replicas=2), Cluster.parse("2xH100"), 64).fits
+    few, many = (estimate(description_of(each), layout, cluster, 64) for each in (config, wider))
+    assert estimate(description_of(config), Layout(MeshShape(), replicas=2), Cluster.parse("2xH100"), 64).fits
     # In each of three layers 32 features of 64 tokens are gathered by two ranks, and scattered; their weights, half of
     # which multiply this rank's features of the input, are gathered twice, and scattered.
     more = 3 * (2 * 32 * 64 * 2 + 3 * 32 * 24 * 2) // 2
@@ -203,19 +165,18 @@ def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     kept = [max(stage.activations for stage in each.stages) for each in (few, many)]
     assert kept[1] - kept[0] == pytest.approx(3 * 32 * 64 * 2 * 2, rel=1e-3)
     # The router multiplies a copy in float32.
-    sparse = [each.kinds[-1].experts for each in (describe(config), describe_modules(on_meta(config)))]
-    assert [each.router_kept for each in sparse] == [48 * 4, 48 * 4]
-    assert describe_modules(on_meta(small("mixtral"))).kinds[0].experts.router_kept == 0
+    assert description_of(config).kinds[-1].experts.router_kept == 48 * 4
+    assert description_of(small("mixtral")).kinds[0].experts.router_kept == 0
     with pytest.raises(MeshError, match="12 attention heads don't divide by sequence × hidden = 8"):
-        estimate(describe(config), Layout(MeshShape(1, 8, 1)), Cluster.parse("8xH100"), 64)
+        estimate(description_of(config), Layout(MeshShape(1, 8, 1)), Cluster.parse("8xH100"), 64)
 
 
 def test_a_router_that_needs_more_than_tokens_is_named_as_uncounted():
-    assert "what MiniMaxM2TopKRouter saves" in describe_modules(on_meta(small("minimax_m2"))).uncounted
+    assert "what MiniMaxM2TopKRouter saves" in description_of(small("minimax_m2")).uncounted
 
 
 def test_search_finds_what_going_through_all_layouts_finds():
-    model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
+    model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
     every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 8)]
     fastest = min((each for each in every if each.fits), key=lambda each: each.time.total_s)
     found = search(model, cluster, 4096, 8)
@@ -230,7 +191,7 @@ def test_search_finds_what_going_through_all_layouts_finds():
 
 
 def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
-    model = describe(LLAMA_8B)
+    model = description_of(LLAMA_8B)
     found = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
     used = found.cost.cluster
     assert (used.nodes, used.gpus_per_node) == (1, 8)
@@ -241,7 +202,7 @@ def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
-    model, cluster = describe(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
 
     def pair(micro_batches, segments):
         layout = Layout(MeshShape(4, 1, 1), 4, 4, micro_batches, segments=segments, weight_gather=gather)
@@ -251,7 +212,7 @@ def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
     assert step.bytes_by_axis["batch"] < unit.bytes_by_axis["batch"]
     assert step.time.total_s < unit.time.total_s
     # Four bytes of each parameter of the first stage's blocks, and those of its embedding.
-    blocks = sum(layer.dense_parameters - layer.norms for layer in model.layers[: step.cost.stage_layers[0]])
+    blocks = sum(layer.dense_parameters - layer.others for layer in model.layers[: step.cost.stage_layers[0]])
     more = step.stages[0].gathered - unit.stages[0].gathered
     assert more == pytest.approx(4 * (blocks + model.embedding_parameters))
     # With a single unit a step's last one is each one.
@@ -262,19 +223,22 @@ def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
 
 
 def test_search_says_why_nothing_fits():
-    model = describe(planner_rows.CONFIGS["llama3.1-405b"])
+    model = description_of(planner_rows.CONFIGS["llama3.1-405b"])
     with pytest.raises(ConfigError, match=r"no layout fits llama with 4096 tokens.*needs .* GiB a GPU.*more GPUs"):
         search(model, Cluster.parse("2xV100-16GB"), 4096, 2)
     with pytest.raises(ConfigError, match="no layout divides"):
         search(
-            describe({**LLAMA_8B, "num_attention_heads": 7, "num_hidden_layers": 1}), Cluster.parse("5xH100"), 4097, 3
+            description_of({**LLAMA_8B, "num_attention_heads": 7, "num_hidden_layers": 1}),
+            Cluster.parse("5xH100"),
+            4097,
+            3,
         )
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**16)])
 def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
-    model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
+    model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
     every = [estimate(model, each, cluster, length) for each in layouts(model, cluster, length, 2)]
     least = min(each.memory_bytes for each in every)
     assert least > every[0].limit_bytes
@@ -283,7 +247,7 @@ def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
 
 
 def test_what_the_smallest_layout_needs_is_more_than_can_be_used():
-    model, layout = describe(LLAMA_8B), Layout(MeshShape(), 4, stage_layers=(1, 20, 10, 1))
+    model, layout = description_of(LLAMA_8B), Layout(MeshShape(), 4, stage_layers=(1, 20, 10, 1))
     cost = StepCost(model, layout, Cluster.parse("4xH100"), 4096)
     most = fullest(cost).total
     # Room for the first stage and the last one, but not for the second.
@@ -295,7 +259,7 @@ def test_what_the_smallest_layout_needs_is_more_than_can_be_used():
 
 @given(st.data())
 def test_configs_of_layouts_are_what_the_parser_accepts(data):
-    model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100")
     layout = data.draw(st.sampled_from(list(layouts(model, cluster, 4096, 16))))
     config, rest = split_config(config_of(layout))
     assert config is not None
@@ -363,7 +327,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
     layout = Layout(MeshShape(2, 2, 1), 2, 2, 8, segments=4, schedule="zero_bubble-v", chunks=2)
-    found = estimate(describe(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
+    found = estimate(description_of(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
     console = Console(width=width, file=StringIO())
     print_plan(Plan((found,), 1), console)
     row = next(line for line in console.file.getvalue().splitlines() if line.startswith("│ 1"))
@@ -382,7 +346,7 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
 
 
 def test_remedies_are_layouts_that_a_config_accepts():
-    model, cluster = describe(LLAMA_8B), Cluster.parse("4xA100-80GB")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("4xA100-80GB")
     found = estimate(model, Layout(MeshShape(), 4, 8, 4, schedule="1f1b"), cluster, 4096)
     assert not found.fits
     offered = remedies(found)
@@ -416,7 +380,7 @@ def test_configs_without_an_estimate_are_rejected(section, change, message):
     config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=2))
     config[section] = {**config[section], **change}
     with pytest.raises(ConfigError, match=message):
-        estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+        estimate(description_of(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +395,7 @@ def test_configs_without_an_estimate_are_rejected(section, change, message):
     ids=str,
 )
 def test_schedules_with_chunks_and_split_backwards_are_estimated(keys):
-    model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100")
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100")
     config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=4))
     plain = estimate(model, read_layout(config, 65536), cluster, 65536)
     config["pipeline"] |= keys
@@ -457,26 +421,20 @@ def test_schedules_with_chunks_and_split_backwards_are_estimated(keys):
         assert whole < halves < 1.5 * whole
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
-def test_schedules_are_made_by_what_training_makes_them_by(name):
-    config = small(name)
-    assert describe(config).sizes == sizes_of(on_meta(config))
-
-
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [("seq1f1b-interleaved", 160), pytest.param("zero_bubble-v", 600, marks=pytest.mark.slow)],
 )
 def test_long_steps_are_continued_from_their_first_micro_batches(schedule, micro_batches):
     layout = Layout(MeshShape(), 8, 1, micro_batches, segments=4, chunks=2, schedule=schedule)
-    cost = StepCost(describe(LLAMA_8B), layout, Cluster.parse("8xH100"), 32768)
+    cost = StepCost(description_of(LLAMA_8B), layout, Cluster.parse("8xH100"), 32768)
     times = cost.stage_times()
     assert cost.enough < micro_batches
     assert cost.pipeline_s(times) == pytest.approx(cost.simulated_s(times, micro_batches), rel=0.05)
 
 
 def test_the_search_tries_schedules_with_less_of_a_bubble():
-    found = search(describe({**LLAMA_8B, "num_hidden_layers": 8}), Cluster.parse("4x8xA100-40GB"), 2**16, 1)
+    found = search(description_of({**LLAMA_8B, "num_hidden_layers": 8}), Cluster.parse("4x8xA100-40GB"), 2**16, 1)
     best = found.best[0]
     assert best.layout.schedule != "seq1f1b"
     plain = replace(best.layout, schedule="seq1f1b", chunks=1)
@@ -484,20 +442,20 @@ def test_the_search_tries_schedules_with_less_of_a_bubble():
 
 
 def test_what_is_not_counted_is_said():
-    assert "soft cap" in describe(small("gemma2")).uncounted
-    assert not describe(small("llama")).uncounted
+    assert "soft cap" in description_of(small("gemma2")).uncounted
+    assert not description_of(small("llama")).uncounted
 
 
 def read_layout(config, length=8192):
     own, rest = split_config(config)
-    return layout_of_config(own, rest, describe(LLAMA_8B), Cluster.parse("8xH100"), length)
+    return layout_of_config(own, rest, description_of(LLAMA_8B), Cluster.parse("8xH100"), length)
 
 
 def test_what_a_config_says_of_segments_is_counted():
     config = config_of(Layout(MeshShape(), 8, 1, 4, segments=4))
-    by_cost = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    by_cost = estimate(description_of(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
     config["pipeline"] |= {"partition": "even", "kv_gradients": "parameter"}
-    even = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    even = estimate(description_of(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
     assert even.cost.lengths == (2048,) * 4
     assert by_cost.cost.lengths[0] > 2048
     assert even.stages[0].key_value_store < by_cost.stages[0].key_value_store

@@ -14,9 +14,9 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import fullest
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.model import describe
 from cuboid.planner.estimate import estimate
 from cuboid.verify import WorkerPool
+from planning import description_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 CONFIG = {
@@ -102,7 +102,7 @@ def test_what_an_optimizer_step_takes(mode, replicas):
 
 
 def test_the_formulas_of_the_planner_are_these():
-    model = describe(LlamaConfig(num_attention_heads=4, **{**SIZES, "num_hidden_layers": 64}))
+    model = description_of(LlamaConfig(num_attention_heads=4, **{**SIZES, "num_hidden_layers": 64}))
     for replicas in (1, 2):
         for segments, wanted in ((1, 2 + 20 / replicas), (2, 6 + 16 / replicas)):
             layout = Layout(MeshShape(1, 1, 1), 1, 1, 1, replicas, segments=segments)

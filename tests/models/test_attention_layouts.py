@@ -11,7 +11,6 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.roles import blocks_computed_whole
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.planner.comm_formula import layer_bytes
-from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
@@ -120,12 +119,10 @@ def test_counted_bytes_of_latents_are_the_formula(architecture, options, mesh):
         return small(architecture, **{**sizes, **options, "num_hidden_layers": layers}).float()
 
     model, sent = model_of(3), sent_by_last_layer(model_of, mesh, step_of(**batch_of(rows, length)))
-    descriptions = [describe_modules(model)] + ([describe(model.config)] if architecture in ARCHITECTURES else [])
-    for described in descriptions:
-        expected = layer_bytes(block_sizes(described, shape), shape, rows, length, element_bytes=4)
-        for of_layer in sent:
-            # Each collective's share is rounded to a whole byte.
-            assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
+    expected = layer_bytes(block_sizes(describe_modules(model), shape), shape, rows, length, element_bytes=4)
+    for of_layer in sent:
+        # Each collective's share is rounded to a whole byte.
+        assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 
 
 @pytest.mark.sample(2)

@@ -1,8 +1,16 @@
-"""Small models of every architecture that the planner knows, and a large one by its numbers alone."""
+"""Small models of architectures that the planner's tests describe, and a large one by its numbers alone."""
+
+from collections.abc import Mapping
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cuboid.planner.description.modules import describe_modules
+
+ARCHITECTURES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "gpt2"),
+    *("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+)
 COMMON = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 130,
     "intermediate_size": 96, "head_dim": 4, "pad_token_id": 0, "n_embd": 48, "n_layer": 3, "n_head": 12,
@@ -26,3 +34,8 @@ def on_meta(config):
     """A model without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def description_of(config):
+    """The planner's description of a config's model, without certificates; a mapping is one as in a config.json."""
+    return describe_modules(on_meta(AutoConfig.for_model(**config) if isinstance(config, Mapping) else config))

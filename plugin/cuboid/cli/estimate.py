@@ -37,7 +37,7 @@ def estimate(
     from cuboid.config.schema import require_config
     from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
-    from cuboid.planner.description.model import describe
+    from cuboid.planner.description.meta_model import describe
     from cuboid.planner.estimate import estimate as predict
     from cuboid.planner.estimate import layout_of_config
     from cuboid.planner.report import draw_estimate, print_estimate
@@ -46,10 +46,12 @@ def estimate(
 
     check_outputs(json, pictures=(picture, timeline))
     settings = model_config(model, trust_remote_code=trust_remote_code)
-    described, machines = describe(settings), Cluster.parse(cluster)
-    check_length(sequence_length, described.most_positions, "--seq-len")
+    machines = Cluster.parse(cluster)
     own, rest = require_config(config)
     check_framework_config(own, rest, machines.gpus, is_complete=True)
+    verified = own.pipeline is not None and own.pipeline.certification == "verified"
+    described = describe(settings, verified=verified)
+    check_length(sequence_length, described.most_positions, "--seq-len")
     layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)
     if timeline is not None and layout.stages == 1:
         raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")

@@ -48,7 +48,7 @@ def plan(
     from cuboid.config.schema import require_config
     from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
-    from cuboid.planner.description.model import describe
+    from cuboid.planner.description.meta_model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
     from cuboid.planner.search import CHECKPOINTING_LINE, LEARNING_RATE, config_of, parse_layout, search
@@ -72,6 +72,8 @@ def plan(
         return
     found = search(described, machines, sequence_length, global_batch, goal=goal)
     print_plan(found, wide)
+    for reason in described.limits.refused(machines.gpus):
+        console.print(f"Left out was what training rejects: {reason}", highlight=False)
     best = found.best[0]
     print_estimate(best, console)
     if best.layout.checkpointing == "full":

@@ -260,7 +260,8 @@ class _ModelCosts(_Costs):
         self, request: _Request, model: Path, length: int | None, rows: int, *, trust_remote_code: bool
     ) -> None:
         from cuboid.models.batch.length_cases import check_length, longest_sequence
-        from cuboid.models.stages.model_costs import model_sizes
+        from cuboid.models.stages.model_costs import sizes_of
+        from cuboid.planner.description.meta_model import meta_model
         from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
         from cuboid.weights.model_folder import model_config
 
@@ -272,7 +273,7 @@ class _ModelCosts(_Costs):
             raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
         config = model_config(model, trust_remote_code=trust_remote_code)
         check_length(length, longest_sequence(config), "--seq-len")
-        self._sizes = model_sizes(config)
+        self._sizes = sizes_of(meta_model(config))
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:
             check_lengths(lengths, length=length, segments=k, multiple=multiple)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh, current_rank
 from cuboid.distributed.topology import MeshShape, divisors
-from cuboid.errors import ConfigError, MeshError
+from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
-from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.cost.layout import Checkpointing, Layout
@@ -56,6 +56,7 @@ def choose_mesh(
         world_size: total number of ranks; by default those of the config's ``cluster``, or of one replica.
 
     Raises:
+        UnsupportedModelError: the model can't be on a mesh.
         MeshError: no mesh of an allowed size divides both the model and the micro-batch.
         ConfigError: no mesh fits in memory, or there is no profile of the GPUs.
     """
@@ -65,15 +66,12 @@ def choose_mesh(
     if settings.size == 1:
         return MeshShape()
     cluster = _cluster(config, world_size)
-    verdict = mesh_verdict(cls or type(model), model.config)
-    described = describe_modules(model, verdict.whole)
+    described = describe_modules(model, mesh_verdict(cls or type(model), model.config))
     length = _length(model, config)
-
-    def fitting(size: int) -> list[MeshShape]:
-        return [MeshShape()] if size == 1 else fitting_meshes(model, size, verdict)
-
-    layouts = list(_layouts(described, config, cluster.gpus, fitting, length))
+    layouts = list(_layouts(described, config, cluster.gpus, length))
     if not layouts:
+        if described.limits.no_mesh:
+            raise UnsupportedModelError(described.limits.no_mesh)
         raise MeshError(_nothing_divides(type(model).__name__, config, cluster))
     found = _fastest(described, layouts, cluster, length)
     _log(found, config, length)
@@ -127,8 +125,8 @@ def segment_choice(
     if pipeline is None or pipeline.segments != "auto":
         return None
     # Ranks without others on their mesh have the model's own modules, and need no verdict.
-    whole = mesh_verdict(cls or type(model), model.config).whole if mesh.shape.size > 1 else ()
-    described = describe_modules(model, whole)
+    verdict = mesh_verdict(cls or type(model), model.config) if mesh.shape.size > 1 else MeshVerdict()
+    described = describe_modules(model, verdict)
     zero = config.framework.zero_stage or 0
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
@@ -212,7 +210,6 @@ def _layouts(
     model: ModelDescription,
     config: CuboidConfig,
     world_size: int,
-    fitting: Callable[[int], Iterable[MeshShape]],
     length: int,
 ) -> Iterator[Layout]:
     """All layouts over all ranks that agree with what the config sets."""
@@ -221,7 +218,7 @@ def _layouts(
     for size in sizes:
         replicas = world_size // (config.stages * size)
         rows, steps = _rows(config, replicas)
-        for mesh in fitting(size) if rows else ():
+        for mesh in model.limits.fitting(size) if rows else ():
             if rows % mesh.batch:
                 continue
             layout = Layout(

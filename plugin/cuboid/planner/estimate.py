@@ -19,7 +19,6 @@ from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_b
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
-from cuboid.planner.divisibility import check_mesh
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.seq1f1b.schedule.choice import NAMES
 from cuboid.seq1f1b.schedule.partition import check_lengths, even_cut
@@ -157,6 +156,7 @@ def estimate(
 
     Raises:
         MeshError: the mesh can't cut the model.
+        UnsupportedModelError: the model isn't right in such a layout.
         ConfigError: the layout doesn't fit the cluster, or the sequence is longer than the model's.
     """
     _check(model, layout, cluster, length)
@@ -201,7 +201,7 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
             f"at least {grain}"
         )
     check_length(length, model.positions or None, "the sequence length")
-    check_mesh(model, layout.mesh)
+    model.limits.check(model.name, layout.mesh, layout.stages, layout.segments)
 
 
 def segment_counts(layout: Layout, length: int) -> list[int]:

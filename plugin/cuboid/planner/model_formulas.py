@@ -16,7 +16,8 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
     """Sizes of one layer that represents all: the first one with experts, or else the first."""
     layer = next((each for each in model.layers if each.experts is not None), model.layers[0])
     own = layer.attention
-    plan = _key_value_plan(layer, mesh, _ORIGIN)
+    # Attention whose heads the mesh doesn't divide is computed whole.
+    plan = None if own.heads % mesh.of("sequence", "hidden") else _key_value_plan(layer, mesh, _ORIGIN)
     by_name = {each.name: each for each in layer.projections}
     qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
     return BlockSizes(
@@ -25,8 +26,8 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
         key_value=0 if layer.latents else own.key,
         intermediate=layer.intermediate,
         gated=layer.gated,
-        summed=None if plan.scattered else plan.heads * own.query_dim,
-        whole_key_value=not plan.split_by_sequence,
+        summed=None if plan is None or plan.scattered else plan.heads * own.query_dim,
+        whole_key_value=plan is not None and not plan.split_by_sequence,
         norm=model.norm,
         qkv_bias=qkv is not None and qkv.bias,
         out_bias="o" in by_name and by_name["o"].bias,

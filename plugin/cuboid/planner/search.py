@@ -17,7 +17,6 @@ from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usabl
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
-from cuboid.planner.divisibility import mesh_misfit, stage_counts
 from cuboid.planner.estimate import Estimate, cuboid_software, segment_counts
 from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
@@ -90,7 +89,13 @@ def search(
 
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
-    found = best_of(costs, what, goal=goal, count=count)
+    try:
+        found = best_of(costs, what, goal=goal, count=count)
+    except ConfigError as error:
+        refused = "; ".join(model.limits.refused(cluster.gpus))
+        if not refused:
+            raise
+        raise ConfigError(f"{error}. Left out was what training rejects: {refused}") from None
     if goal == "smallest":
         return found
     more = [cost_of(layout) for layout in _with_less_bubble(costs, found.best[-1].time)]
@@ -215,28 +220,32 @@ def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
 
 def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:
     """Every layout over all GPUs that divides the model, the batch and the sequence."""
-    for stages in stage_counts(model, cluster.gpus):
-        for size in divisors(cluster.gpus // stages):
+    for stages in divisors(cluster.gpus):
+        # Each stage has at least one layer.
+        for size in divisors(cluster.gpus // stages) if stages <= len(model.layers) else ():
             replicas = cluster.gpus // (stages * size)
             if global_batch % replicas:
                 continue
             for mesh in MeshShape.of_size(size):
-                if _is_possible(model, mesh, cluster, length):
+                if _is_worth_it(mesh, cluster, length) and model.limits.reason_against(mesh, stages) is None:
                     base = Layout(mesh, stages, replicas=replicas)
-                    yield from _variants(base, length, global_batch // replicas)
+                    counts = [
+                        count
+                        for count in segment_counts(base, length)
+                        if model.limits.reason_against(mesh, stages, count) is None
+                    ]
+                    yield from _variants(base, counts, global_batch // replicas)
 
 
-def _is_possible(model: ModelDescription, mesh: MeshShape, cluster: Cluster, length: int) -> bool:
+def _is_worth_it(mesh: MeshShape, cluster: Cluster, length: int) -> bool:
+    """Whether a mesh cuts the sequence evenly, and its ranks of sequence × hidden are on few nodes."""
     inner = mesh.of("sequence", "hidden")
-    if inner > _MOST_NODES_OF_MESH * cluster.gpus_per_node or length % math.lcm(mesh.sequence, mesh.hidden):
-        return False
-    return mesh_misfit(model, mesh) is None
+    return inner <= _MOST_NODES_OF_MESH * cluster.gpus_per_node and length % math.lcm(mesh.sequence, mesh.hidden) == 0
 
 
-def _variants(base: Layout, length: int, rows_of_replica: int) -> Iterator[Layout]:
-    """All combinations of the other choices for one mesh with its stages and replicas."""
+def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iterator[Layout]:
+    """All combinations of the other choices for one mesh with its stages and replicas; ``counts`` are of segments."""
     batch = base.mesh.batch
-    counts = segment_counts(base, length)
     zeros = (1, 2) if base.replicas > 1 and base.stages == 1 else (1,)
     # Pairs of weight_gather and gradient_sync: only units of a pipeline can defer the reduction to the end of the step.
     gathers: list[tuple[Literal["layer", "step"], Literal["unit", "step"]]] = [("layer", "unit")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -60,15 +60,92 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
         UnsupportedModelError: a module or the attention implementation has no rule.
         MeshError: the mesh doesn't divide the model; the message names what, and the nearest meshes that do.
     """
+    roles, modules = _cut_modules(model, verdict)
+    heads = HeadCounts.of(model.config)
+    misfits = _misfits(modules, heads, mesh)
+    if misfits:
+        raise MeshError(_misfit_message(model, _distinct(modules), heads, mesh, misfits))
+    layouts = {each.name: _module_layouts(each, heads, mesh) for each in modules}
+    return ParallelPlan(mesh, heads, roles, layouts, verdict)
+
+
+class MeshRules:
+    """Which meshes can cut a model. Knows its modules' shapes, and doesn't keep the model.
+
+    Args:
+        model: on any device, meta included.
+        verdict: as in :func:`make_parallel_plan`.
+
+    Raises:
+        UnsupportedModelError: no mesh can.
+    """
+
+    def __init__(self, model: PreTrainedModel, verdict: MeshVerdict = _SPLIT) -> None:
+        self._heads = HeadCounts.of(model.config)
+        self._modules = _distinct(_cut_modules(model, verdict)[1])
+        self._known: dict[MeshShape, str | None] = {}
+
+    def misfit(self, mesh: MeshShape) -> str | None:
+        """What a mesh can't cut, in words; None if it fits the model."""
+        if mesh not in self._known:
+            self._known[mesh] = next(iter(_misfits(self._modules, self._heads, mesh)), None)
+        return self._known[mesh]
+
+    def fitting(self, size: int) -> list[MeshShape]:
+        """All meshes of ``size`` ranks that can cut the model."""
+        return [mesh for mesh in MeshShape.of_size(size) if self.misfit(mesh) is None]
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module, as far as it decides how a mesh cuts it.
+
+    Args:
+        name: in the model.
+        role: its role.
+        shapes: of its own parameters, by their names.
+        features: those that are cut over both sequence and hidden, unlike any weight's rows: what an "up" projection
+            without heads gives, or what is inside each expert; 0 for other modules.
+        inputs_first: whether its weight is stored transposed.
+    """
+
+    name: str
+    role: Role
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    features: int
+    inputs_first: bool
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, role: Role) -> _Module:
+        """A module of a model."""
+        shapes = tuple((own, tuple(parameter.shape)) for own, parameter in module.named_parameters(recurse=False))
+        features = 0
+        if role.experts is not None:
+            # The inputs of "down", since "up" may have a gate's features as well.
+            features = module.get_parameter(role.experts.down).shape[3 - role.experts.out_dim]
+        elif role.kind == "up" and role.heads is None:
+            features = out_features(module)
+        return cls(name, role, shapes, features, isinstance(module, Conv1D))
+
+
+def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str, Role], list[_Module]]:
+    """The roles of a model's modules, and the modules.
+
+    Raises:
+        UnsupportedModelError: no mesh can cut the model.
+    """
     check_attention(model.config)
     _check_stacks(model)
     roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
-    misfits = _misfits(model, roles, mesh)
-    if misfits:
-        raise MeshError(_misfit_message(model, roles, mesh, misfits))
-    heads = HeadCounts.of(model.config)
-    layouts = {name: _module_layouts(model.get_submodule(name), role, heads, mesh) for name, role in roles.items()}
-    return ParallelPlan(mesh, heads, roles, layouts, verdict)
+    return roles, [_Module.of(name, model.get_submodule(name), role) for name, role in roles.items()]
+
+
+def _distinct(modules: list[_Module]) -> list[_Module]:
+    """One of all modules that any mesh cuts alike: layers have the same ones."""
+    found: dict[_Module, _Module] = {}
+    for each in modules:
+        found.setdefault(replace(each, name=""), each)
+    return list(found.values())
 
 
 def _check_stacks(model: PreTrainedModel) -> None:
@@ -92,41 +169,25 @@ def _check_stacks(model: PreTrainedModel) -> None:
         )
 
 
-def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
-    """Descriptions of what the mesh can't cut; empty if it fits the model."""
-    heads = HeadCounts.of(model.config)
+def _misfits(modules: list[_Module], heads: HeadCounts, mesh: MeshShape) -> list[str]:
+    """Descriptions of what the mesh can't cut; empty if it fits the modules."""
     head_ranks = mesh.of("sequence", "hidden")
-    if heads.query % head_ranks and any(role.heads for role in roles.values()):
+    if heads.query % head_ranks and any(each.role.heads for each in modules):
         # Return at once, since key/value heads can't be planned for such a mesh either.
         return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
     misfits: list[str] = []
-    for name, role in roles.items():
-        if role.kind == "up" and role.heads is None:
-            misfits += _scattered_misfits(name, model.get_submodule(name), head_ranks)
-        if role.experts is not None:
-            misfits += _expert_misfits(name, model.get_submodule(name), role.experts, head_ranks)
-        for parameter, layout in _module_layouts(model.get_submodule(name), role, heads, mesh).items():
+    for each in modules:
+        if each.features % head_ranks:
+            of = " of each expert" if each.role.experts is not None else ""
+            misfits.append(
+                f"{each.name}: {each.features} features{of} don't divide by sequence × hidden = {head_ranks}"
+            )
+        for parameter, layout in _module_layouts(each, heads, mesh).items():
             misfits += [
-                f"{name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
+                f"{each.name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
                 for size, pieces in layout.indivisible(mesh)
             ]
     return misfits
-
-
-def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
-    """Misfits of an "up" projection's output, which is cut over both sequence and hidden, unlike its weight's rows."""
-    features = out_features(module)
-    if features % ranks == 0:
-        return []
-    return [f"{name}: {features} features don't divide by sequence × hidden = {ranks}"]
-
-
-def _expert_misfits(name: str, module: nn.Module, form: ExpertForm, ranks: int) -> list[str]:
-    """Misfits of each expert's features: the inputs of "down", since "up" may have a gate's features as well."""
-    features = module.get_parameter(form.down).shape[3 - form.out_dim]
-    if features % ranks == 0:
-        return []
-    return [f"{name}: {features} features of each expert don't divide by sequence × hidden = {ranks}"]
 
 
 def out_features(module: nn.Module) -> int:
@@ -134,20 +195,16 @@ def out_features(module: nn.Module) -> int:
     return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]
 
 
-def fitting_meshes(model: PreTrainedModel, size: int, verdict: MeshVerdict = _SPLIT) -> list[MeshShape]:
-    """All meshes of ``size`` ranks that can cut the model. For ``verdict`` see :func:`make_parallel_plan`."""
-    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
-    return [mesh for mesh in MeshShape.of_size(size) if not _misfits(model, roles, mesh)]
-
-
-def _misfit_message(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape, misfits: list[str]) -> str:
+def _misfit_message(
+    model: PreTrainedModel, modules: list[_Module], heads: HeadCounts, mesh: MeshShape, misfits: list[str]
+) -> str:
     def distance(other: MeshShape) -> float:
         pairs = [(mesh.batch, other.batch), (mesh.sequence, other.sequence), (mesh.hidden, other.hidden)]
         return sum(abs(math.log(a / b)) for a, b in pairs)
 
     nearest: list[MeshShape] = []
     for size in sorted(range(1, mesh.size + 1), reverse=True):
-        nearest += sorted((m for m in MeshShape.of_size(size) if not _misfits(model, roles, m)), key=distance)
+        nearest += sorted((m for m in MeshShape.of_size(size) if not _misfits(modules, heads, m)), key=distance)
         if len(nearest) >= _SHOWN_MESHES:
             break
     rest = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
@@ -158,14 +215,12 @@ def _misfit_message(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshSh
     )
 
 
-def _module_layouts(module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
-    return {name: _layout(name, shape, module, role, heads, mesh) for name, shape in shapes.items()}
+def _module_layouts(module: _Module, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
+    return {name: _layout(name, shape, module, heads, mesh) for name, shape in module.shapes}
 
 
-def _layout(
-    name: str, shape: tuple[int, ...], module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape
-) -> ShardingSpec:
+def _layout(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCounts, mesh: MeshShape) -> ShardingSpec:
+    role = module.role
     if role.kind in ("gathered", "whole", "inside"):
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
@@ -195,7 +250,7 @@ def _layout(
     out, into = _feature_axes(name, role, heads, mesh)
     if name == "bias":
         return ShardingSpec(shape, (out,), (parts,))
-    if isinstance(module, Conv1D):
+    if module.inputs_first:
         return ShardingSpec(shape, (into, out), (1, parts))
     return ShardingSpec(shape, (out, into), (parts, 1))
 

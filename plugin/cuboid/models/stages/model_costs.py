@@ -138,7 +138,9 @@ def _window(config: PretrainedConfig, kind: str | None) -> int | None:
 def _head_features(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     """Features of all query heads, and of as many value heads."""
     module = next((module for module in layer.modules() if _attribute(module, _QUERY_DIMS)), None)
-    heads = _attribute(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+    heads = _attribute(module, ("num_heads", "num_attention_heads")) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0, 0
     default = config.hidden_size // heads
     query = _attribute(module, _QUERY_DIMS) or default
     value = _attribute(module, _VALUE_DIMS) or default

@@ -395,8 +395,8 @@ class _Stage:
     def _logits(self) -> float:
         model, mesh = self.model, self.layout.mesh
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
-        weight = model.vocabulary * model.hidden / self._ranks * _ELEMENT
-        numbers = tokens * model.vocabulary / self._ranks
+        weight = model.outputs * model.hidden / self._ranks * _ELEMENT
+        numbers = tokens * model.outputs / self._ranks
         if self.software.loss == "chunked":
             # A chunk's logits and their gradient, each in 32 and in 16 bits; and the gradient of the weight.
             return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
@@ -428,7 +428,7 @@ class _Stage:
             return 0.0
         shapes = {(each.inputs, each.outputs, each.kind) for layer in self.layers for each in layer.projections}
         if self.is_last:
-            shapes.add((self.model.hidden, self.model.vocabulary, "up"))
+            shapes.add((self.model.hidden, self.model.outputs, "up"))
         return _ELEMENT * sum(i * o / (1 if kind in ("whole", "latent") else self._ranks) for i, o, kind in shapes)
 
     def _messages(self) -> float:

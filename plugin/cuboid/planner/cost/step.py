@@ -357,7 +357,7 @@ class StepCost:
             if stop == len(model.layers):
                 dense += model.extra_parameters
                 # A tied head that isn't on the embedding's rank has a copy of it.
-                dense += model.vocabulary * model.hidden if layout.rank_of[0] != rank else model.head_parameters
+                dense += model.head_weights if layout.rank_of[0] != rank else model.head_parameters
             experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
             before = found[rank]
             dense, whole = dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)

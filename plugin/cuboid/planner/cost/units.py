@@ -347,16 +347,16 @@ class UnitTimes:
     def head_forward(self, start: int, stop: int) -> Seconds:
         """The head with its loss: forward and, as logits aren't kept, also backward."""
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
-        own_vocabulary = model.vocabulary / mesh.sequence
-        product = self.kernels.matmul_s(tokens, own_vocabulary, model.hidden / mesh.hidden)
+        own_outputs = model.outputs / mesh.sequence
+        product = self.kernels.matmul_s(tokens, own_outputs, model.hidden / mesh.hidden)
         if mesh.sequence == 1:
             product /= self._software.unsplit_head
         passes = {"chunked": 16, "fused": 10, "whole": 26}[self._software.loss]
-        moved = tokens * own_vocabulary / mesh.hidden * passes
-        weights = own_vocabulary * model.hidden / mesh.hidden
+        moved = tokens * own_outputs / mesh.hidden * passes
+        weights = own_outputs * model.hidden / mesh.hidden
         add = weights / mesh.batch * 2 * self._software.gradient_bytes
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 3)
-        exposed += self.links.hidden.gather_s(tokens * own_vocabulary * _ELEMENT, 2)
+        exposed += self.links.hidden.gather_s(tokens * own_outputs * _ELEMENT, 2)
         exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends)
         return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
 

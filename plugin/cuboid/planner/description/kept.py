@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,8 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers import PretrainedConfig
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
@@ -35,11 +35,11 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.forward_context import Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import use_segment_attention, uses_interface
-from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import parallelize_modules
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.model_costs import decoder_layers
+from cuboid.planner.description.meta_model import model_of
 from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.seq1f1b.runtime.memory import MeteredPool, storage_id
@@ -131,7 +131,7 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
     """Count what a model's layers keep.
 
     Args:
-        model: its ``config`` must be set.
+        model: what is described.
         sharded: whether to count in the sharded modules of a mesh, or in Hugging Face's own.
         segmented: whether units are segments of sequences, which share a KV cache.
         alone: whether a unit has one row. Some models' code makes views of one row's cached keys and values, but copies
@@ -147,13 +147,10 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        config = model.config
-        if isinstance(config, Mapping):
-            config = AutoConfig.for_model(**config)
         # While a model is being loaded, the default device is meta, whose tensors can't be mixed with these.
         with torch.device("cpu"), torch.enable_grad():
             # Equal configs share one cached count, even if they are different objects.
-            return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
+            return _count(_Key(model.config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
     except Exception as error:
         if not _is_obstacle(error):
             raise
@@ -227,11 +224,12 @@ class _Sample:
         # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = _plan_of_one(config) if sharded else None
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
-        with self._mode, plain_construction():
-            self._model: Any = _causal(config, dtype=torch.bfloat16).train()
+        with self._mode:
+            self._model: Any = model_of(config, dtype=torch.bfloat16).train()
             if plan is not None:
                 settings, mesh = CuboidConfig().tensor_parallel, _lone_mesh()
                 parallelize_modules(self._model, plan, mesh, settings, functools.partial(take_shard, mesh=mesh))
+        self._arguments = inspect.signature(type(self._model.base_model).forward).parameters
         layers = decoder_layers(self._model)
         self._saved = _Saved(self._model, list(layers.values()))
         self.attends_itself = segmented and not any(map(uses_interface, layers.values()))
@@ -267,8 +265,10 @@ class _Sample:
     def _forward(self, rows: int, start: int, stop: int) -> torch.Tensor:
         ids = torch.zeros((rows, stop - start), dtype=torch.int64, device="cpu")
         # Layers that compute attention themselves need a mask of all positions up to the segment's end.
-        options = {"attention_mask": ids.new_ones((rows, stop))} if self.attends_itself else {}
-        hidden: torch.Tensor = self._model.base_model(ids, use_cache=False, **options)[0]
+        options: dict[str, Any] = {"attention_mask": ids.new_ones((rows, stop))} if self.attends_itself else {}
+        if "use_cache" in self._arguments:
+            options["use_cache"] = False
+        hidden: torch.Tensor = self._model.base_model(ids, **options)[0]
         return hidden
 
 
@@ -292,15 +292,8 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
 
 
 def _plan_of_one(config: PretrainedConfig) -> ParallelPlan:
-    with plain_construction(), torch.device("meta"):
-        return make_parallel_plan(_causal(copy.deepcopy(config)), MeshShape())
-
-
-def _causal(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """A config's model. Of those with their own code, only if the config's class is from it: it was trusted then."""
-    trusted = type(config).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted, **kwargs)
-    return model
+    with torch.device("meta"):
+        return make_parallel_plan(model_of(config), MeshShape())
 
 
 def _lone_mesh() -> Mesh:

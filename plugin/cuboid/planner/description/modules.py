@@ -1,4 +1,4 @@
-"""Describe a model of any architecture by its modules; :mod:`.model` needs only a config, of a known architecture."""
+"""Describe a model of any architecture by its modules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import Role, find_roles, takes_pixels
 from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.sharded.parallel_plan import out_features
+from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
-from cuboid.planner.description.model import SOFT_CAPPED, Attention, Experts, Layer, ModelDescription, Projection
+from cuboid.planner.description.limits import Limits, Stages
+from cuboid.planner.description.model import Attention, Experts, Layer, ModelDescription, Projection
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
 from cuboid.tensor3d.experts.experts import ExpertForm
 
+#: The verdict without a self-test: everything that has a rule is split.
+_SPLIT = MeshVerdict()
 #: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
@@ -30,73 +35,96 @@ _NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
 _MLP_WEIGHTS = 3
 
 
-def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> ModelDescription:
-    """Describe a full model.
+def describe_modules(
+    model: PreTrainedModel, verdict: MeshVerdict = _SPLIT, stages: Stages | None = None
+) -> ModelDescription:
+    """Describe a full model. The description doesn't keep it.
 
     Products and parameters are exact. All weights of a layer that aren't sharded over a mesh count as one product, with
     the hidden size as inputs.
 
     Args:
         model: on any device, meta included.
-        whole: blocks that each rank computes whole, as in :func:`~cuboid.models.architectures.roles.find_roles`.
+        verdict: of the architecture's certification on meshes; by default all that has a rule is split.
+        stages: how it can be cut into stages, if known.
 
     Raises:
         UnsupportedModelError: its layers or the number of experts of a token can't be found, or it takes images.
     """
     if takes_pixels(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is given images, and the planner counts the work of tokens; give the axes of the "
-            'mesh in place of "mesh": "auto"'
+            f"{type(model).__name__} is given images, and the planner counts the work of tokens; name the axes of the "
+            "mesh yourself"
         )
     config = model.config.get_text_config()
-    sizes, roles = sizes_of(model), _roles(model, whole)
+    for name in ("hidden_size", "vocab_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no {name} in its config, so the planner can't describe it; name the axes "
+                "of the mesh yourself"
+            )
+    sizes, roles = sizes_of(model), _roles(model, verdict.whole)
     modules = {name: (model.get_submodule(name), role) for name, role in roles.items()}
     learned = sum(role.kind == "embedding" for role in roles.values()) > 1
     counts = HeadCounts.of(config)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         counts = replace(counts, key_value=1)  # Falcon's config has the number of query heads here.
-    # Whole norms in attention are of each head, or of latents.
+    # Whole norms in attention are of each head, or of latents; split ones in it are over all heads.
     kinds = {role.kind for role in roles.values()}
     head_norms = "gathered" in kinds and "latent" not in kinds
+    head_norms |= any(role.kind == "norm" and role.heads is not None for role in roles.values())
     # One of each class stands for those of all layers.
     routers = {type(module): module for module, role in modules.values() if role.kind == "router"}.values()
     kept_by = {type(router).__name__: _router_kept(router, config.hidden_size) for router in routers}
     router_kept = max((kept for kept in kept_by.values() if kept is not None), default=0)
-    layers = tuple(
-        _layer(
-            layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
-            router_kept=router_kept,
-        )
-        for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True)
-    )  # fmt: skip
+    layers, owned = [], set[int]()
+    for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True):
+        # Layers may share weights: the first of them has them.
+        parameters = sum(each.numel() for each in layer.parameters() if id(each) not in owned)
+        owned.update(map(id, layer.parameters()))
+        layers.append(
+            _layer(
+                parameters, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
+                router_kept=router_kept,
+            )
+        )  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    positions = learned_positions(model) or 0
     found = ModelDescription(
         name=config.model_type,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        layers=layers,
-        tied=head is None or head.weight is embedding.weight,
+        layers=tuple(layers),
+        sizes=sizes,
+        # What is behind a base model may be several matrices.
+        outputs=sizes.head // config.hidden_size if head is None else head.weight.shape[0],
+        embedding_parameters=embedding.weight.numel() + positions * config.hidden_size,
+        head_weights=sizes.head,
+        tied=head is not None and head.weight is embedding.weight,
         norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for role in roles.values()) else "rms",
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
-        positions=config.max_position_embeddings if learned else 0,
+        positions=positions,
         most_positions=longest_sequence(model.config),
-        uncounted=_uncounted(
-            config, sizes.layers, roles.values(), [name for name, kept in kept_by.items() if kept is None]
-        ),
+        uncounted=_uncounted(config, layers, roles.values(), [name for name, kept in kept_by.items() if kept is None]),
         config=model.config,
+        limits=Limits.of(model, verdict, stages),
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
-    return replace(found, extra_parameters=max(0, more))
+    return replace(found, extra_parameters=more)
 
 
 def _uncounted(
-    config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Collection[Role], routers: Collection[str]
+    config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role], routers: Collection[str]
 ) -> str:
-    found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
-    if any(layer.query == 0 for layer in layers):
+    found = []
+    if getattr(config, "attn_logit_softcapping", None):
+        found.append("the time that attention with a soft cap takes for scores that are written whole")
+    if any(layer.attention.query == 0 for layer in layers):
         found.append("the time of recurrent states and convolutions of layers without attention")
     if any(role.kind == "norm" and role.heads is not None for role in roles):
         found.append("the sums that norms over all heads exchange")
+    if any(each.kind == "whole" for layer in layers for each in layer.projections):
+        found.append("what ranks of a mesh exchange around blocks that each of them computes whole")
     if routers:
         found.append(f"what {', '.join(routers)} saves in another precision, which can't be run without values")
     return "; ".join(found)
@@ -144,7 +172,7 @@ def _inside(modules: _Modules, layer: str) -> list[tuple[nn.Module, Role]]:
 
 
 def _layer(
-    layer: nn.Module,
+    parameters: int,
     own: LayerSizes,
     modules: list[tuple[nn.Module, Role]],
     counts: HeadCounts,
@@ -177,12 +205,12 @@ def _layer(
     rest = max(0, own.weights - sum(each.weights for each in cut) - of_experts) // hidden
     if rest:
         cut.append(Projection("whole", hidden, rest, "whole"))
-    parameters = sum(parameter.numel() for parameter in layer.parameters())
     if experts is not None:
         parameters -= experts.parameters
     attention = Attention(
         counts.query,
-        counts.key_value,
+        # Latents become keys and values of every query head.
+        counts.query if any(role.kind == "latent" for _, role in modules) else counts.key_value,
         own.query // counts.query,
         own.value // counts.query,
         window=own.window,
@@ -192,7 +220,7 @@ def _layer(
     return Layer(
         attention,
         tuple(cut),
-        norms=max(0, parameters - sum(each.parameters for each in cut)),
+        others=parameters - sum(each.parameters for each in cut),
         intermediate=_intermediate(ups, 0 if experts else max(1, rest // _MLP_WEIGHTS)),
         gated=gated or not ups,
         experts=experts,
@@ -206,7 +234,7 @@ def _intermediate(ups: list[tuple[nn.Module, Role]], otherwise: int) -> int:
 def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig, router_kept: int) -> Experts:
     count, *shape = module.get_parameter(form.down).shape
     outputs, inputs = (shape[1], shape[0]) if form.in_first else (shape[0], shape[1])
-    up = Projection("gate_up", outputs, (2 if form.gated else 1) * inputs, "up", form.up_bias is not None, form.parts)
+    up = Projection("gate_up", outputs, (2 if form.gated else 1) * inputs, "up", form.up_bias is not None)
     down = Projection("down", inputs, outputs, "down", form.down_bias is not None)
     per_token, _ = expert_counts(config, form.down)
     return Experts(count, per_token, (up, down), router_kept)
@@ -235,8 +263,8 @@ def _router_kept(router: nn.Module, hidden: int) -> int | None:
 def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
     """One projection for modules that share their input."""
     first = modules[0][0]
-    outputs, parts = sum(out_features(module) for module, _ in modules), sum(role.parts for _, role in modules)
-    return Projection(name, _in_features(first), outputs, "up", _has_bias(first), parts)
+    outputs = sum(out_features(module) for module, _ in modules)
+    return Projection(name, _in_features(first), outputs, "up", _has_bias(first))
 
 
 def _projection(name: str, module: nn.Module) -> Projection:

@@ -1,0 +1,133 @@
+"""Which layouts training accepts of a model, by what training itself checks, and why it rejects others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import MeshError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict, Mode
+from cuboid.models.architectures.supported_tasks import check_class
+from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.sharded.parallel_plan import MeshRules
+
+_SHOWN_MESHES = 6
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages and segments that an architecture's certificate allows.
+
+    Args:
+        cls: the architecture's class.
+        config: of the model.
+        verified: whether `cuboid verify` passed on the real weights, as ``"certification": "verified"`` says.
+    """
+
+    cls: type[PreTrainedModel]
+    config: PretrainedConfig
+    verified: bool = False
+
+    @cached_property
+    def whole(self) -> str | None:
+        """Why it can't be cut into stages; None if it can."""
+        return self._reason("whole")
+
+    @cached_property
+    def segments(self) -> str | None:
+        """Why its sequences can't be cut into segments; None if they can."""
+        return self._reason("segments")
+
+    def _reason(self, mode: Mode) -> str | None:
+        try:
+            check_class(self.cls, stages=True)
+            # The probe runs only if the answer isn't known yet, and only for layouts with stages.
+            certificate_of(self.cls, self.config).check_model(self.cls.__name__, (mode,), verified=self.verified)
+        except UnsupportedModelError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The layouts that training accepts of a model.
+
+    Args:
+        meshes: those that divide it; None for all.
+        no_mesh: why it can't be on a mesh at all; "" if it can.
+        with_stages: how its stages can't run on a mesh, and why.
+        stages: how it can be cut into stages; None if that isn't known, as for a description by modules alone.
+    """
+
+    meshes: MeshRules | None = None
+    no_mesh: str = ""
+    with_stages: tuple[tuple[Mode, str], ...] = ()
+    stages: Stages | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None) -> Limits:
+        """Those of a model on any device, with the verdict of its certification on meshes."""
+        with_stages = tuple(verdict.with_stages.items())
+        try:
+            verdict.check_model(type(model).__name__)
+            return cls(MeshRules(model, verdict), "", with_stages, stages)
+        except UnsupportedModelError as error:
+            return cls(None, str(error), with_stages, stages)
+
+    def reason_against(self, mesh: MeshShape, stages: int = 1, segments: int = 1) -> str | None:
+        """Why training would reject a layout, in words; None if it wouldn't."""
+        mode: Mode = "segments" if segments > 1 else "whole"
+        if mesh.size > 1:
+            if self.no_mesh:
+                return self.no_mesh
+            misfit = self._misfit(mesh)
+            if misfit is not None:
+                return misfit
+            if stages > 1 and mode in dict(self.with_stages):
+                return f"on a mesh with stages, {dict(self.with_stages)[mode]}"
+        if stages > 1 and self.stages is not None:
+            return self.stages.whole or (self.stages.segments if mode == "segments" else None)
+        return None
+
+    def _misfit(self, mesh: MeshShape) -> str | None:
+        return None if mesh.size == 1 or self.meshes is None else self.meshes.misfit(mesh)
+
+    def fitting(self, size: int) -> list[MeshShape]:
+        """All meshes of ``size`` ranks that training accepts, without stages."""
+        return [mesh for mesh in MeshShape.of_size(size) if self.reason_against(mesh) is None]
+
+    def check(self, name: str, mesh: MeshShape, stages: int, segments: int) -> None:
+        """Check that training would accept a layout.
+
+        Args:
+            name: of the model.
+            mesh, stages, segments: of the layout.
+
+        Raises:
+            MeshError: the mesh doesn't divide the model; the message names meshes of the same size that do.
+            UnsupportedModelError: the architecture isn't right in such a layout.
+        """
+        reason = self.reason_against(mesh, stages, segments)
+        if reason is None:
+            return
+        if reason != self._misfit(mesh):
+            raise UnsupportedModelError(reason)
+        near = ", ".join(map(str, self.fitting(mesh.size)[:_SHOWN_MESHES])) or "none"
+        raise MeshError(
+            f"tensor_parallel.mesh {mesh} can't cut {name}: {reason}; meshes of {mesh.size} ranks that can: {near}"
+        )
+
+    def refused(self, most_stages: int) -> list[str]:
+        """What no layout of a search may have, in words.
+
+        Args:
+            most_stages: the largest number of stages that it would try.
+        """
+        found = [self.no_mesh] if self.no_mesh else []
+        if most_stages > 1 and self.stages is not None:
+            found += [self.stages.whole or self.stages.segments or ""]
+        found += [f"on a mesh with stages, {reason}" for _, reason in self.with_stages]
+        return [each for each in found if each]
