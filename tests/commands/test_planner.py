@@ -222,13 +222,17 @@ def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
         assert waits[0] == pytest.approx(waits[1])
 
 
+#: No mesh of more than one rank divides them.
+SEVEN_HEADS = {"hidden_size": 3584, "num_attention_heads": 7, "num_key_value_heads": 7}
+
+
 def test_search_says_why_nothing_fits():
     model = description_of(planner_rows.CONFIGS["llama3.1-405b"])
     with pytest.raises(ConfigError, match=r"no layout fits llama with 4096 tokens.*needs .* GiB a GPU.*more GPUs"):
         search(model, Cluster.parse("2xV100-16GB"), 4096, 2)
     with pytest.raises(ConfigError, match="no layout divides"):
         search(
-            description_of({**LLAMA_8B, "num_attention_heads": 7, "num_hidden_layers": 1}),
+            description_of({**LLAMA_8B, **SEVEN_HEADS, "num_hidden_layers": 1}),
             Cluster.parse("5xH100"),
             4097,
             3,
