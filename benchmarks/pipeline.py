@@ -40,10 +40,10 @@ from torch.distributed import pipelining
 from transformers import LlamaForCausalLM
 
 import cuboid
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
-from cuboid.seq1f1b.runtime.profiler import Profiler
+from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule import choice
 from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
@@ -248,7 +248,7 @@ class Pipeline(Contestant):
     def begin(self) -> None:
         """Record units anew, where stages do."""
         if self.task.is_emulated:
-            self._recorder = Profiler(torch.device("cpu"))
+            self._recorder = UnitProfiler(torch.device("cpu"))
             for stage in self._recording:
                 stage.begin(self._recorder)
 

@@ -48,10 +48,10 @@ from torch.distributed import pipelining
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.pipeline.pipeline import open_channels
+from cuboid.models.pipeline.training_pipeline import open_channels
+from cuboid.seq1f1b.runtime.executor import Interpreter
 from cuboid.seq1f1b.runtime.p2p import Channel
-from cuboid.seq1f1b.runtime.profiler import Profiler
-from cuboid.seq1f1b.runtime.runtime import Interpreter
+from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import place_stages
 from cuboid.seq1f1b.schedule.lowering import lower
@@ -158,7 +158,7 @@ class Mixer(nn.Module):
 
 
 class SegmentedStage:
-    """A stage as Cuboid's interpreter takes one (:class:`cuboid.seq1f1b.runtime.runtime.Stage`)."""
+    """A stage as Cuboid's interpreter takes one (:class:`cuboid.seq1f1b.runtime.executor.Stage`)."""
 
     hidden_dtype = torch.float32
     device = torch.device("cpu")
@@ -243,7 +243,7 @@ class WholeStage(nn.Module):
         self.mixer = Mixer(work, stage)
         self._stage, self._duration_s = stage, work.cost((work.length,), chunks)
 
-    def begin(self, recorder: Profiler) -> None:
+    def begin(self, recorder: UnitProfiler) -> None:
         """Count micro-batches anew; ``recorder`` sees each unit from now on."""
         self._recorder = recorder
         self._counts = {op: itertools.count() for op in (Op.FORWARD, Op.BACKWARD)}
@@ -286,7 +286,7 @@ class TimedStage(pipelining.PipelineStage):
         self._duration_s = work.cost((work.length,), chunks)
         super().__init__(Mixer(work, stage), stage, work.stages * chunks, torch.device("cpu"))
 
-    def begin(self, recorder: Profiler) -> None:
+    def begin(self, recorder: UnitProfiler) -> None:
         self._recorder = recorder
 
     @contextmanager

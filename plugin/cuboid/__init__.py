@@ -17,7 +17,7 @@ from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, 
 from cuboid.weights.api import from_config, from_pretrained, save_pretrained, scope, shard
 from cuboid.models.sharded.customizations import local_hook
 from cuboid.models.sharded.sharded_model import mesh_of
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.weights.save import full_gradients, full_state_dict
 from cuboid.distributed.mesh import Mesh
 from cuboid_patches import register, unregister

@@ -16,10 +16,10 @@ from comparing import stored
 from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.verify import SmallModel

@@ -21,10 +21,10 @@ from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import tokens_of
 from cuboid.verify.probe import assemble, residual_part
 from cuboid.verify.run import complete, default_tolerance, engine_config_of, engine_plan_of
-from cuboid.verify.training import Outcome
+from cuboid.verify.training import RunOutcome
 
 
-def outcome(**changes: torch.Tensor | float) -> Outcome:
+def outcome(**changes: torch.Tensor | float) -> RunOutcome:
     """An invented outcome, with single tensors or numbers replaced."""
 
     def value(name: str, default: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def outcome(**changes: torch.Tensor | float) -> Outcome:
         return changed
 
     layers = ("embedding", "first", "second")
-    return Outcome(
+    return RunOutcome(
         losses=[float(changes.get("loss", 2.0))],
         norms=[float(changes.get("norm", 3.0))],
         activations={name: value(f"{name}_output", torch.ones(1, 4, 2)) for name in layers},
@@ -135,7 +135,7 @@ def test_outputs_at_padding_are_ignored() -> None:
 
 
 def test_only_the_given_kinds_are_compared() -> None:
-    other = Outcome(losses=[2.0], norms=[3.0], weights=outcome().weights)
+    other = RunOutcome(losses=[2.0], norms=[3.0], weights=outcome().weights)
     checks = compare(outcome(), other, 1e-9, kinds=("weight", "loss", "norm"))
     assert [check.kind for check in checks] == ["loss", "norm", "weight", "weight", "weight"]
     assert all(check.passed for check in checks)
@@ -316,7 +316,9 @@ def test_tolerances_follow_the_precision() -> None:
 # --- half precision ----------------------------------------------------------------------------------------------
 
 
-def noisy(seed: int, noise: float = 0.01, factor: float = 1.0, changed: tuple[str, ...] = ("a", "b", "c")) -> Outcome:
+def noisy(
+    seed: int, noise: float = 0.01, factor: float = 1.0, changed: tuple[str, ...] = ("a", "b", "c")
+) -> RunOutcome:
     """Gradients of three parameters with rounding noise, some of them scaled by a factor."""
     exact = torch.Generator().manual_seed(0)
     chance = torch.Generator().manual_seed(seed)
@@ -325,10 +327,10 @@ def noisy(seed: int, noise: float = 0.01, factor: float = 1.0, changed: tuple[st
         true = torch.randn(size, generator=exact)
         rounded = true * (1 + noise * torch.randn(size, generator=chance))
         gradients[name] = rounded * (factor if name in changed else 1.0)
-    return Outcome(losses=[2.0 * (1 + noise / 50)], norms=[3.0], gradients=[gradients])
+    return RunOutcome(losses=[2.0 * (1 + noise / 50)], norms=[3.0], gradients=[gradients])
 
 
-def failing(other: Outcome, plain: Outcome | None = None) -> set[tuple[str, str]]:
+def failing(other: RunOutcome, plain: RunOutcome | None = None) -> set[tuple[str, str]]:
     checks = compare_noisy(noisy(0, 0.0), plain or noisy(1), other, kinds=("loss", "norm", "gradient"))
     return {(check.kind, check.name) for check in checks if not check.passed}
 

@@ -27,7 +27,7 @@ from cuboid.planner.estimate import estimate, layout_of_config, remedies
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
-from cuboid.planner.search import CHECKPOINTING_LINE, Plan, best_of, config_of, layouts, parse_layout, search
+from cuboid.planner.search import CHECKPOINTING_LINE, SearchResult, best_of, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, description_of, small
 
@@ -333,7 +333,7 @@ def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
     layout = Layout(MeshShape(2, 2, 1), 2, 2, 8, segments=4, schedule="zero_bubble-v", chunks=2)
     found = estimate(description_of(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
     console = Console(width=width, file=StringIO())
-    print_plan(Plan((found,), 1), console)
+    print_plan(SearchResult((found,), 1), console)
     row = next(line for line in console.file.getvalue().splitlines() if line.startswith("│ 1"))
     figures = [cell.strip() for cell in row.split("│")[3:7]]
     assert figures == [f"{found.time.total_s:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",

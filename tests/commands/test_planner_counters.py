@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 import cuboid
 from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.stages import stage_runner
 from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest

@@ -1,4 +1,4 @@
-"""``.ci/names`` rejects a name with two meanings, a file named after its folder, and outdated entries of its lists."""
+"""``.ci/names`` rejects a name with two meanings, and a file named after its folder."""
 
 import runpy
 from pathlib import Path
@@ -21,20 +21,12 @@ def package(tmp_path):
 
 
 def test_what_has_two_meanings_is_named_with_its_places(package):
-    assert findings(package, set(), set()) == [
+    assert findings(package) == [
         "Kind is defined in search.py:5 and stages/stages.py:4",
         "Plan is defined in search.py:3 and stages/stages.py:1",
         "stages/stages.py has the name of its folder",
     ]
 
 
-def test_listed_names_may_stay_until_they_are_gone(package):
-    assert findings(package, {"Kind", "Plan"}, {"stages/stages.py"}) == []
-    assert findings(package, {"Kind", "Plan", "Task"}, {"stages/stages.py", "batch/batch.py"}) == [
-        "Task was renamed: remove it from the list in .ci/names",
-        "batch/batch.py was renamed: remove it from the list in .ci/names",
-    ]
-
-
-def test_the_package_itself_has_no_others():
-    assert findings(SCRIPT["PACKAGE"], SCRIPT["STILL_TWICE"], SCRIPT["STILL_AFTER_FOLDER"]) == []
+def test_the_package_itself_has_none():
+    assert findings(SCRIPT["PACKAGE"]) == []

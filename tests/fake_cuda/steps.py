@@ -21,7 +21,7 @@ from cuboid.checkpoint.save_planner import gather_ranges, plan_items
 from cuboid.checkpoint.snapshot import snapshot as take_snapshot
 from cuboid.distributed.mesh import Mesh
 from cuboid.failures import rank_agreement
-from cuboid.models.pipeline import pipeline as pipelines
+from cuboid.models.pipeline import training_pipeline as pipelines
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.seq1f1b.attention import kernels

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.errors import ConfigError
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.verify import SmallModel
 from training import _batches, ranks_of, settings, train
 

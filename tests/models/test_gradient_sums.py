@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 import cuboid
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy, chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.optim.grad_buffer import GradientBuffer, float32_sums, gradient_of
 
 SIZES = {

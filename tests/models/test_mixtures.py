@@ -21,7 +21,7 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
-from cuboid.tensor3d.experts.experts import ShardedScaledExperts
+from cuboid.tensor3d.experts.sharded_experts import ShardedScaledExperts
 from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
 
 ONE_AXIS = ("1x2x1", "1x1x2", "2x1x1")

@@ -21,7 +21,7 @@ from transformers.utils import is_peft_available
 
 import cuboid
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.verify import SmallModel
 from cuboid.weights.save import full_gradients
 from threaded import Threaded

@@ -16,13 +16,13 @@ import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.certification.float64 import precision
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.stages.model_costs import model_sizes
-from cuboid.models.stages.stages import StageLayout, cut_stages, draw_outline, plan_stages, shared_parameters
+from cuboid.models.stages.stage_cut import StageLayout, cut_stages, draw_outline, plan_stages, shared_parameters
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 VOCABULARY, LAYERS, BATCH, LENGTH = 67, 4, 2, 11

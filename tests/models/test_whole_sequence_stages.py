@@ -11,7 +11,7 @@ from transformers import (
 )
 
 import cuboid
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.batch.targets import Targets
 from cuboid.verify.workers.pool import WorkerError
 from training import ROWS, VOCABULARY, make_engine, settings, small_checkpoint

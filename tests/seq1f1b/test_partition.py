@@ -30,7 +30,7 @@ from transformers import (
 from cuboid import ConfigError
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.stages.model_costs import model_sizes
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.partition import (
     HeadShare,

@@ -23,7 +23,7 @@ from cuboid import ConfigError, CuboidError, MeshShape
 from cuboid.cli import commands
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import Topology
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
 from cuboid.verify.plan import vocabulary_of

@@ -21,10 +21,10 @@ from cuboid.models.batch.broadcast import ReplicasInStep, read_micro_batch, shar
 from cuboid.models.batch.targets import Targets
 from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
 from cuboid.models.pipeline.step_trace import StepTrace
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.models.stages.units import with_targets
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
-from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
+from cuboid.seq1f1b.runtime.profiler import UnitProfiler, gather_times_s
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 from cuboid.verify import SmallModel
@@ -198,7 +198,7 @@ def _traced():
     mesh.connect()
     replica, device = mesh.coordinate.data, torch.device("cpu")
     shape = PipelineShape(1, 1 + replica, 2)
-    schedule, profiler = SCHEDULES["seq1f1b"](shape), Profiler(device)
+    schedule, profiler = SCHEDULES["seq1f1b"](shape), UnitProfiler(device)
     for action in schedule[0]:
         with profiler.observe(action):
             time.sleep(0.01 * mesh.rank)

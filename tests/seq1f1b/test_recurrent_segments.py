@@ -15,7 +15,7 @@ from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification import check
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import small_config
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates, carry_states, read_state
 
 LENGTH = 13
@@ -49,7 +49,7 @@ def difference(architecture, lengths, padding="none", **checkpointing):
         batch = check.probe_batch(Case("", LENGTH, padding), config.vocab_size)
         expected = check.run_plain(model, batch)
         loss = check.run_stages(stages, batch, lengths)
-        return check.largest_error(check.Outcome(loss, check.gradients_of(stages)), expected)[0]
+        return check.largest_error(check.ProbeOutcome(loss, check.gradients_of(stages)), expected)[0]
 
 
 @pytest.mark.sample(2)

@@ -15,10 +15,10 @@ from conftest import TIMEOUT_S
 from cuboid import ConfigError
 from cuboid.config.compatibility import check_layout
 from cuboid.config.schema import parse_config
-from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.pipeline.step_trace import StepTrace
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
-from cuboid.seq1f1b.runtime.runtime import Interpreter
+from cuboid.seq1f1b.runtime.executor import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline

@@ -29,8 +29,8 @@ from cuboid.models.attention.whole_sequence import Replay
 from cuboid.models.batch.broadcast import ReplicasInStep
 from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
-from cuboid.models.pipeline import pipeline
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline import training_pipeline as pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded import parallelize, router_logits, sharded_model
 from cuboid.models.stages import units
 from cuboid.models.stages.router_loss import RouterSums
@@ -46,7 +46,7 @@ from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding import param_group, sharded_param
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam, ShardedState, UnshardedCopy
 from cuboid.verify import SmallModel, WorkerPool, sharded
-from cuboid.verify.compare import Kind
+from cuboid.verify.compare import ComparedKind
 from cuboid.verify.report import Pass
 from cuboid.verify.sharded import run_core, run_engine
 from cuboid.weights import checkpointing, training_state
@@ -100,7 +100,7 @@ class Mutation:
     mutate: Mutate
     layout: Layout
     small: SmallModel = LLAMA
-    found_by: tuple[Kind, ...] = ("gradient",)
+    found_by: tuple[ComparedKind, ...] = ("gradient",)
     name_of_pass: Pass = "core"
     dtype: str = "float64"
     published: int | None = None
@@ -915,9 +915,9 @@ MUTATIONS = (
     Mutation(
         "the routers' loss on each rank along hidden",
         lambda: mock.patch.object(
-            router_logits._Gather,
+            router_logits._GatherRouters,
             "backward",
-            staticmethod(partial(whole_router_gradient, router_logits._Gather.backward)),
+            staticmethod(partial(whole_router_gradient, router_logits._GatherRouters.backward)),
         ),
         HIDDEN,
         ROUTERS,
@@ -1055,7 +1055,7 @@ MUTATIONS = (
     ),
 )
 #: Kinds of checks in the words of docs/verify.md.
-SEEN_BY: dict[Kind, str] = {
+SEEN_BY: dict[ComparedKind, str] = {
     "activation": "outputs",
     "loss": "loss",
     "gradient": "gradients",

@@ -13,8 +13,8 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.errors import ConfigError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of
+from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.models.stages.stages import half_frozen
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.param_groups import GroupNames, align_groups
 from cuboid.weights.api import shard

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.handoff import check_schedule
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 
 #: Training arguments that can't be set with a pipeline, and why.
 _REFUSED = {

@@ -35,7 +35,7 @@ from cuboid.optim.setting_values import described, is_plain
 #: For each parameter group, the names of its parameters on all stages.
 GroupNames = tuple[tuple[str, ...], ...]
 #: Identifies a group on all stages: its settings as text, and its number among those with the same settings.
-_Key = tuple[str, int]
+_GroupKey = tuple[str, int]
 
 
 @dataclass
@@ -80,7 +80,7 @@ class _Group:
 
 
 @dataclass
-class _Stage:
+class _StageGroups:
     """A stage's parameter groups, as one of its ranks lists them.
 
     Attributes:
@@ -96,7 +96,7 @@ class _Stage:
     rank: int
 
     @cached_property
-    def by_key(self) -> dict[_Key, _Group]:
+    def by_key(self) -> dict[_GroupKey, _Group]:
         """The groups by what identifies them, in the rank's order."""
         seen: Counter[str] = Counter()
         found = {}
@@ -164,17 +164,17 @@ def _stage(
     schedules: Sequence[Any],
     rank: int,
     shared: tuple[str, ...],
-) -> _Stage:
+) -> _StageGroups:
     lists = lists_by_group(schedules, len(groups))
     listed = []
     for place, group in enumerate(groups):
         options = {key: _Setting.of(value) for key, value in group.items() if key not in ("params", "param_names")}
         entries = {name: _Setting.of(entries[place]) for name, entries in lists.items()}
         listed.append(_Group(tuple(names[id(p)] for p in group["params"] if id(p) in names), options, entries))
-    return _Stage(listed, shared, tuple(type(schedule).__qualname__ for schedule in schedules), rank)
+    return _StageGroups(listed, shared, tuple(type(schedule).__qualname__ for schedule in schedules), rank)
 
 
-def _check_same_within_stages(own: _Stage, mesh: Mesh) -> None:
+def _check_same_within_stages(own: _StageGroups, mesh: Mesh) -> None:
     """Check that all ranks of each stage list the same groups. Collective over the world.
 
     Raises:
@@ -192,7 +192,7 @@ def _check_same_within_stages(own: _Stage, mesh: Mesh) -> None:
             )
 
 
-def _check_same_schedules(stages: Sequence[_Stage]) -> None:
+def _check_same_schedules(stages: Sequence[_StageGroups]) -> None:
     for stage in stages:
         if stage.schedules != stages[0].schedules:
             raise OptimizerError(
@@ -201,7 +201,7 @@ def _check_same_schedules(stages: Sequence[_Stage]) -> None:
             )
 
 
-def _common_order(stages: Sequence[_Stage]) -> list[_Key]:
+def _common_order(stages: Sequence[_StageGroups]) -> list[_GroupKey]:
     """The groups of all stages in an order that agrees with each stage's; where none says, earlier stages' come first.
 
     Raises:
@@ -211,7 +211,7 @@ def _common_order(stages: Sequence[_Stage]) -> list[_Key]:
     rest = [list(stage.by_key) for stage in stages]
     # How many stages have a group, and how many of them have it first among those that aren't placed yet.
     holders = Counter(key for keys in rest for key in keys)
-    order: list[_Key] = []
+    order: list[_GroupKey] = []
     while any(rest):
         heads = Counter(keys[0] for keys in rest if keys)
         key = next((key for key in heads if heads[key] == holders[key]), None)
@@ -226,7 +226,7 @@ def _common_order(stages: Sequence[_Stage]) -> list[_Key]:
     return order
 
 
-def _check_told_apart(stages: Sequence[_Stage]) -> None:
+def _check_told_apart(stages: Sequence[_StageGroups]) -> None:
     """Check that each stage has either all or none of the groups that have the same settings."""
     counts = [Counter(group.settings for group in stage.groups) for stage in stages]
     for text in dict.fromkeys(text for count in counts for text in count):
@@ -243,17 +243,19 @@ def _check_told_apart(stages: Sequence[_Stage]) -> None:
         )
 
 
-def _elsewhere(stages: Sequence[_Stage], key: _Key) -> _Group:
+def _elsewhere(stages: Sequence[_StageGroups], key: _GroupKey) -> _Group:
     return next(stage.by_key[key] for stage in stages if key in stage.by_key)
 
 
-def _names(stages: Sequence[_Stage], key: _Key) -> Iterator[str]:
+def _names(stages: Sequence[_StageGroups], key: _GroupKey) -> Iterator[str]:
     for stage in stages:
         if key in stage.by_key:
             yield from stage.by_key[key].names
 
 
-def _extend(groups: list[dict[str, Any]], own: _Stage, stages: Sequence[_Stage], order: Sequence[_Key]) -> None:
+def _extend(
+    groups: list[dict[str, Any]], own: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
+) -> None:
     """Put groups without parameters where only other stages have one."""
     here = dict(zip(own.by_key, groups, strict=True))
     values = [value for group in groups for key, value in group.items() if key != "params"]
@@ -267,7 +269,9 @@ def _extend(groups: list[dict[str, Any]], own: _Stage, stages: Sequence[_Stage],
         groups.append({"params": [], **{name: _made_here(setting, values) for name, setting in options.items()}})
 
 
-def _extend_schedules(schedules: Sequence[Any], own: _Stage, stages: Sequence[_Stage], order: Sequence[_Key]) -> None:
+def _extend_schedules(
+    schedules: Sequence[Any], own: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
+) -> None:
     """Add entries for the groups of other stages to the lists by group of this rank's schedules.
 
     Raises:
@@ -297,7 +301,7 @@ def _made_here(setting: _Setting, values: Sequence[Any]) -> Any:
     return next((value for value in values if described(value) == setting.text), None)
 
 
-def _check_shared(stages: Sequence[_Stage], groups: GroupNames) -> None:
+def _check_shared(stages: Sequence[_StageGroups], groups: GroupNames) -> None:
     """Check that both copies of a shared parameter are in the same group, or in none.
 
     Raises:

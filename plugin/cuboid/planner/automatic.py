@@ -22,7 +22,7 @@ from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import sizes_of
-from cuboid.planner.cost.layout import Checkpointing, Layout
+from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
@@ -99,7 +99,7 @@ class SegmentChoice:
             micro_batches: micro-batches of a step.
             recomputes: whether the model checkpoints activations.
         """
-        checkpointing: Checkpointing = "full" if recomputes else "none"
+        checkpointing: CheckpointingMode = "full" if recomputes else "none"
         layout = replace(self.layout, micro_batch=rows, micro_batches=micro_batches, checkpointing=checkpointing)
         count = best_segments(self.model, layout, self.cluster, length)
         if current_rank() == 0:
@@ -247,7 +247,7 @@ def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, l
     known: dict[Any, Any] = {}
     what = f"{model.name} with {length} tokens on {cluster}"
 
-    def costs(checkpointing: Checkpointing) -> Iterator[StepCost]:
+    def costs(checkpointing: CheckpointingMode) -> Iterator[StepCost]:
         for layout in layouts:
             one = replace(layout, checkpointing=checkpointing)
             # Sequences are padded to a multiple of this, and every segment has at least one multiple.

@@ -110,7 +110,7 @@ class BlockSizes:
         return self.blocks - (self.latents is not None and not self.query)
 
 
-class _Count:
+class _ByteCount:
     """Sums up the bytes that collectives of given total sizes send."""
 
     def __init__(self, mesh: MeshShape) -> None:
@@ -145,7 +145,7 @@ def layer_bytes(
         statistic_bytes: of one of a norm's statistics.
         weight_gather: whether weights are gathered again in backward ("layer") or kept ("step").
     """
-    count = _Count(mesh)
+    count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
     # For each block: input gather in forward and again in backward, and reduce-scatter of its gradient; output
@@ -179,7 +179,7 @@ def recomputed_bytes(
     Args:
         sizes, mesh, batch, length, element_bytes, statistic_bytes: as in :func:`layer_bytes`.
     """
-    count = _Count(mesh)
+    count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
     count.add("all_gather", ("sequence",), residual, sizes.gathered_blocks + sizes.blocks)
@@ -220,11 +220,11 @@ def stage_layer_bytes(
             layer_bytes(sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes)
         )
     if splits:
-        again = _Count(mesh)
+        again = _ByteCount(mesh)
         for length in lengths:
             _add_again(again, sizes, mesh, batch / mesh.batch * length * element_bytes)
         total.update(again.bytes)
-    spared = _Count(mesh)
+    spared = _ByteCount(mesh)
     if weight_gather == "step":
         # layer_bytes has counted two gathers for each unit; one gather in the whole step is left.
         _add_weights(spared, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
@@ -237,7 +237,7 @@ def stage_layer_bytes(
 
 
 def _add_projections(
-    count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float, *, backward: bool = True
+    count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, per_feature: float, *, backward: bool = True
 ) -> None:
     """Communication of activations over `hidden`.
 
@@ -262,7 +262,7 @@ def _add_projections(
         count.add("all_gather", ("sequence",), latent * mesh.sequence, 2 if backward else 1)
 
 
-def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
+def _add_again(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
     """The second gather of the gradients of linear layers' outputs, which both halves of a split backward need."""
     blocks = 1 + (sizes.intermediate > 0)
     count.add("all_gather", ("sequence",), per_feature * sizes.hidden / mesh.hidden, blocks)
@@ -276,7 +276,7 @@ def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: f
         count.add("all_reduce", ("hidden",), per_feature / mesh.sequence * sum(sizes.latents.features))
 
 
-def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
+def _add_weights(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
     """Gathers of each weight's block in forward and, unless kept, in backward; reduce-scatter of its gradient."""
     projections = sizes.query + sizes.output + (3 if sizes.gated else 2) * sizes.intermediate
     key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
@@ -298,7 +298,7 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", ("batch",), features * sizes.hidden * element_bytes / mesh.hidden, times)
 
 
-def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float, *, backward: bool = True) -> None:
+def _add_experts(count: _ByteCount, experts: ExpertSizes, per_feature: float, *, backward: bool = True) -> None:
     """As :func:`_add_projections`, for the experts, which have k rows for each token."""
     rows = per_feature * experts.per_token
     count.add("reduce_scatter", ("hidden",), rows * experts.up, 2 if backward else 1)
@@ -306,7 +306,13 @@ def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float, *, bac
 
 
 def _add_routing(
-    count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int, *, backward: bool = True
+    count: _ByteCount,
+    experts: ExpertSizes,
+    mesh: MeshShape,
+    tokens: float,
+    statistic_bytes: int,
+    *,
+    backward: bool = True,
 ) -> None:
     """Routing: choices and their weights, gathered over `sequence`; partial logits, gathered over `hidden`."""
     choices = tokens * experts.per_token
@@ -320,7 +326,7 @@ def _add_routing(
 
 
 def _add_statistics(
-    count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, *, backward: bool = True
+    count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, statistics: float, *, backward: bool = True
 ) -> None:
     """Statistics of the two norms, in forward and backward."""
     if sizes.norm == "rms":
@@ -330,7 +336,7 @@ def _add_statistics(
         count.add("all_reduce", ("hidden",), 2 * statistics, 2 * backward)
 
 
-def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
+def _add_vectors(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
     """Gathers of the parameters of norms, biases and routers, or reduce-scatters of their gradients."""
     norms = 2 * (1 if sizes.norm == "rms" else 2)
     outs = sizes.out_bias + sizes.mlp_bias

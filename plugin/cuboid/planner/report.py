@@ -8,7 +8,7 @@ from typing import Any
 
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
-from cuboid.planner.search import Plan, reason, terms
+from cuboid.planner.search import SearchResult, reason, terms
 from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes, save_picture
 
 _GIB = 2**30
@@ -109,7 +109,7 @@ def print_profile(cluster: Cluster, console: Any) -> None:
     )
 
 
-def print_plan(plan: Plan, console: Any) -> None:
+def print_plan(plan: SearchResult, console: Any) -> None:
     """Print the best layouts, with the reason why each loses to the first."""
     from rich.table import Table
 

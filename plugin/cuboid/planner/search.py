@@ -39,7 +39,7 @@ CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -59,7 +59,7 @@ def search(
     *,
     goal: Goal = "fastest",
     count: int = 10,
-) -> Plan:
+) -> SearchResult:
     """Search the layouts that use all GPUs of a cluster; for "fewest", of the smallest part of it on which one fits.
 
     Layouts are sorted by a cheap bound of their cost and estimated in that order, until no other can be among the
@@ -99,7 +99,7 @@ def search(
     if goal == "smallest":
         return found
     more = [cost_of(layout) for layout in _with_less_bubble(costs, found.best[-1].time)]
-    return Plan(tuple(_improved(found.best, more, count)), found.considered + len(more))
+    return SearchResult(tuple(_improved(found.best, more, count)), found.considered + len(more))
 
 
 def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
@@ -131,7 +131,7 @@ def _improved(found: Iterable[Estimate], costs: Iterable[StepCost], count: int) 
     return best
 
 
-def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> Plan:
+def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> SearchResult:
     """The fastest layouts on the smallest part of the cluster on which any fits."""
     parts = [replace(cluster, nodes=1, gpus_per_node=gpus) for gpus in divisors(cluster.gpus_per_node)]
     parts += [replace(cluster, nodes=nodes) for nodes in divisors(cluster.nodes) if nodes > 1]
@@ -144,7 +144,7 @@ def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_ba
     return search(model, parts[-1], length, global_batch, count=count)
 
 
-def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> Plan:
+def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> SearchResult:
     """The best of one model's layouts on one cluster that fit in memory.
 
     Args:
@@ -172,7 +172,7 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
                 found = _with(found, one, goal)
     if not found:
         raise ConfigError(_nothing_fits(what, every))
-    return Plan(tuple(found[:count]), len(every))
+    return SearchResult(tuple(found[:count]), len(every))
 
 
 def _with(found: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:

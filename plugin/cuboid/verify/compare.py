@@ -10,15 +10,15 @@ from typing import Literal, get_args
 
 import torch
 
-from cuboid.verify.training import Outcome, Tensors
+from cuboid.verify.training import RunOutcome, Tensors
 
-Kind = Literal[
+ComparedKind = Literal[
     "activation", "logits", "loss", "gradient", "scale", "norm", "moment", "weight", "dropout", "sum", "resume"
 ]  # fmt: skip
 #: Kinds that are checked on the sharded side alone.
-OWN: tuple[Kind, ...] = ("dropout", "sum", "resume")
+OWN: tuple[ComparedKind, ...] = ("dropout", "sum", "resume")
 #: Kinds that both sides produce. A ``"scale"`` check is derived from gradients or moments.
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("scale", *OWN))
+KINDS: tuple[ComparedKind, ...] = tuple(kind for kind in get_args(ComparedKind) if kind not in ("scale", *OWN))
 
 #: Name of a check on all parameters.
 ALL = "all parameters together"
@@ -50,7 +50,7 @@ class Check:
         step: of the optimizer, from 1, for gradients.
     """
 
-    kind: Kind
+    kind: ComparedKind
     name: str
     error: float
     magnitude: float
@@ -64,11 +64,11 @@ class Check:
 
 
 def compare(
-    reference: Outcome,
-    other: Outcome,
+    reference: RunOutcome,
+    other: RunOutcome,
     tolerance: float,
     *,
-    kinds: Collection[Kind] = KINDS,
+    kinds: Collection[ComparedKind] = KINDS,
     padding: Sequence[torch.Tensor] = (),
 ) -> list[Check]:
     """Compare two outcomes.
@@ -105,18 +105,18 @@ def allow_rounding(checks: Sequence[Check], plain: Sequence[Check]) -> list[Chec
     return [replace(each, tolerance=max(each.tolerance, own)) for each, own in zip(checks, allowed, strict=True)]
 
 
-def kinds_in_order(kinds: Collection[Kind]) -> list[Kind]:
+def kinds_in_order(kinds: Collection[ComparedKind]) -> list[ComparedKind]:
     """The given kinds, in the order of :data:`KINDS`."""
     return [kind for kind in KINDS if kind in kinds]
 
 
-def numbers_of(outcome: Outcome, kind: Kind) -> list[float]:
+def numbers_of(outcome: RunOutcome, kind: ComparedKind) -> list[float]:
     """Losses or norms, by step."""
     return outcome.losses if kind == "loss" else outcome.norms
 
 
 def tensors_of(
-    kind: Kind, reference: Outcome, other: Outcome, padding: Sequence[torch.Tensor]
+    kind: ComparedKind, reference: RunOutcome, other: RunOutcome, padding: Sequence[torch.Tensor]
 ) -> Iterator[tuple[int | None, Tensors, Tensors]]:
     """Tensors of a kind on both sides, for each step if there are several; nothing for losses and norms."""
     if kind == "activation":
@@ -136,7 +136,7 @@ def tensors_of(
         yield None, reference.weights, other.weights
 
 
-def own_checks(outcome: Outcome) -> list[Check]:
+def own_checks(outcome: RunOutcome) -> list[Check]:
     """The checks of the sharded side alone."""
     found = ((kind, outcome.own.get(kind, {})) for kind in OWN)
     return [Check(kind, name, error, 1.0, most) for kind, errors in found for name, (error, most) in errors.items()]
@@ -182,7 +182,7 @@ def first_difference(checks: Sequence[Check]) -> str | None:
 
 
 def _compare_tensors(
-    kind: Kind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
+    kind: ComparedKind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
 ) -> Iterator[Check]:
     largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     for name, tensor in reference.items():
@@ -200,7 +200,7 @@ def _compare_tensors(
             yield Check(kind, name, error, 0.0, tolerance, step)
 
 
-def _compare_steps(kind: Kind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:
+def _compare_steps(kind: ComparedKind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:
     for step, (expected, found) in enumerate(zip(reference, other, strict=True), start=1):
         error = relative_error(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
         yield Check(kind, f"step {step}", error, abs(expected), tolerance)

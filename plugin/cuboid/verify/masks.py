@@ -34,7 +34,7 @@ _MOST = 1024
 
 
 @dataclass
-class Masks:
+class DropoutMasks:
     """The masks of one place in the model, on one rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Masks:
 
 
 #: By dropout module; or by the module that calls ``nn.functional.dropout``, and the number of the call in its forward.
-MasksByName = dict[str, Masks]
+MasksByName = dict[str, DropoutMasks]
 
 
 def probe_masks(modules: Iterable[tuple[str, nn.Module]], model: nn.Module, run: Callable[[], Any]) -> MasksByName:
@@ -130,7 +130,7 @@ class _Recorder(TorchFunctionMode):
         return x * kept
 
     def _note(self, name: str, x: torch.Tensor, kept: torch.Tensor) -> None:
-        masks = self.found.setdefault(name, Masks())
+        masks = self.found.setdefault(name, DropoutMasks())
         mask = (kept.detach() != 0).flatten()[:_ELEMENTS].cpu()
         if is_recomputing():
             masks.recomputed.append(mask)

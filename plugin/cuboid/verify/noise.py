@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cuboid.verify.compare import ALL, FACTOR, Check, Kind, kinds_in_order, numbers_of, tensors_of
-from cuboid.verify.training import Outcome, Tensors
+from cuboid.verify.compare import ALL, FACTOR, Check, ComparedKind, kinds_in_order, numbers_of, tensors_of
+from cuboid.verify.training import RunOutcome, Tensors
 
 #: A slope may deviate by this many standard deviations.
 _DEVIATIONS = 6.0
@@ -30,7 +30,7 @@ _TOGETHER = 1.75
 #: independent ones.
 _INDEPENDENT = 64
 #: Relative errors of a loss and of a norm that always pass in half precision.
-_FLOORS: dict[Kind, float] = {"loss": 2.0**-8, "norm": 2.0**-7}
+_FLOORS: dict[ComparedKind, float] = {"loss": 2.0**-8, "norm": 2.0**-7}
 #: A tensor with a larger distance is all noise, as a gradient that is zero in exact arithmetic.
 _ALL_NOISE = 0.5
 
@@ -66,11 +66,11 @@ class Deviation:
 
 
 def compare_noisy(
-    exact: Outcome,
-    plain: Outcome,
-    other: Outcome,
+    exact: RunOutcome,
+    plain: RunOutcome,
+    other: RunOutcome,
     *,
-    kinds: Collection[Kind],
+    kinds: Collection[ComparedKind],
     padding: Sequence[torch.Tensor] = (),
 ) -> list[Check]:
     """Compare two outcomes in half precision by their distances from an exact one.
@@ -100,7 +100,7 @@ def compare_noisy(
     return checks
 
 
-def _compare_numbers(kind: Kind, exact: list[float], plain: list[float], other: list[float]) -> Iterator[Check]:
+def _compare_numbers(kind: ComparedKind, exact: list[float], plain: list[float], other: list[float]) -> Iterator[Check]:
     errors = [abs(noisy / true - 1) if true else abs(noisy) for true, noisy in zip(exact, plain, strict=True)]
     typical = math.sqrt(sum(error**2 for error in errors) / len(errors))
     tolerance = max(_DEVIATIONS * typical, _FLOORS[kind])
@@ -109,7 +109,9 @@ def _compare_numbers(kind: Kind, exact: list[float], plain: list[float], other: 
         yield Check(kind, f"step {step}", error if math.isfinite(error) else math.inf, abs(true), tolerance)
 
 
-def _compare_distances(kind: Kind, exact: Tensors, plain: Tensors, other: Tensors, step: int | None) -> Iterator[Check]:
+def _compare_distances(
+    kind: ComparedKind, exact: Tensors, plain: Tensors, other: Tensors, step: int | None
+) -> Iterator[Check]:
     noise = _noise(exact, plain)
     for name, tensor in exact.items():
         own = Deviation.of(tensor, other.get(name))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from cuboid.models.architectures.transformers_names import checkpoint_activations, stop_checkpointing
 from cuboid.models.certification.task_batches import loss_of
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.verify.masks import MasksByName, compare_masks, probe_masks
 from cuboid.verify.plan import Plan
@@ -25,7 +25,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def check_alone(model: Any, plan: Plan, batch: Batch, pipeline: Pipeline | None = None) -> dict[str, Errors]:
-    """The checks by their kind, see :attr:`cuboid.verify.training.Outcome.own`. Collective, before any step.
+    """The checks by their kind, see :attr:`cuboid.verify.training.RunOutcome.own`. Collective, before any step.
 
     Args:
         model: on this rank.

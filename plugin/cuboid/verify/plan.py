@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.architectures.certificate import Kind
+from cuboid.models.architectures.certificate import BatchKind
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.batch.length_cases import (
     LONGEST,
@@ -103,7 +103,7 @@ class Plan:
     rounded: bool = False
     shard_in_memory: bool = False
     counts_items: bool = True
-    left_out: tuple[tuple[Kind, str], ...] = ()
+    left_out: tuple[tuple[BatchKind, str], ...] = ()
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -202,7 +202,7 @@ class Plan:
         cases = self.cases and tuple(replace(c, padding=right.get(c.padding, c.padding)) for c in self.cases)
         return replace(self, left_padding=False, cases=cases)
 
-    def without(self, refused: dict[Kind, str]) -> Plan:
+    def without(self, refused: dict[BatchKind, str]) -> Plan:
         """This plan without the refused kinds of micro-batches, which are recorded in ``left_out``."""
         swaps: dict[Padding, Padding] = {}
         if "padding on the left" in refused:

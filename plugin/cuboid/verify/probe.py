@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cuboid.distributed.topology import Coordinate, MeshShape
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.task_inputs import run_forward
 
-Tensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 #: Outputs by module, one for each call: a single one for the full sequence, or one for each segment.
 Outputs = dict[str, list[torch.Tensor]]
 
 
-def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tensors]:
+def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, NamedTensors]:
     """Run a micro-batch in evaluation mode.
 
     Returns:

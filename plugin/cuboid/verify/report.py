@@ -16,14 +16,14 @@ from rich.table import Table
 from cuboid.checkpoint.format.bounded_files import write_text
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.topology import MeshShape
-from cuboid.verify.compare import FACTOR, OWN, Check, Kind, first_difference
+from cuboid.verify.compare import FACTOR, OWN, Check, ComparedKind, first_difference
 from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
 Pass = Literal["core", "engine"]
 #: Pipeline keys that don't affect results, so aren't reported.
 _NO_RESULT = {"engine", "trace", "trace_step"}
-_PARAMETER_KINDS: tuple[Kind, ...] = ("gradient", "scale", "moment", "weight")
+_PARAMETER_KINDS: tuple[ComparedKind, ...] = ("gradient", "scale", "moment", "weight")
 _TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed engine"}
 
 
@@ -61,7 +61,7 @@ class PassReport:
         """Where the two sides begin to differ, or None."""
         return first_difference(self.checks)
 
-    def worst(self, kind: Kind) -> Check | None:
+    def worst(self, kind: ComparedKind) -> Check | None:
         """The worst check of a kind, if there is any."""
         return max((check for check in self.checks if check.kind == kind), key=_badness, default=None)
 
@@ -194,7 +194,7 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _by_name(report: PassReport, kind: Kind) -> dict[str, Check]:
+def _by_name(report: PassReport, kind: ComparedKind) -> dict[str, Check]:
     """The worst check over all steps, by name."""
     worst: dict[str, Check] = {}
     for check in report.checks:

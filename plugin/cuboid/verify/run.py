@@ -19,12 +19,11 @@ from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import LABELLED
-from cuboid.models.architectures.certificate import Kind as BatchKind
+from cuboid.models.architectures.certificate import LABELLED, BatchKind
 from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
-from cuboid.verify.compare import KINDS, Kind, allow_rounding, compare, own_checks
+from cuboid.verify.compare import KINDS, ComparedKind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
 from cuboid.verify.reference import run_reference
@@ -32,7 +31,7 @@ from cuboid.verify.report import Pass, PassReport, Report
 from cuboid.verify.sharded import run_core, run_engine
 from cuboid.verify.storage import read, read_parts
 from cuboid.verify.task_inputs import paddings
-from cuboid.verify.training import Outcome
+from cuboid.verify.training import RunOutcome
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
 from cuboid.weights.resolve import settle
 
@@ -350,7 +349,7 @@ def judge(
     )
 
 
-def _kinds(name: Pass, ours: Outcome, pipeline: PipelineConfig | None) -> list[Kind]:
+def _kinds(name: Pass, ours: RunOutcome, pipeline: PipelineConfig | None) -> list[ComparedKind]:
     """The kinds that a pass compares."""
     if name == "engine":
         # In float32 without ZeRO, there is a norm only if the engine clips.

@@ -17,7 +17,7 @@ from cuboid import Mesh, MeshShape
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.task_batches import loss_of
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.own_checks import check_alone
 from cuboid.verify.plan import Plan, vocabulary_of
@@ -26,7 +26,7 @@ from cuboid.verify.reference import device, load_plain, widened
 from cuboid.verify.resume import check_resume
 from cuboid.verify.storage import SAVED, write, write_part
 from cuboid.verify.task_inputs import micro_batches, options_of
-from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
+from cuboid.verify.training import MOMENT, RunOutcome, Tensors, parameter_groups, prepare, run_replicas, train
 from cuboid.weights.save import full_values
 
 
@@ -121,7 +121,7 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print their memory use
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, plan), config=config)
     mesh = cuboid.mesh_of(engine)
-    outcome = Outcome()
+    outcome = RunOutcome()
 
     def run(step: int) -> float:
         batches = micro_batches(plan, engine.module, step, mesh.coordinate.data)

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from cuboid.distributed.topology import Topology
 from cuboid.verify.probe import Outputs, assemble
-from cuboid.verify.training import Outcome, Tensors
+from cuboid.verify.training import RunOutcome, Tensors
 
 _TENSORS = ("activations", "logits", "moments")
 #: Subfolder in which a side's model is saved as a checkpoint, which has the weights after training.
 SAVED = "saved"
 
 
-def write(outcome: Outcome, directory: Path) -> None:
+def write(outcome: RunOutcome, directory: Path) -> None:
     """Write an outcome except for the weights, which the model saves as a checkpoint.
 
     Full activations are part of it; a rank's part of them is written by :func:`write_part`.
@@ -37,7 +37,7 @@ def write_part(outputs: Outputs, directory: Path, rank: int) -> None:
     _save(calls, directory / f"part-{rank}.safetensors")
 
 
-def read(directory: Path) -> Outcome:
+def read(directory: Path) -> RunOutcome:
     """Read what :func:`write` wrote, and the weights that the model saved."""
     scalars = json.loads((directory / "outcome.json").read_text(encoding="utf-8"))
     ordered: dict[str, Tensors] = {}
@@ -49,7 +49,7 @@ def read(directory: Path) -> Outcome:
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     whole = {kind: ordered[kind] for kind in _TENSORS}
     own = {kind: {name: tuple(pair) for name, pair in found.items()} for kind, found in scalars["own"].items()}
-    return Outcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, own=own, **whole)
+    return RunOutcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, own=own, **whole)
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:

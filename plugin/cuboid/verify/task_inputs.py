@@ -9,7 +9,7 @@ import torch
 
 from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.architectures.transformers_names import decoder_ids
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.certification.task_batches import target_case, with_answers, with_target
 from cuboid.verify.plan import Plan, tokens_of

@@ -22,7 +22,7 @@ MOMENT = "exp_avg"
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The values that one side computed.
 
     Args:
@@ -47,7 +47,7 @@ class Outcome:
     weights: Tensors = field(default_factory=dict)
 
 
-class Side(Protocol):
+class RunSide(Protocol):
     """The operations that differ between the two sides: running micro-batches, and sums over ranks."""
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
@@ -66,9 +66,9 @@ class Side(Protocol):
         """Full gradients by Hugging Face name, on the process that writes the outcome."""
 
 
-def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outcome:
+def train(model: Any, plan: Plan, side: RunSide, *, moments: bool = False) -> RunOutcome:
     """Run the plan's optimizer steps; with ``moments``, also return Adam's first moments."""
-    outcome = Outcome()
+    outcome = RunOutcome()
     prepare(model, plan)
     optimizer = adamw(model, plan)
     for step in range(plan.steps):
@@ -149,7 +149,7 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     return total
 
 
-def _norm(model: nn.Module, side: Side) -> float:
+def _norm(model: nn.Module, side: RunSide) -> float:
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for parameter in side.counted(model):
         if parameter.grad is not None:

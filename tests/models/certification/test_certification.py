@@ -300,7 +300,7 @@ def test_one_wrong_kind_of_two_in_a_micro_batch_is_told_apart():
     asked = []
 
     def trial(*cases):
-        return check.Trial(cases, {"names": "".join(case.name for _, case in cases)}, check.Outcome(None, {}))
+        return check.Trial(cases, {"names": "".join(case.name for _, case in cases)}, check.ProbeOutcome(None, {}))
 
     def compare(batch, expected):
         asked.append(batch["names"])

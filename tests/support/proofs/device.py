@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.models.pipeline import pipeline
+from cuboid.models.pipeline import training_pipeline as pipeline
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
 
 

@@ -20,7 +20,7 @@ from cuboid.convert.formats.parameter_names import state_specs
 from cuboid.convert.formats.pickles import PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")

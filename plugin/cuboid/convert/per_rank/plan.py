@@ -14,7 +14,7 @@ from cuboid.convert.formats.parameter_names import LoadTarget, blank_model, is_e
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.model_plan import ModelPlan
-from cuboid.models.stages.stages import cut_stages
+from cuboid.models.stages.stage_cut import cut_stages
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
 from cuboid.weights.resolve import resolve_elsewhere

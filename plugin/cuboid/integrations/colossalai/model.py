@@ -11,7 +11,7 @@ from torch import nn
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CuboidError
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.checkpointing import Checkpointing, Origin, Progress

@@ -12,7 +12,7 @@ from torch import nn
 
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import replica_optimizer

@@ -20,24 +20,24 @@ from cuboid.optim.master_weights import follow
 
 #: Of a parameter group: the parameters, the flat tensor that they are views of, this replica's part of that, and its
 #: master weights.
-_Group = tuple[list[nn.Parameter], torch.Tensor, torch.Tensor, torch.Tensor]
+_WatchedGroup = tuple[list[nn.Parameter], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _zero_groups(optimizer: Any) -> list[_Group]:
+def _zero_groups(optimizer: Any) -> list[_WatchedGroup]:
     ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
     parts = [parts[rank] for parts, rank in zip(optimizer.parallel_partitioned_bit16_groups, ranks, strict=True)]
     masters = optimizer.single_partition_of_fp32_groups
     return list(zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, parts, masters, strict=True))
 
 
-def _bf16_groups(optimizer: Any) -> list[_Group]:
+def _bf16_groups(optimizer: Any) -> list[_WatchedGroup]:
     ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
     parts = [parts[rank] for parts, rank in zip(optimizer.bf16_partitioned_groups, ranks, strict=True)]
     masters = optimizer.fp32_groups_flat_partition
     return list(zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, parts, masters, strict=True))
 
 
-def _groups_of(optimizer: Any) -> list[_Group]:
+def _groups_of(optimizer: Any) -> list[_WatchedGroup]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         return _zero_groups(optimizer)
     if isinstance(optimizer, BF16_Optimizer):

@@ -19,7 +19,7 @@ from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import StepGuard
 from cuboid.integrations.deepspeed.checkpoint import positioned
 from cuboid.integrations.deepspeed.engine import CuboidEngine
-from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.training_pipeline import Pipeline
 
 
 class CuboidPipelineEngine(CuboidEngine):

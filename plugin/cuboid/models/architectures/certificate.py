@@ -24,7 +24,7 @@ HeadPlan = Literal["split", "labels", "whole"]
 #: layer.
 Inputs = Literal["embeddings", "ids", "only ids", "pixels"]
 #: Kinds of micro-batches, each of which is certified by itself.
-Kind = Literal[
+BatchKind = Literal[
     "whole rows",
     "padding on the left",
     "padding on the right",
@@ -33,7 +33,7 @@ Kind = Literal[
     "packed sequences",
 ]
 #: Maps a kind of padding to the kind whose padding has labels, too.
-LABELLED: dict[Kind, Kind] = {
+LABELLED: dict[BatchKind, BatchKind] = {
     "padding on the left": "labels in padding on the left",
     "padding on the right": "labels in padding on the right",
 }
@@ -52,7 +52,7 @@ class Verdict:
             ``BartForCausalLM`` and similar models it compares a position with its own label.
     """
 
-    refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
+    refused: dict[Mode, dict[BatchKind, str]] = field(default_factory=dict)
     error: float = 0.0
     gives_cache: bool = False
     shifts_labels: bool = True
@@ -163,7 +163,7 @@ class MeshVerdict:
         changes: as in :class:`Certificate`.
     """
 
-    refused: dict[Kind, str] = field(default_factory=dict)
+    refused: dict[BatchKind, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     splits_late: bool = False
     gathers_logits: bool = False
@@ -229,13 +229,13 @@ _WORDS: dict[Mode, str] = {
 }
 
 
-def _advice(kind: Kind) -> str:
+def _advice(kind: BatchKind) -> str:
     return f"; give what is padding the label {PADDING}" if kind in LABELLED.values() else ""
 
 
-def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> list[Kind]:
+def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[BatchKind]) -> list[BatchKind]:
     """The kinds in ``among`` that a micro-batch is of. Other kinds aren't checked: each check waits for the device."""
-    kinds: list[Kind] = ["whole rows"]
+    kinds: list[BatchKind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     target_mask = batch.get("decoder_attention_mask")
     for each in (mask, target_mask) if any("padding" in kind for kind in among) else ():
@@ -255,7 +255,7 @@ def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> lis
     return [kind for kind in kinds if kind in among]
 
 
-def _paddings_of(seen: torch.Tensor) -> dict[Kind, torch.Tensor]:
+def _paddings_of(seen: torch.Tensor) -> dict[BatchKind, torch.Tensor]:
     """Masks ``[B, S]`` of the positions that are padding on a side; one between two tokens is on both.
 
     Args:

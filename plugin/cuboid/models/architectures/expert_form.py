@@ -11,7 +11,7 @@ import inspect
 
 from torch import nn
 
-from cuboid.tensor3d.experts.experts import ExpertForm
+from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 

@@ -23,9 +23,9 @@ from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.plans import COMMON, LATENT, PLANS
-from cuboid.tensor3d.experts.experts import ExpertForm
+from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
-Kind = Literal[
+RoleKind = Literal[
     "embedding",
     "up",
     "down",
@@ -72,7 +72,7 @@ class Role:
             gathered.
     """
 
-    kind: Kind
+    kind: RoleKind
     heads: Heads | None = None
     parts: int = 1
     norm: NormFormula | None = None

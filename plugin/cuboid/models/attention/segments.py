@@ -16,7 +16,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.forward_context import Unit, UnitSlot
 from cuboid.models.attention.whole_sequence import Masks
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 #: Names of cache arguments that transformers' checkpointing removes. Some layers don't annotate them as a cache.

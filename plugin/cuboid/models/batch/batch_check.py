@@ -19,8 +19,8 @@ from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.models.batch.batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
 from cuboid.models.batch.generator_check import Library, generator_numbers, generators_differ, shared_number
+from cuboid.models.batch.local_batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
 from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 

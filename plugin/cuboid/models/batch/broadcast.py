@@ -20,8 +20,8 @@ from cuboid.errors import CuboidError
 from cuboid.failures.rank_failure import RankFailure, is_lost
 from cuboid.failures.replica_updates import EQUAL_SHARES
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
-from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.batch_check import Limits
+from cuboid.models.batch.local_batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.targets import ANSWERS, TARGETS
 
 #: Tensors by the names in ``Limits.names``. All hold integers, except the labels of regression and multi-label tasks.

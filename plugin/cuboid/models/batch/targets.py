@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
-from cuboid.models.batch.batch import IGNORE_INDEX, check_ids
+from cuboid.models.batch.local_batch import IGNORE_INDEX, check_ids
 
 #: For each task, the arguments of a forward with which its loss compares logits. Those of language models are sharded
 #: with the micro-batch; all others are whole on all ranks.

@@ -23,7 +23,7 @@ from filelock import FileLock
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict, words_of_changes
+from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
 from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check, small_for_probe
@@ -43,7 +43,7 @@ _LARGEST_CACHE_FILE_BYTES = 100_000
 #: For another process that runs the same probe.
 _LONGEST_WAIT_S = 60.0
 #: All kinds of micro-batches.
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[BatchKind, ...] = get_args(BatchKind)
 
 
 def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
@@ -287,7 +287,7 @@ def _read(entry: Any) -> Certificate:
     """
     if "obstacle" in entry:
         return Certificate(None, str(entry["obstacle"]))
-    refused: dict[Mode, dict[Kind, str]] = {mode: {} for mode in MODES}
+    refused: dict[Mode, dict[BatchKind, str]] = {mode: {} for mode in MODES}
     for mode, kinds in entry["refused"].items():
         for kind, reason in kinds.items():
             if mode not in MODES or kind not in KINDS:

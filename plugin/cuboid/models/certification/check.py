@@ -19,11 +19,11 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import LABELLED, MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Certificate, Mode, Verdict
 from cuboid.models.architectures.supported_tasks import runs_own_head, takes_token_types, task_of
-from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
+from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
 from cuboid.models.model_plan import ModelPlan
@@ -31,9 +31,9 @@ from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.router_loss import exact_router_loss
+from cuboid.models.stages.stage_cut import StageLayout, draw_outline
 from cuboid.models.stages.stage_model import StagePlan
 from cuboid.models.stages.stage_runner import make_runner
-from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_items, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.schedule.partition import even_cut
@@ -221,7 +221,7 @@ def name_padding(model: PreTrainedModel) -> None:
         model.config.pad_token_id = 0
 
 
-def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
+def probe_cases(config: PretrainedConfig) -> Iterator[tuple[BatchKind, Case]]:
     """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
     found = cases(config, LONGEST)
     longest = max(case.length for case in found if not case.packed)
@@ -232,14 +232,14 @@ def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
         if case.packed:
             yield "packed sequences", case
         elif case.padding != "none" and case.length == longest and not case.first_position:
-            kind: Kind = "padding on the left" if case.padding == "left" else "padding on the right"
+            kind: BatchKind = "padding on the left" if case.padding == "left" else "padding on the right"
             yield kind, case
             yield LABELLED[kind], case
 
 
-def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[Kind, Case], ...]]:
+def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case], ...]]:
     """:func:`probe_cases`, grouped by what can be one micro-batch: rows with the same padding, and packed rows."""
-    groups: dict[object, list[tuple[Kind, Case]]] = {}
+    groups: dict[object, list[tuple[BatchKind, Case]]] = {}
     for kind, case in probe_cases(config):
         groups.setdefault(case if kind == "whole rows" else case.padding, []).append((kind, case))
     return [tuple(group) for group in groups.values()]
@@ -262,7 +262,7 @@ def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> Mic
 
 
 @dataclass
-class Outcome:
+class ProbeOutcome:
     """The result of a step.
 
     Args:
@@ -288,7 +288,11 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict
     # A model that is set up for segments gets a cache also for a short sequence that is a single segment.
     segments = {**given.refused["whole"], **given.refused["segments"]}
     filled = {**given.refused["filled"], **verdict.refused["filled"]}
-    refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
+    refused: dict[Mode, dict[BatchKind, str]] = {
+        "whole": verdict.refused["whole"],
+        "segments": segments,
+        "filled": filled,
+    }
     return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
 
 
@@ -302,17 +306,17 @@ class Trial:
         expected: what the model itself computes; the reason if it fails, or has a loss that there is no rule for.
     """
 
-    cases: tuple[tuple[Kind, Case], ...]
+    cases: tuple[tuple[BatchKind, Case], ...]
     batch: MicroBatch
-    expected: Outcome | str
+    expected: ProbeOutcome | str
 
 
 def compare_trials(
     trials: Iterable[Trial],
     tolerance: float,
-    compare: Callable[[MicroBatch, Outcome], tuple[float, str]],
-    one_case: Callable[[tuple[Kind, Case]], Trial],
-) -> tuple[dict[Kind, str], float]:
+    compare: Callable[[MicroBatch, ProbeOutcome], tuple[float, str]],
+    one_case: Callable[[tuple[BatchKind, Case]], Trial],
+) -> tuple[dict[BatchKind, str], float]:
     """Compare all micro-batches, up to the first of whole rows that is wrong.
 
     Args:
@@ -324,7 +328,7 @@ def compare_trials(
     Returns:
         The wrong kinds with their reasons, and the largest error of the others.
     """
-    refused: dict[Kind, str] = {}
+    refused: dict[BatchKind, str] = {}
     largest = 0.0
     pending = collections.deque(trials)
     while pending and "whole rows" not in refused:
@@ -351,9 +355,9 @@ def compare_trials(
 
 
 def make_trial(
-    cases: tuple[tuple[Kind, Case], ...],
+    cases: tuple[tuple[BatchKind, Case], ...],
     batch: MicroBatch,
-    run: Callable[[MicroBatch], Outcome | str],
+    run: Callable[[MicroBatch], ProbeOutcome | str],
     *,
     is_first: bool,
 ) -> Trial:
@@ -382,7 +386,7 @@ class _Reference:
         self.one_case = functools.cache(lambda case: self._trial((case,)))
         self.trials = [self._trial(group, number) for number, group in enumerate(probe_groups(model.config))]
 
-    def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
+    def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
         config = self._model.config
         vocabulary = config.get_text_config().vocab_size
         batch = joined(probe_batch(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
@@ -390,7 +394,7 @@ class _Reference:
             batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size
         return make_trial(group, batch, self._run, is_first=number == 0)
 
-    def _run(self, batch: MicroBatch) -> Outcome | str:
+    def _run(self, batch: MicroBatch) -> ProbeOutcome | str:
         with self._attempt.precision():
             outcome = run_plain(self._model, batch, self._attempt.tolerance)
         return OTHER_LOSS if outcome.shifts_labels is None else outcome
@@ -406,11 +410,11 @@ def _compare(
     model: PreTrainedModel, outline: Outline, attempt: Attempt, reference: _Reference, *, gives_cache: bool
 ) -> Verdict:
     cut = CutModel(model, outline, gives_cache=gives_cache)
-    refused: dict[Mode, dict[Kind, str]] = {}
+    refused: dict[Mode, dict[BatchKind, str]] = {}
     largest = 0.0
     for mode in MODES:
 
-        def compare(batch: MicroBatch, expected: Outcome, mode: Mode = mode) -> tuple[float, str]:
+        def compare(batch: MicroBatch, expected: ProbeOutcome, mode: Mode = mode) -> tuple[float, str]:
             with attempt.precision():
                 return largest_error(cut.run(batch, mode), expected)
 
@@ -425,7 +429,7 @@ def words_of(failure: Exception) -> str:
     return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
 
 
-def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> Outcome:
+def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> ProbeOutcome:
     """Forward and backward of an uncut model, whose gradients are replaced, and how its own loss uses labels."""
     model.zero_grad()
     output = model(**batch, use_cache=False)
@@ -440,7 +444,7 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
     if not bool(loss.isfinite() & output.loss.isfinite()):
         raise ValueError("its loss isn't finite")
     shifts = _shift_of(model, batch, output.logits.detach(), float(own_loss), tolerance)
-    return Outcome(loss.detach(), gradients_of([model]), shifts)
+    return ProbeOutcome(loss.detach(), gradients_of([model]), shifts)
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:
@@ -485,14 +489,14 @@ class CutModel:
         self._model, self._outline, self._gives_cache = model, outline, gives_cache
         self._stages: list[Any] | None = None
 
-    def run(self, batch: MicroBatch, mode: Mode) -> Outcome:
+    def run(self, batch: MicroBatch, mode: Mode) -> ProbeOutcome:
         """One step of all stages, unit by unit."""
         stages, self._stages = self._stages or self._made(), None  # made again after a step that raised
         for stage in stages:
             stage.zero_grad()
         loss = run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode))
         self._stages = stages
-        return Outcome(loss, gradients_of(stages))
+        return ProbeOutcome(loss, gradients_of(stages))
 
     def _made(self) -> list[Any]:
         counts = stage_counts(self._outline)
@@ -582,7 +586,7 @@ def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
     return (first, second, max(length - first - second, 1))
 
 
-def largest_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
+def largest_error(found: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
     """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
     errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
     norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}

@@ -6,7 +6,7 @@ import copy
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.models.architectures.certificate import LABELLED, Kind, Verdict
+from cuboid.models.architectures.certificate import LABELLED, BatchKind, Verdict
 from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types, task_of
 from cuboid.models.certification.check import (
     Attempt,
@@ -38,7 +38,7 @@ def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
 
 def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     name_padding(model)
-    refused: dict[Kind, str] = {}
+    refused: dict[BatchKind, str] = {}
     largest, runs = 0.0, False
     cut = CutModel(model, outline, gives_cache=False)
     # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.

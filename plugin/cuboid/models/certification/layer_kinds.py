@@ -22,7 +22,7 @@ from cuboid.models.plain_construction import plain_construction
 _MOST_LAYERS = 12
 _LEAST_LAYERS = 3
 #: What a layer is, as far as it decides which code runs: its modules' classes, and their flags.
-Kind = frozenset[tuple[str, str, Any]]
+LayerKind = frozenset[tuple[str, str, Any]]
 #: Flags that torch keeps, or that follow from a layer's number alone.
 _NO_FLAGS = frozenset({"training", "_is_full_backward_hook", "call_super_init", "dump_patches", "inplace"})
 
@@ -73,7 +73,9 @@ def _others(firsts: list[int], count: int) -> list[int]:
     return more[: max(0, _LEAST_LAYERS - len(firsts))]
 
 
-def _missing(real: Mapping[str, tuple[Kind, ...]], small: Mapping[str, tuple[Kind, ...]]) -> tuple[str, int] | None:
+def _missing(
+    real: Mapping[str, tuple[LayerKind, ...]], small: Mapping[str, tuple[LayerKind, ...]]
+) -> tuple[str, int] | None:
     """The first layer of a kind that a small model doesn't have."""
     for name, kinds in real.items():
         for index, kind in enumerate(kinds):
@@ -82,14 +84,14 @@ def _missing(real: Mapping[str, tuple[Kind, ...]], small: Mapping[str, tuple[Kin
     return None
 
 
-def _kinds_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[Kind, ...]]:
+def _kinds_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[LayerKind, ...]]:
     with plain_construction(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         return layer_kinds(cls(copy.deepcopy(config)))
 
 
-def layer_kinds(model: nn.Module) -> dict[str, tuple[Kind, ...]]:
+def layer_kinds(model: nn.Module) -> dict[str, tuple[LayerKind, ...]]:
     """The kinds of the layers in a model's outermost lists, by the name of the list."""
-    found: dict[str, tuple[Kind, ...]] = {}
+    found: dict[str, tuple[LayerKind, ...]] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList) and len(module) > 0 and not is_inside:
@@ -97,7 +99,7 @@ def layer_kinds(model: nn.Module) -> dict[str, tuple[Kind, ...]]:
     return found
 
 
-def _kind_of(layer: nn.Module) -> Kind:
+def _kind_of(layer: nn.Module) -> LayerKind:
     facts: set[tuple[str, str, Any]] = set()
     for name, module in layer.named_modules():
         # A list's modules are alike, and their number is a size.

@@ -16,19 +16,19 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import LABELLED, BatchKind, HeadPlan, Inputs, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head, takes_images, takes_token_types, task_of
-from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import (
     ATTEMPTS,
     OTHER_LOSS,
     Attempt,
     CannotProbe,
-    Outcome,
+    ProbeOutcome,
     Trial,
     compare_trials,
     default_dtype,
@@ -52,7 +52,7 @@ from cuboid.models.certification.task_batches import loss_of, run_whole, task_ba
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 #: Each axis by itself, and all together. Grouped key/value heads divide by all of these meshes but the last.
@@ -162,14 +162,14 @@ class _Probe:
                 return loss_function(*args, **kwargs)
 
             self._own.loss_function = note
-        images: list[tuple[tuple[Kind, Case], ...]] = [(("whole rows", Case("images", 0)),)]
+        images: list[tuple[tuple[BatchKind, Case], ...]] = [(("whole rows", Case("images", 0)),)]
         groups = images if self.has_images else [self._comparable(group) for group in probe_groups(model.config)]
         self.one_case = functools.cache(lambda case: self._trial((case,)))
         self.trials = [self._trial(group, number) for number, group in enumerate(groups) if group]
 
-    def _comparable(self, group: tuple[tuple[Kind, Case], ...]) -> tuple[tuple[Kind, Case], ...]:
+    def _comparable(self, group: tuple[tuple[BatchKind, Case], ...]) -> tuple[tuple[BatchKind, Case], ...]:
         """Those of some cases that make sense for the task."""
-        left_out: set[Kind] = set()
+        left_out: set[BatchKind] = set()
         if self.task == "seq2seq":
             # An encoder-decoder gets no positions, which would tell packed sequences apart.
             left_out.add("packed sequences")
@@ -177,7 +177,7 @@ class _Probe:
             left_out.update(LABELLED.values())
         return tuple(each for each in group if each[0] not in left_out)
 
-    def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
+    def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
         has_types = self.takes_types and number % 2 == 1
         batch = joined(
             task_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
@@ -185,7 +185,7 @@ class _Probe:
         )
         return make_trial(group, batch, self._run_plain, is_first=number == 0)
 
-    def _run_plain(self, batch: MicroBatch) -> Outcome:
+    def _run_plain(self, batch: MicroBatch) -> ProbeOutcome:
         self._own.zero_grad()
         self._called.clear()
         with self.attempt.precision():
@@ -261,7 +261,7 @@ def _reason_against(
 ) -> str | None:
     """What is wrong with a micro-batch, by default the longest, on one of some meshes; None if nothing is."""
     trial = trial or probe.trials[0]
-    assert isinstance(trial.expected, Outcome)
+    assert isinstance(trial.expected, ProbeOutcome)
     for shape in meshes:
         try:
             error, name = _Split(probe, shape, choice).largest_error(trial.batch, trial.expected)
@@ -316,7 +316,7 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
 def _padded(probe: _Probe, choice: MeshVerdict) -> list[Trial]:
     """A padded micro-batch that is right on a mesh without stages, if there is one."""
     found = (trial for trial in probe.trials if trial.cases[0][0] == "padding on the right")
-    right = (trial for trial in found if isinstance(trial.expected, Outcome))
+    right = (trial for trial in found if isinstance(trial.expected, ProbeOutcome))
     return [trial for trial in right if all(kind not in choice.refused for kind, _ in trial.cases)]
 
 
@@ -325,7 +325,7 @@ def _reason_against_stages(
     choice: MeshVerdict,
     outline: Outline,
     mode: Mode,
-    pairs: Sequence[tuple[Trial, Outcome]],
+    pairs: Sequence[tuple[Trial, ProbeOutcome]],
     *,
     gives_cache: bool,
 ) -> str | None:
@@ -350,7 +350,7 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
         outline = draw_outline(type(probe.model), probe.model.config)
         split, own = _SplitStages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
         for trial in _accepted(probe, choice):
-            assert isinstance(trial.expected, Outcome)
+            assert isinstance(trial.expected, ProbeOutcome)
             with probe.attempt.precision():
                 expected = trial.expected if runs_own_head(probe.task) else run_plain(own, trial.batch)
             if expected.shifts_labels is None and not runs_own_head(probe.task):
@@ -365,7 +365,7 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
 
 def _accepted(probe: _Probe, choice: MeshVerdict) -> Iterator[Trial]:
     """The first micro-batch of each kind that is right on a mesh without stages."""
-    seen: set[Kind] = set()
+    seen: set[BatchKind] = set()
     for trial in probe.trials:
         kinds = {kind for kind, _ in trial.cases}
         if kinds.isdisjoint(choice.refused):
@@ -388,11 +388,11 @@ class _Split:
         plan = ModelPlan(type(self._probe.model), CuboidConfig(), mesh, self._plan)
         return plan.apply(copy.deepcopy(self._probe.model), functools.partial(take_shard, mesh=mesh))
 
-    def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
+    def largest_error(self, batch: MicroBatch, expected: ProbeOutcome) -> tuple[float, str]:
         """The largest relative error of a step's loss and gradients, over all ranks, and of which."""
         losses = self._ranks.run(lambda mesh: self._step(mesh, batch))
         gradients = _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
-        return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
+        return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
         model = self._models[mesh.rank]
@@ -416,7 +416,7 @@ class _SplitStages:
             for mesh in self._ranks.meshes
         ]
 
-    def largest_error(self, batch: MicroBatch, expected: Outcome, mode: Mode) -> tuple[float, str]:
+    def largest_error(self, batch: MicroBatch, expected: ProbeOutcome, mode: Mode) -> tuple[float, str]:
         """As :meth:`_Split.largest_error`."""
         lengths = unit_lengths(batch["input_ids"].shape[1], mode, granule(self._ranks.meshes[0]))
         losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
@@ -427,7 +427,7 @@ class _SplitStages:
             for name, gradient in _put_together(self._plan, ranks).items():
                 # A parameter that two stages share has a part of its gradient on each.
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
+        return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, place: int, batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
         stages = self._stages[place :: _OTHER_KINDS.size]

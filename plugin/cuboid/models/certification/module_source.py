@@ -23,11 +23,11 @@ _ENDS = frozenset({"STORE_SUBSCR", "STORE_ATTR", "POP_TOP"})
 _PLAIN = (ast.Dict, ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.UnaryOp, ast.USub, ast.Load)
 
 
-class _Unknown:
+class _UnknownSource:
     """A value that its expression doesn't tell without running code."""
 
 
-UNKNOWN = _Unknown()
+UNKNOWN = _UnknownSource()
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from cuboid.models.architectures.supported_tasks import takes_images
 from cuboid.models.architectures.transformers_names import decoder_ids
-from cuboid.models.batch.batch import IGNORE_INDEX, image_shape
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import IGNORE_INDEX, image_shape
 from cuboid.models.batch.targets import Targets
-from cuboid.models.certification.check import ROWS, CannotProbe, Outcome, gradients_of, probe_batch
+from cuboid.models.certification.check import ROWS, CannotProbe, ProbeOutcome, gradients_of, probe_batch
 
 #: Sources with more tokens have shorter targets.
 _LEAST_LENGTH = 12
@@ -127,7 +127,7 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view_as(x)
 
 
-def run_whole(model: PreTrainedModel, batch: MicroBatch, **options: Any) -> Outcome:
+def run_whole(model: PreTrainedModel, batch: MicroBatch, **options: Any) -> ProbeOutcome:
     """Forward and backward of an uncut model with the loss of its task; gradients are left with its parameters.
 
     Args:
@@ -139,4 +139,4 @@ def run_whole(model: PreTrainedModel, batch: MicroBatch, **options: Any) -> Outc
     loss.backward()  # type: ignore[no-untyped-call]
     if not bool(loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    return Outcome(loss.detach(), gradients_of([model]))
+    return ProbeOutcome(loss.detach(), gradients_of([model]))

@@ -11,7 +11,7 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
-from cuboid.models.stages.stages import plan_stages
+from cuboid.models.stages.stage_cut import plan_stages
 from cuboid.seq1f1b.schedule.choice import (
     AUTO,
     Comparison,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.batch.batch import granule
+from cuboid.models.batch.local_batch import granule
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.seq1f1b.schedule.partition import (
     MeasuredCut,

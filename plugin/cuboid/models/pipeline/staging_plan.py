@@ -13,11 +13,11 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
-from cuboid.models.batch.batch import granule
+from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of, naming_changes
 from cuboid.models.stages.model_costs import sizes_of
-from cuboid.models.stages.stage_model import SegmentChoice, StagePlan
-from cuboid.models.stages.stages import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
+from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
+from cuboid.models.stages.stage_model import SegmentChooser, StagePlan
 from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.partition import HeadShare
 
@@ -31,7 +31,7 @@ def plan_staging(
     config: CuboidConfig,
     mesh: Mesh,
     cls: type[PreTrainedModel] | None = None,
-    segment_choice: SegmentChoice | None = None,
+    segment_choice: SegmentChooser | None = None,
 ) -> StagePlan:
     """Decide which stages this rank has.
 

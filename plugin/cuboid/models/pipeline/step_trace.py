@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import StagePlan
-from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
+from cuboid.seq1f1b.runtime.profiler import UnitProfiler, gather_times_s
 from cuboid.seq1f1b.schedule.actions import Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
@@ -28,7 +28,7 @@ class StepTrace:
 
     @classmethod
     def gather(
-        cls, profiler: Profiler, shape: PipelineShape, order: Schedule, mesh: Mesh, device: torch.device
+        cls, profiler: UnitProfiler, shape: PipelineShape, order: Schedule, mesh: Mesh, device: torch.device
     ) -> StepTrace:
         """Gather the times of all stages; every rank of a replica gets the same. Collective over the replica."""
         actions, own_s = profiler.times_s()

@@ -390,7 +390,7 @@ class WatchedCode(Protocol):
 
 
 @dataclass
-class _Part:
+class _CheckedPart:
     """What a module was made of."""
 
     name: str
@@ -479,7 +479,7 @@ class AsSharded:
                 "tie_word_embeddings in the config before"
             )
 
-    def _check_part(self, model: nn.Module, module: nn.Module, part: _Part) -> None:
+    def _check_part(self, model: nn.Module, module: nn.Module, part: _CheckedPart) -> None:
         if type(module) is not part.cls:
             raise UnsupportedModelError(
                 f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
@@ -525,10 +525,10 @@ class AsSharded:
         part.parameters = dict(module._parameters)
 
 
-def _part_of(name: str, module: nn.Module) -> _Part:
+def _part_of(name: str, module: nn.Module) -> _CheckedPart:
     methods, children = frozenset(_own_methods(module)), list(module._modules.values())
     options: frozenset[str] = vars(module).get(_REPLACED_OPTIONS, frozenset())
-    return _Part(name, type(module), children, methods, options, _shapes_of(module), dict(module._parameters))
+    return _CheckedPart(name, type(module), children, methods, options, _shapes_of(module), dict(module._parameters))
 
 
 def _shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:

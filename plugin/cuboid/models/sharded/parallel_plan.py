@@ -16,7 +16,7 @@ from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_val
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import Role, find_roles, token_embeddings
 from cuboid.models.attention.interface import check_attention
-from cuboid.tensor3d.experts.experts import ExpertForm
+from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _SHOWN_MESHES = 6

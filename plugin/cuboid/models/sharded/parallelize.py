@@ -21,8 +21,8 @@ from cuboid.models.architectures.roles import Role, layer_names, output_embeddin
 from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.random_modules import ModelDraws, seed_random_modules
-from cuboid.tensor3d.experts.experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
+from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
 from cuboid.tensor3d.layers.head_bias import HeadBias, PerHeadParameters
 from cuboid.tensor3d.layers.labels_head import LabelsHead

@@ -17,7 +17,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import gather_dim, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.batch.batch import LocalBatch
+from cuboid.models.batch.local_batch import LocalBatch
 
 
 @contextmanager
@@ -72,13 +72,13 @@ class _WholeLogits:
                 f"{rows * length} tokens were given; set output_router_logits to false"
             )
         stacked = torch.stack(list(logits)).unflatten(1, (rows, length))
-        whole: torch.Tensor = _Gather.apply(stacked, self._mesh)
+        whole: torch.Tensor = _GatherRouters.apply(stacked, self._mesh)
         whole = whole[:, : self._batch.rows, : self._batch.length]
         output.router_logits = whole.flatten(1, 2).unbind()
         return output
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRouters(torch.autograd.Function):
     """``[L, B/b, S/s, E]``, equal along `hidden`, to ``[L, B, S, E]``, from which all ranks compute the same."""
 
     @staticmethod

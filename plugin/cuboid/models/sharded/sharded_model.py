@@ -30,7 +30,9 @@ from cuboid.models.architectures.transformers_names import decoder_ids, keep_log
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, Packing, is_in_forward, knowing
 from cuboid.models.attention.interface import check_reached, use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
-from cuboid.models.batch.batch import (
+from cuboid.models.batch.batch_check import BatchCheck, Limits
+from cuboid.models.batch.length_cases import longest_sequence
+from cuboid.models.batch.local_batch import (
     LABELS,
     LocalBatch,
     given_tensors,
@@ -38,8 +40,6 @@ from cuboid.models.batch.batch import (
     take_local_images,
     take_local_pair,
 )
-from cuboid.models.batch.batch_check import BatchCheck, Limits
-from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss

@@ -42,7 +42,7 @@ class _DeferredLinear(nn.Linear):
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)
-        return _multiply(x, self.bias, _Layer(self.weight, self.weight_gradients, in_first=False))
+        return _multiply(x, self.bias, _DeferredLayer(self.weight, self.weight_gradients, in_first=False))
 
 
 class _DeferredConv1D(Conv1D):  # type: ignore[misc]
@@ -52,7 +52,7 @@ class _DeferredConv1D(Conv1D):  # type: ignore[misc]
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)  # type: ignore[no-any-return]
-        return _multiply(x, self.bias, _Layer(self.weight, self.weight_gradients, in_first=True))
+        return _multiply(x, self.bias, _DeferredLayer(self.weight, self.weight_gradients, in_first=True))
 
 
 _DEFERRED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _DeferredLinear, Conv1D: _DeferredConv1D}
@@ -62,7 +62,7 @@ for _plain, _deferred in _DEFERRED.items():
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _DeferredLayer:
     """A layer's weight, whose gradient bypasses autograd's graph, and its memory layout.
 
     ``in_first``: the weight is stored ``[I, O]`` instead of ``[O, I]``.
@@ -73,7 +73,7 @@ class _Layer:
     in_first: bool
 
 
-def _multiply(x: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
+def _multiply(x: torch.Tensor, bias: torch.Tensor | None, layer: _DeferredLayer) -> torch.Tensor:
     weight = layer.weight.detach()
     if torch.is_autocast_enabled(x.device.type):
         dtype = autocast_dtype(x)
@@ -85,7 +85,12 @@ def _multiply(x: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torc
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, edge: torch.Tensor, weight: torch.Tensor, layer: _Layer
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        edge: torch.Tensor,
+        weight: torch.Tensor,
+        layer: _DeferredLayer,
     ) -> torch.Tensor:
         del edge
         ctx.save_for_backward(x, weight)
@@ -97,7 +102,7 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer: _Layer = ctx.layer
+        layer: _DeferredLayer = ctx.layer
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
         # ``.data``, because a view would keep the input's whole graph alive, with everything it saved for backward.
@@ -116,7 +121,7 @@ class _DeferredProduct:
         dy: gradient of the output, ``[tokens, O]``.
     """
 
-    layer: _Layer
+    layer: _DeferredLayer
     x: torch.Tensor
     dy: torch.Tensor
 

@@ -36,7 +36,7 @@ from cuboid.models.sharded.sharded_model import (
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
-from cuboid.models.stages.stages import Chunk, StageCut, StageLayout, cut_stages, shared_parameters
+from cuboid.models.stages.stage_cut import Chunk, StageCut, StageLayout, cut_stages, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
@@ -46,8 +46,8 @@ from cuboid.tensor3d.sharding.sharded_param import UnshardedCopy, defer_gradient
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 
-class SegmentChoice(Protocol):
-    """Decides "segments": "auto"; see :class:`cuboid.planner.automatic.SegmentChoice`."""
+class SegmentChooser(Protocol):
+    """Decides "segments": "auto"; see :class:`cuboid.planner.automatic.SegmentChooser`."""
 
     @property
     def cluster(self) -> object:
@@ -77,7 +77,7 @@ class StagePlan:
     config: CuboidConfig
     certificate: Certificate
     sizes: ModelSizes | None = None
-    segment_choice: SegmentChoice | None = None
+    segment_choice: SegmentChooser | None = None
 
     @property
     def shifts_labels(self) -> bool:

@@ -18,15 +18,15 @@ from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.sharded.sharded_model import whole_for_head
 from cuboid.models.stages.router_loss import AddGradient, RouterSums
+from cuboid.models.stages.stage_cut import Chunk
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.models.stages.stages import Chunk
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.dropout import compared_by
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
-Unit = tuple[int, int]
+UnitKey = tuple[int, int]
 
 
 class _Root(torch.autograd.Function):
@@ -61,7 +61,7 @@ class _Pending:
 
 
 class StageRunner:
-    """One step of one stage; implements :class:`cuboid.seq1f1b.runtime.runtime.Stage`.
+    """One step of one stage; implements :class:`cuboid.seq1f1b.runtime.executor.Stage`.
 
     Args:
         model: this rank's model.
@@ -101,7 +101,7 @@ class StageRunner:
         units = sum(len(batch.bounds) - 1 for batch in batches)
         #: Units that have yet to run each part that produces parameter gradients: the head, the backward (or I), and W.
         self._left = {"head": units, "backward": units, "weights": units}
-        self._pending: dict[Unit, _Pending] = {}
+        self._pending: dict[UnitKey, _Pending] = {}
         draws = model.cuboid.draws
         self._generators = None if draws is None else StepGenerators(self._mesh, self.device, draws.libraries)
         #: On the last stage: the sum of all units' scaled losses.
@@ -147,7 +147,7 @@ class StageRunner:
         return None if self._cut.is_last else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        """See :class:`cuboid.seq1f1b.runtime.executor.Stage`."""
         if not self._splits:
             return self._backward(micro_batch, segment, gradient)
         # Generated schedules contain whole backwards too. The forward deferred weight gradients all the same.
@@ -156,12 +156,12 @@ class StageRunner:
         return result
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        """See :class:`cuboid.seq1f1b.runtime.executor.Stage`."""
         with self._weight_gradients.filling((self._cut.stage, micro_batch, segment)):
             return self._backward(micro_batch, segment, gradient)
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        """See :class:`cuboid.seq1f1b.runtime.executor.Stage`."""
         self._count("weights", len(segments))
         self._weight_gradients.run([(self._cut.stage, micro_batch, segment) for segment in segments])
 
@@ -319,7 +319,7 @@ class RoutedStageRunner(StageRunner):
         #: The sums of the current unit's layers.
         self._own = self._sums.none(self.device)
         #: Receives the gradient of a unit's probabilities before its backward.
-        self._probable: dict[Unit, list[torch.Tensor]] = {}
+        self._probable: dict[UnitKey, list[torch.Tensor]] = {}
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """A flat message: the routers' sums, then the hidden state."""

@@ -17,8 +17,8 @@ from cuboid.models.architectures.supported_tasks import runs_own_head
 from cuboid.models.attention.forward_context import Unit
 from cuboid.models.attention.segments import prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
-from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES, LocalBatch, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES, LocalBatch, take_local_batch
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted

@@ -12,7 +12,7 @@ from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
 #: What is recomputed in backward: nothing; attention's scores; the MLP's product before its nonlinearity and the norm
 #: before that; or whole layers.
-Checkpointing = Literal["none", "attention", "mlp_up", "full"]
+CheckpointingMode = Literal["none", "attention", "mlp_up", "full"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layout:
     lengths: tuple[int, ...] = ()
     key_value_gradient_bytes: int = 4
     zero_stage: int = 1
-    checkpointing: Checkpointing = "none"
+    checkpointing: CheckpointingMode = "none"
     weight_gather: Literal["layer", "step"] = "layer"
     gradient_sync: Literal["unit", "step"] = "unit"
     context: int = 1

@@ -393,7 +393,7 @@ class StepCost:
 _GATHERED = 2
 #: Limit on actions that are scheduled to try rules, and simulated; training takes the time for more.
 _TRIED_ACTIONS = 100_000
-#: As in cuboid.models.stages.stages, which cuts the layers before the length of sequences is known.
+#: As in cuboid.models.stages.stage_cut, which cuts the layers before the length of sequences is known.
 _ASSUMED_LENGTH = 4096
 
 

@@ -19,10 +19,10 @@ from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 _ELEMENT = 2
 _STATISTIC = 4
 #: Passes of a unit; "input" and "weight" are the halves of a split backward.
-Pass = Literal["forward", "backward", "input", "weight"]
+UnitPass = Literal["forward", "backward", "input", "weight"]
 #: Collectives of each pass: over `sequence`, of a block's input (without its second gather, for weight gradients) and
 #: of its output; and over `hidden`, of the inputs of "down" projections.
-_EXCHANGES: dict[Pass, tuple[float, int, int]] = {
+_EXCHANGES: dict[UnitPass, tuple[float, int, int]] = {
     "forward": (1, 1, 1),
     "backward": (1, 1, 2),
     "input": (1, 1, 1),
@@ -258,7 +258,7 @@ class UnitTimes:
 
     # --- communication ------------------------------------------------------------------------------------------
 
-    def _mesh_exchange(self, layer: Layer, tokens: float, which: Pass) -> float:
+    def _mesh_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
         of_inputs, of_outputs, of_downs = _EXCHANGES[which]
         if which in ("backward", "weight") and software.sequence_parallel:
@@ -290,7 +290,7 @@ class UnitTimes:
             total += self._routing_exchange(routed, tokens, backward=which != "forward")
         return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
 
-    def _latent_exchange(self, layer: Layer, tokens: float, which: Pass) -> float:
+    def _latent_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         """Latents, summed over `hidden` and gathered over `sequence`, and the weights that they are computed with."""
         layout, sequence, hidden = self._layout, self.links.sequence, self.links.hidden
         features = sum(each.outputs for each in layer.latents)

@@ -52,7 +52,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LayoutLimits:
     """The layouts that training accepts of a model.
 
     Args:
@@ -68,7 +68,7 @@ class Limits:
     stages: Stages | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None) -> Limits:
+    def of(cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None) -> LayoutLimits:
         """Those of a model on any device, with the verdict of its certification on meshes."""
         with_stages = tuple(verdict.with_stages.items())
         try:

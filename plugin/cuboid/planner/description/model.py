@@ -9,7 +9,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from cuboid.distributed.axis_collectives import padded_length
-from cuboid.planner.description.limits import Limits
+from cuboid.planner.description.limits import LayoutLimits
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys
 
 
@@ -206,7 +206,7 @@ class ModelDescription:
     embedding_parameters: int
     head_weights: int
     config: PretrainedConfig
-    limits: Limits
+    limits: LayoutLimits
     tied: bool = False
     norm: Literal["rms", "layer"] = "rms"
     nonlinearity: int = 3

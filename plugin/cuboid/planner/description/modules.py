@@ -21,10 +21,10 @@ from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.sharded.parallel_plan import out_features
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
-from cuboid.planner.description.limits import Limits, Stages
+from cuboid.planner.description.limits import LayoutLimits, Stages
 from cuboid.planner.description.model import Attention, Experts, Layer, ModelDescription, Projection
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
-from cuboid.tensor3d.experts.experts import ExpertForm
+from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
 #: The verdict without a self-test: everything that has a rule is split.
 _SPLIT = MeshVerdict()
@@ -107,7 +107,7 @@ def describe_modules(
         most_positions=longest_sequence(model.config),
         uncounted=_uncounted(config, layers, roles.values(), [name for name, kept in kept_by.items() if kept is None]),
         config=model.config,
-        limits=Limits.of(model, verdict, stages),
+        limits=LayoutLimits.of(model, verdict, stages),
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=more)

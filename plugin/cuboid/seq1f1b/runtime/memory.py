@@ -45,7 +45,7 @@ class MeteredPool(KVCachePool):
         return sum(self._used_bytes.values())
 
 
-class _Saved:
+class _SavedTensor:
     """Held by the autograd graph in place of a saved tensor. A storage counts until its last holder is freed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -99,8 +99,8 @@ class LiveActivations:
             self._pool.on_take = _do_nothing
         self._hooks.__exit__(kind, error, trace)
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def _pack(self, tensor: torch.Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor)
         place = storage_id(tensor)
         if place not in self._excluded:
             self._add(place, tensor.untyped_storage().nbytes())
@@ -108,7 +108,7 @@ class LiveActivations:
         return saved
 
     @staticmethod
-    def _unpack(saved: _Saved) -> torch.Tensor:
+    def _unpack(saved: _SavedTensor) -> torch.Tensor:
         return saved.tensor
 
     def _add(self, place: int, size: int) -> None:

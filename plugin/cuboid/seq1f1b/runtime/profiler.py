@@ -14,7 +14,7 @@ from cuboid.seq1f1b.schedule.actions import Action
 _PINGS = 8
 
 
-class Profiler:
+class UnitProfiler:
     """Records the start and the end of each computation of one step on this rank.
 
     On CUDA, where the host runs ahead, times come from events on the stream, which are read after the step.

@@ -16,7 +16,7 @@ from cuboid.seq1f1b.schedule.simulator import simulate
 from cuboid.seq1f1b.schedule.validation import DeadlockError, placement, validate, validate_programs
 
 #: Source and target stage.
-Channel = tuple[int, int]
+RankPair = tuple[int, int]
 
 
 def lower(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
@@ -84,10 +84,10 @@ def insert_messages_once_sent(schedule: Schedule, shape: PipelineShape) -> tuple
     return tuple(map(tuple, programs))
 
 
-def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[Channel, list[Action]]:
+def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[RankPair, list[Action]]:
     """Return the receives of each channel between two ranks, in the order of the sends."""
     rank_of = placement(schedule)
-    arrivals: dict[Channel, list[Action]] = {}
+    arrivals: dict[RankPair, list[Action]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
             send = outgoing(action, shape)
@@ -96,7 +96,7 @@ def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[Channel, list[Ac
     return arrivals
 
 
-def _program(actions: tuple[Action, ...], shape: PipelineShape, arrivals: Mapping[Channel, list[Action]]) -> Program:
+def _program(actions: tuple[Action, ...], shape: PipelineShape, arrivals: Mapping[RankPair, list[Action]]) -> Program:
     """Return one rank's program, given the receives of all ranks."""
     here = {channel(receive) for action in actions if (receive := incoming(action, shape))} & arrivals.keys()
     place = {receive: index for key in here for index, receive in enumerate(arrivals[key])}

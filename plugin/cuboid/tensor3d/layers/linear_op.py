@@ -155,7 +155,7 @@ class LinearOp:
             deferrals.append(operand.deferred)
             deferred_weights.append(operand.deferred_weight)
         edge = new_edge(x) if any(deferred_weights) else None
-        call = _Call(self, deferrals, deferred_weights, returns_input, next_backward)
+        call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward)
         given, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return given, outs
 
@@ -240,7 +240,7 @@ class LinearOp:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ProductCall:
     linear_op: LinearOp
     deferrals: Sequence[DeferredReduce | None]
     deferred_weights: Sequence[DeferredWeight | None]
@@ -250,7 +250,9 @@ class _Call:
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _Call, edge: torch.Tensor | None, *operands: Any) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, x: torch.Tensor, call: _ProductCall, edge: torch.Tensor | None, *operands: Any
+    ) -> tuple[Any, ...]:
         # It only makes outputs require a gradient, so that backward runs even if all weights are detached.
         del edge
         own, count = call.linear_op, len(call.deferrals)
@@ -383,7 +385,7 @@ class _DeferredWeights:
     def add(cls, ctx: Any, started: _StartedBackward, dy: Sequence[torch.Tensor]) -> None:
         """Add what the weight gradients of a backward need to their store."""
         assert started.x is not None
-        call: _Call = ctx.call
+        call: _ProductCall = ctx.call
         store = next(each.store for each in call.deferred_weights if each is not None)
         # `data`, because any view of the input would keep its whole graph alive, and all tensors saved in it.
         x, dy = started.x.data, [gradient.data for gradient in dy]

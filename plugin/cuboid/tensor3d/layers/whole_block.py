@@ -77,7 +77,7 @@ class LateSplit:
 
         def part(x: Any) -> Any:
             is_whole = _is_activation(x) and x.shape == stream.shape and x is not source
-            return _Part.apply(x, self._mesh) if is_whole else x
+            return _OwnPart.apply(x, self._mesh) if is_whole else x
 
         return tuple(map(part, args)), {name: part(x) for name, x in kwargs.items()}
 
@@ -114,7 +114,7 @@ class LateSplit:
         if not self.is_whole:
             return hidden
         self.is_whole = False
-        part: torch.Tensor = _Part.apply(hidden, self._mesh)
+        part: torch.Tensor = _OwnPart.apply(hidden, self._mesh)
         return part
 
 
@@ -164,7 +164,7 @@ class ImageSplit:
         x = self.filled_up(x, SEQUENCE_DIM)
         if self._mesh.size("sequence", "hidden") == 1:
             return x
-        part: torch.Tensor = _Part.apply(x, self._mesh)
+        part: torch.Tensor = _OwnPart.apply(x, self._mesh)
         return part
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
         if is_whole and images is not None:
             return images.part(x)
-        return _Part.apply(x, mesh) if is_whole and is_split else x
+        return _OwnPart.apply(x, mesh) if is_whole and is_split else x
 
     args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
     # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
@@ -277,7 +277,7 @@ class _Whole(torch.autograd.Function):
         return _own_part(gradient, ctx.mesh).contiguous(), None
 
 
-class _Part(torch.autograd.Function):
+class _OwnPart(torch.autograd.Function):
     """The transpose of :class:`_Whole`."""
 
     @staticmethod

@@ -34,11 +34,11 @@ def _start_bucket(members: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
     rows = start_all_gather(row, first.along)
     start = 0
     for param, shard in members:
-        param.expect_unshard(shard, AsyncResult(shard, change=_Part(rows, start)))
+        param.expect_unshard(shard, AsyncResult(shard, change=_BucketPart(rows, start)))
         start += shard.numel()
 
 
-class _Part:
+class _BucketPart:
     """Cuts one parameter's shards out of a gathered bucket ``[ranks, elements]``."""
 
     def __init__(self, rows: AsyncResult[torch.Tensor], start: int) -> None:

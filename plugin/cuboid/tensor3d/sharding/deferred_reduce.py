@@ -33,7 +33,7 @@ class DeferredReduce:
         self._pending = []
 
 
-class _Shards(torch.autograd.Function):
+class _ReduceToShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deferred: DeferredReduce, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.deferred = deferred
@@ -50,4 +50,4 @@ class _Shards(torch.autograd.Function):
 def deferred_shards(shards: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], DeferredReduce]:
     """Views of the shards, each for one product, whose backward may :meth:`~DeferredReduce.defer` its gradient."""
     deferred = DeferredReduce()
-    return _Shards.apply(deferred, *shards), deferred
+    return _ReduceToShards.apply(deferred, *shards), deferred

@@ -14,7 +14,7 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
-class _Whole(torch.autograd.Function):
+class _GatherWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
         ctx.layout, ctx.mesh = layout, mesh
@@ -37,5 +37,5 @@ def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):
         return None
-    whole: torch.Tensor = _Whole.apply(shard, module.layout(name), module.mesh)
+    whole: torch.Tensor = _GatherWhole.apply(shard, module.layout(name), module.mesh)
     return whole

@@ -212,7 +212,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class Member(Protocol):
+class PoolMember(Protocol):
     """A process that replies over a connection."""
 
     @property
@@ -221,7 +221,7 @@ class Member(Protocol):
         ...
 
 
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound=PoolMember)
 R = TypeVar("R")
 
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.models.batch.batch import TOKEN_TYPES
+from cuboid.models.batch.local_batch import TOKEN_TYPES
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.module_flow import Flow
 from cuboid.models.stages.outline import Outline, outline_on_meta

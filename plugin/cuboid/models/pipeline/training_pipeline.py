@@ -27,15 +27,15 @@ from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.models.stages.stage_cut import half_frozen, shared_names
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner, make_runner
-from cuboid.models.stages.stages import half_frozen, shared_names
 from cuboid.models.stages.units import SegmentedBatch, label_items, with_targets
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
+from cuboid.seq1f1b.runtime.executor import Interpreter
 from cuboid.seq1f1b.runtime.p2p import Channel
-from cuboid.seq1f1b.runtime.profiler import Profiler
-from cuboid.seq1f1b.runtime.runtime import Interpreter
+from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only
@@ -127,7 +127,7 @@ class Pipeline:
         step = self._prepare(batches, count, training=True)
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
-        profiler = Profiler(self._device) if traces or measures else None
+        profiler = UnitProfiler(self._device) if traces or measures else None
         schedule, programs = self._schedules.of(
             step.shape, max(step.lengths, key=sum), recomputes=recomputes(self._model)
         )
@@ -289,7 +289,7 @@ class Pipeline:
         programs: tuple[Program, ...],
         step: _Step,
         gradient_scale: float,
-        profiler: Profiler | None,
+        profiler: UnitProfiler | None,
         *,
         training: bool = True,
     ) -> torch.Tensor | None:
