@@ -37,12 +37,12 @@ def test_every_element_has_one_owner_among_the_replicas_and_keeps_its_value(give
         parameters = parameters_of(given_shapes)
         flat = FlatParameters(parameters, torch.float32, dtype, (index, parts))
         lengths.add(flat.master.numel())
-        holding = flat.holding({id(p): name for p, name in zip(parameters, names, strict=True)})
-        assert holding.names == tuple(names)
-        for slot in holding.slots:
+        stepped = flat.optimizer_tensor({id(p): name for p, name in zip(parameters, names, strict=True)})
+        assert stepped.names == tuple(names)
+        for slot in stepped.slots:
             original = originals[names.index(slot.name)].detach().reshape(-1)[slot.start : slot.start + slot.numel]
             # Master weights keep the precision that the weights were loaded with.
-            assert torch.equal(holding.tensor[slot.offset : slot.offset + slot.numel], original)
+            assert torch.equal(stepped.tensor[slot.offset : slot.offset + slot.numel], original)
             seen[slot.name][slot.start : slot.start + slot.numel] += 1
         for parameter, original in zip(parameters, originals, strict=True):
             assert torch.equal(parameter, original.to(dtype))

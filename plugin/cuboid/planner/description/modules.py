@@ -53,8 +53,8 @@ def describe_modules(
     """
     if takes_pixels(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is given images, and the planner counts the work of tokens; name the axes of the "
-            "mesh yourself"
+            f"{type(model).__name__} is given images, and the planner counts the work of tokens; give the axes of the "
+            'mesh in place of "mesh": "auto"'
         )
     config = model.config.get_text_config()
     for name in ("hidden_size", "vocab_size"):
