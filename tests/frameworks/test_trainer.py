@@ -186,7 +186,6 @@ TRL = """
         "sft, dft": (SFTTrainer, SFTConfig, texts, {"loss_type": "dft"}),
         "dpo": (DPOTrainer, DPOConfig, pairs, {}),
         "dpo, reference": (DPOTrainer, DPOConfig, pairs, {}),
-        "dpo, precomputed": (DPOTrainer, DPOConfig, pairs, {"precompute_ref_log_probs": True}),
         "reward": (RewardTrainer, RewardConfig, pairs, {}),
         "kto": (KTOTrainer, KTOConfig, marked, {}),
         "kto, reference": (KTOTrainer, KTOConfig, marked, {}),
@@ -221,7 +220,7 @@ TRL_MODES = (
         "sft, assistant's turns",
         "sft, dft",
     ),
-    *("dpo, reference", "dpo, precomputed", "reward", "kto", "kto, reference"),
+    *("dpo, reference", "reward", "kto", "kto, reference"),
 )
 #: What no two runs have in common.
 TIMES = ("runtime", "per_second")

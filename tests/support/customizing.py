@@ -596,7 +596,7 @@ def all_changes():
 #: What a refusal must name of a kind of change, as a regular expression.
 NAMED = {
     "hook": r"hook \(",
-    "class": r"its code was replaced: |isn't right on a mesh|segments|stages|customizing\.",
+    "class": r"its code was replaced: |isn't right on a mesh|segments|stages|customizing\.|can't cut With",
     "instance": r"layers|embed_tokens|norm|lm_head|rotary_emb",
     "loss": "loss",
     "head": "lm_head|token_embeddings|output_embeddings|vocab_size",

@@ -473,10 +473,12 @@ class AsSharded:
             self._is_first = False
 
     def _check_ties(self, model: nn.Module) -> None:
-        if _tied_names(model) != self._tied:
+        tied = _tied_names(model)
+        if tied != self._tied:
+            names = sorted(set().union(*(tied ^ self._tied)))
             raise UnsupportedModelError(
-                "parameters were tied or untied after the model was sharded, unlike its config says; set "
-                "tie_word_embeddings in the config before"
+                f"{' and '.join(names[:2])}: parameters were tied or untied after the model was sharded, unlike its "
+                "config says; set tie_word_embeddings in the config before"
             )
 
     def _check_part(self, model: nn.Module, module: nn.Module, part: _CheckedPart) -> None:

@@ -60,7 +60,7 @@ def seed_random_modules(
         cls = type(module)
         if isinstance(module, MeshDropout):
             continue
-        place = places.of(name)
+        place = places.of(name, cls)
         if cls is nn.Dropout and name and not places.is_in_block(name):
             new = _dropout(module, place, mesh)
             carry_over(module, new)
@@ -89,7 +89,7 @@ class _Places:
     """Tells what a rank has of the activations in each module of a model."""
 
     def __init__(self, model: PreTrainedModel, parallel_plan: ParallelPlan, late: MaybeWhole | None) -> None:
-        self._model, self._roles, self._verdict = model, parallel_plan.roles, parallel_plan.verdict
+        self._roles, self._verdict = parallel_plan.roles, parallel_plan.verdict
         self._late = late
         self._base = f"{model.base_model_prefix}." if model.base_model is not model else ""
         self._layers = layer_names(model)
@@ -99,12 +99,11 @@ class _Places:
         """Whether a module is in a block that is computed whole."""
         return self._block_of(name) is not None
 
-    def of(self, name: str) -> Place:
-        """The place of a module."""
-        cls = type(self._model.get_submodule(name)).__name__
+    def of(self, name: str, cls: type[nn.Module]) -> Place:
+        """The place of a module of a class."""
         is_in_layer = any(name == layer or name.startswith(f"{layer}.") for layer in self._layers)
         late = None if is_in_layer else self._late
-        return Place(name, cls, self._holding(name, is_in_layer=is_in_layer), late, name in self._lists)
+        return Place(name, cls.__name__, self._holding(name, is_in_layer=is_in_layer), late, name in self._lists)
 
     def _block_of(self, name: str) -> str | None:
         blocks = (key for key, role in self._roles.items() if role.kind == "whole")
