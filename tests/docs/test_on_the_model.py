@@ -1,9 +1,11 @@
 """docs/on_the_model.md lists exactly what sharding puts on models of every kind."""
 
 import functools
+import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import transformers
@@ -94,17 +96,17 @@ def name_of_hook(hook):
     return getattr(hook, "__qualname__", type(hook).__name__).partition(".")[0]
 
 
-def put_on(name, layout, monkeypatch):
+@functools.cache
+def put_on(name, layout):
     """What sharding put on a model: (section, name) pairs."""
     model_type, sizes, _ = MODELS[name]
     world, sections = LAYOUTS[layout]
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("RANK", "0")
     cls = getattr(transformers, name)
     model = cls(AutoConfig.for_model(model_type, **sizes))
     before = {name: (type(module), {*vars(module)}) for name, module in model.named_modules()}
     config = dict(vars(model.config))
-    model = cuboid.shard(model, {"train_micro_batch_size_per_gpu": 4, **sections})
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(world), RANK="0"):
+        model = cuboid.shard(model, {"train_micro_batch_size_per_gpu": 4, **sections})
     assert vars(model.config) == config
     found = set()
     for path, module in model.named_modules():
@@ -123,12 +125,12 @@ def put_on(name, layout, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_all_that_is_put_on_a_model_is_listed(name, layout, monkeypatch):
-    found = put_on(name, layout, monkeypatch)
+def test_all_that_is_put_on_a_model_is_listed(name, layout):
+    found = put_on(name, layout)
     assert {(section, name) for section, name in found if name not in listed()[section]} == set()
 
 
-def test_all_that_is_listed_is_put_on_some_model(monkeypatch):
-    found = set().union(*(put_on(name, layout, monkeypatch) for name, layout in CASES))
+def test_all_that_is_listed_is_put_on_some_model():
+    found = set().union(*(put_on(name, layout) for name, layout in CASES))
     missing = {(section, name) for section, names in listed().items() for name in names} - found
     assert missing == set()

@@ -181,10 +181,13 @@ def plain(change, moment):
             change.apply(model)
         losses = []
         for step in range(3):
+            # A run has an optimizer before there is an engine.
+            if step == 0 and moment == "engine":
+                optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=RATE)
             if (moment, step) in (("sharded", 0), ("engine", 0), ("later", 1)):
                 stack.enter_context(change.active())
                 change.apply(model)
-            if step == 0:
+            if step == 0 and moment != "engine":
                 optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=RATE)
             with KeepFloat64():
                 loss = model(**batch(), use_cache=False).loss

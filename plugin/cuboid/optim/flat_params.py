@@ -86,7 +86,7 @@ class FlatParameters:
     def publish(self, group: dist.ProcessGroup | None) -> None:
         """Copy the master weights of all replicas into the parameters."""
         own = self.master.detach()
-        if self.master.dtype != self._working.dtype:
+        if self.has_copies:
             own = own.to(self._working.dtype)
         elif self._parts > 1:
             # ``own`` is a view of the all-gather's output, so it is copied first.

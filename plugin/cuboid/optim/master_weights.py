@@ -19,6 +19,6 @@ def follow(master: torch.Tensor, parameters: torch.Tensor) -> None:
         master: flat, ``[n]``.
         parameters: ``[n]``, perhaps in a lower precision, perhaps on another device.
     """
-    for own, present in zip(master.split(_CHUNK), parameters.split(_CHUNK), strict=True):
-        present = present.to(own.device)
-        own.copy_(torch.where(own.to(present.dtype) == present, own, present.to(own.dtype)))
+    for chunk, present in zip(master.split(_CHUNK), parameters.split(_CHUNK), strict=True):
+        present = present.to(chunk.device)
+        chunk.copy_(torch.where(chunk.to(present.dtype) == present, chunk, present.to(chunk.dtype)))

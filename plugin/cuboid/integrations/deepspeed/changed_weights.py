@@ -75,10 +75,10 @@ class ChangedWeights:
     @torch.no_grad()
     def take(self) -> None:
         """Take the parameters' present values, before a step."""
-        for parameters, flat, own, master in _groups_of(self._optimizer):
+        for parameters, flat, partition, master in _groups_of(self._optimizer):
             for parameter in parameters:
                 offset = self._offsets[parameter]
                 if parameter.data_ptr() != flat.data_ptr() + offset * flat.element_size():
                     view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
                     parameter.data = view.copy_(parameter.data)
-            follow(master, own)
+            follow(master, partition)
