@@ -598,7 +598,7 @@ NAMED = {
     "hook": r"hook \(",
     "class": r"its code was replaced: |isn't right on a mesh|segments|stages|customizing\.|can't cut With",
     "instance": r"layers|embed_tokens|norm|lm_head|rotary_emb",
-    "loss": "loss",
+    "loss": "loss|cross_entropy",
     "head": "lm_head|token_embeddings|output_embeddings|vocab_size",
     "parametrization": "up_proj|down_proj|o_proj|embed_tokens|norm|lm_head",
     "values": r"up_proj|lm_head|load_state_dict|model\.apply",
