@@ -601,5 +601,5 @@ NAMED = {
     "loss": "loss|cross_entropy",
     "head": "lm_head|token_embeddings|output_embeddings|vocab_size",
     "parametrization": "up_proj|down_proj|o_proj|embed_tokens|norm|lm_head",
-    "values": r"up_proj|lm_head|load_state_dict|model\.apply",
+    "values": r"up_proj|lm_head|embed_tokens|load_state_dict|model\.apply",
 }
