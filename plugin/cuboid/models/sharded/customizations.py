@@ -398,6 +398,7 @@ class _CheckedPart:
     children: list[nn.Module | None]
     methods: frozenset[str]
     options: frozenset[str]
+    stays_causal: bool
     shapes: dict[str, torch.Size | None]
     parameters: dict[str, nn.Parameter | None]
 
@@ -408,11 +409,14 @@ class AsSharded:
     Args:
         model: after sharding.
         is_cut: whether modules are given parts, of which methods and gradient hooks of a script don't know.
+        has_segments: whether they are given segments, in which attention can't see later positions.
     """
 
-    def __init__(self, model: nn.Module, *, is_cut: bool) -> None:
+    def __init__(self, model: nn.Module, *, is_cut: bool, has_segments: bool = False) -> None:
         self.is_cut, self._is_first = is_cut, True
-        self._parts = {module: _part_of(name, module) for name, module in model.named_modules()}
+        self._parts = {
+            module: _part_of(name, module, has_segments=has_segments) for name, module in model.named_modules()
+        }
         self._tied = _tied_names(model)
         #: What was given the model's parameters for its optimizer, which steps on no others.
         self.taken_by: str | None = None
@@ -442,6 +446,7 @@ class AsSharded:
                 or ("forward" in own and part.name and self.is_cut)
                 or list(own["_modules"].values()) != part.children
                 or not part.options.isdisjoint(own)
+                or (part.stays_causal and own.get("is_causal") is not True)
             ):
                 self._check_part(model, module, part)
         if self.code is not None and self.code.seen is not None:
@@ -494,6 +499,11 @@ class AsSharded:
                 f"{part.name}.{option} was set after the model was sharded, but the module that computes there now was "
                 "made with the value before; set it in the config, before the model is sharded"
             )
+        if part.stays_causal and vars(module).get("is_causal") is not True:
+            raise UnsupportedModelError(
+                f"{part.name}.is_causal was set to {vars(module).get('is_causal')!r} after the model was cut into "
+                "stages, whose segments don't see later positions; set it in the config, before the model is sharded"
+            )
         kept = {id(child) for child in part.children}
         for key, child in module._modules.items():
             is_harmless = child is None or _is_function(f"{part.name}.{key}".lstrip("."), child)
@@ -527,10 +537,12 @@ class AsSharded:
         part.parameters = dict(module._parameters)
 
 
-def _part_of(name: str, module: nn.Module) -> _CheckedPart:
+def _part_of(name: str, module: nn.Module, *, has_segments: bool) -> _CheckedPart:
     methods, children = frozenset(_own_methods(module)), list(module._modules.values())
     options: frozenset[str] = vars(module).get(_REPLACED_OPTIONS, frozenset())
-    return _CheckedPart(name, type(module), children, methods, options, _shapes_of(module), dict(module._parameters))
+    causal = has_segments and vars(module).get("is_causal") is True
+    shapes, parameters = _shapes_of(module), dict(module._parameters)
+    return _CheckedPart(name, type(module), children, methods, options, causal, shapes, parameters)
 
 
 def _shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:

@@ -262,7 +262,7 @@ def finish_stage(
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     guard_hooks(model, runs_whole=False)
-    model.cuboid.made = AsSharded(model, is_cut=True)
+    model.cuboid.made = AsSharded(model, is_cut=True, has_segments=staging.plan.outline.is_causal)
     return model
 
 
