@@ -27,6 +27,7 @@ MOMENTS = ("whole", "sharded", "engine", "later")
 RATE = 0.25
 TIMEOUT_S = 900.0
 NOT_OURS = "(not ours)"
+SCRIPTS_LINE = "in the script's own line"
 
 
 def config_of(layout, entry):
@@ -64,7 +65,7 @@ class Run:
             with cuboid.scope(config):
                 self.model = change.cls.from_pretrained(path[change.tied], dtype=torch.float64).train()
         if moment == "sharded":
-            change.apply(self.model)
+            self.skipped = in_script(change, self.model)
         self.engine = self.booster = None
         self.optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=RATE)
         if entry == "initialize":
@@ -105,6 +106,18 @@ class Run:
             self.model.cuboid.made.check(self.model)
 
 
+def in_script(change, model):
+    """Change a model; see :meth:`Change.apply`. What fails there fails in the script's own line."""
+    try:
+        return change.apply(model)
+    except Exception as error:
+        raise ScriptError(f"{SCRIPTS_LINE}: {type(error).__name__}: {error}") from error
+
+
+class ScriptError(Exception):
+    """A line of the script that changes a model has failed."""
+
+
 class Refused(Exception):
     """Some rank raised an error; the message is Cuboid's, or begins with :data:`NOT_OURS`."""
 
@@ -117,7 +130,7 @@ def agreed(action):
     except cuboid.CuboidError as error:
         why = str(error)
     except Exception as error:
-        why = f"{NOT_OURS} {type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, ScriptError) else f"{NOT_OURS} {type(error).__name__}: {error}"
     whys = [None] * dist.get_world_size()
     dist.all_gather_object(whys, why)
     whys = [each for each in whys if each is not None]
@@ -126,12 +139,12 @@ def agreed(action):
     return result
 
 
-def changed(change, model):
-    """Change a model; what fails there fails in the script's own line."""
-    try:
-        agreed(lambda: change.apply(model))
-    except Refused as error:
-        raise Refused(str(error).replace(NOT_OURS, "in the script's own line:")) from None
+def check_changed(skipped):
+    """Check that some stage has changed its part; a script that looks for it on none fails."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, None if skipped is None else f"{type(skipped).__name__}: {skipped}")
+    if None not in everywhere:
+        raise Refused(f"{SCRIPTS_LINE}: {everywhere[0]}")
 
 
 def verdict(entry, layout, path, change, moment):
@@ -141,13 +154,15 @@ def verdict(entry, layout, path, change, moment):
             if moment == "whole":
                 stack.enter_context(change.active())
             run = agreed(lambda: Run(entry, layout, path, change, moment))
+            if moment == "sharded":
+                check_changed(run.skipped)
             if moment in ("sharded", "engine"):
                 stack.enter_context(change.active())
             losses = []
             for step in range(3):
                 if (moment, step) in (("engine", 0), ("later", 1)):
                     stack.enter_context(change.active())
-                    changed(change, run.model)
+                    check_changed(agreed(lambda: in_script(change, run.model)))
                 agreed(run.check)
                 with KeepFloat64():
                     losses.append(agreed(run.step))
@@ -215,7 +230,7 @@ def assert_right_or_refused(found):
 
 
 def is_right_or_refused(name, said):
-    if said == "right" or said.startswith("refused: in the script's own line"):
+    if said == "right" or said.startswith(f"refused: {SCRIPTS_LINE}"):
         return True
     return said.startswith("refused: ") and NOT_OURS not in said and re.search(NAMED[name.partition(":")[0]], said)
 

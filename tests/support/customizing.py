@@ -47,14 +47,20 @@ class Change:
             yield
 
     def apply(self, model):
-        """Change a model; a stage that hasn't the module is left as it is, as scripts leave it that look first."""
+        """Change a model; a stage that hasn't the module is left as it is, as scripts leave it that look first.
+
+        Returns:
+            The error of a stage that was left as it is; None if the model was changed.
+        """
         if self.of is None:
-            return
+            return None
         try:
             self.of(model)
-        except (AttributeError, IndexError, KeyError):
+        except (AttributeError, IndexError, KeyError) as error:
             if not hasattr(model, "staging"):
                 raise
+            return error
+        return None
 
 
 def small_config(*, tied=False):

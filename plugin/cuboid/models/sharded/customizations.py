@@ -396,6 +396,7 @@ class _CheckedPart:
     name: str
     cls: type[nn.Module]
     children: list[nn.Module | None]
+    names: dict[str, nn.Module | None]
     methods: frozenset[str]
     options: frozenset[str]
     stays_causal: bool
@@ -514,10 +515,12 @@ class AsSharded:
                     "PEFT, for one, have no rules)"
                 )
         present = {id(child) for child in module._modules.values()}
-        if not kept <= present:
-            raise UnsupportedModelError(
-                f"{part.name or type(module).__name__!r} lost one of its modules after it was sharded"
-            )
+        for key, child in part.names.items():
+            if child is not None and id(child) not in present:
+                raise UnsupportedModelError(
+                    f"{f'{part.name}.{key}'.lstrip('.')!r} ({type(child).__name__}) was taken out of the model, or "
+                    "replaced, after it was sharded; do that before, so that what is certified is what runs"
+                )
         present_shapes = _shapes_of(module)
         if any(part.shapes.get(key) != shape for key, shape in present_shapes.items()):
             raise UnsupportedModelError(
@@ -542,7 +545,8 @@ def _part_of(name: str, module: nn.Module, *, has_segments: bool) -> _CheckedPar
     options: frozenset[str] = vars(module).get(_REPLACED_OPTIONS, frozenset())
     causal = has_segments and vars(module).get("is_causal") is True
     shapes, parameters = _shapes_of(module), dict(module._parameters)
-    return _CheckedPart(name, type(module), children, methods, options, causal, shapes, parameters)
+    names = dict(module._modules)
+    return _CheckedPart(name, type(module), children, names, methods, options, causal, shapes, parameters)
 
 
 def _shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
