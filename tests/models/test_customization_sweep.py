@@ -65,20 +65,21 @@ class Run:
         else:
             with cuboid.scope(config):
                 self.model = change.cls.from_pretrained(path[change.tied], dtype=torch.float64).train()
-        if moment == "sharded":
-            self.skipped = in_script(change, self.model)
         self.engine = self.booster = None
+        self.entry, self.config, self.stages = entry, config, LAYOUTS[layout][1]
+
+    def start(self):
+        """Make the optimizer, and the engine or what boosts the model."""
         self.optimizer = torch.optim.SGD((p for p in self.model.parameters() if p.requires_grad), lr=RATE)
-        if entry == "initialize":
-            self.engine = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+        if self.entry == "initialize":
+            self.engine = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
             self.model = unwrap(self.engine)
-        elif entry == "booster":
+        elif self.entry == "booster":
             from colossalai.booster import Booster
 
-            self.booster = Booster(plugin=cuboid.CuboidPlugin(config))
+            self.booster = Booster(plugin=cuboid.CuboidPlugin(self.config))
             boosted, self.optimizer, *_ = self.booster.boost(self.model, self.optimizer)
             self.boosted, self.model = boosted, unwrap(boosted)
-        self.stages = LAYOUTS[layout][1]
 
     def step(self):
         """One step on the batch; its loss."""
@@ -111,6 +112,8 @@ def in_script(change, model):
     """Change a model; see :meth:`Change.apply`. What fails there fails in the script's own line."""
     try:
         return change.apply(model)
+    except cuboid.CuboidError:
+        raise
     except Exception as error:
         raise ScriptError(f"{SCRIPTS_LINE}: {type(error).__name__}: {error}") from error
 
@@ -156,7 +159,8 @@ def verdict(entry, layout, path, change, moment):
                 stack.enter_context(change.active())
             run = agreed(lambda: Run(entry, layout, path, change, moment))
             if moment == "sharded":
-                check_changed(run.skipped)
+                check_changed(agreed(lambda: in_script(change, run.model)))
+            agreed(run.start)
             if moment in ("sharded", "engine"):
                 stack.enter_context(change.active())
             losses = []
