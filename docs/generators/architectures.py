@@ -30,7 +30,6 @@ from transformers.models.auto.modeling_auto import (
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, MeshVerdict
-from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.certification.certificates import (
     SOURCES_TABLE,
     TABLE,
@@ -40,10 +39,12 @@ from cuboid.models.certification.certificates import (
     features_of,
     find_out,
 )
-from cuboid.models.certification.check import CannotProbe, small_for_probe
+from cuboid.models.certification.check import small_for_probe
 from cuboid.models.certification.code_identity import code_of
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.kinds.probe_rows import CannotProbe
+from cuboid.models.kinds.registry import check_class
 from generators.marked import table
 
 _ROPE = {"rope_theta": 10000.0}

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import is_peft_available
 
-from cuboid.models.architectures.supported_tasks import adapters_refused
+from cuboid.models.architectures.refusals import adapters_refused
 from cuboid.models.sharded.sharded_model import ShardedModel
 from cuboid_patches.base import Patch
 

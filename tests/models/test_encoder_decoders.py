@@ -13,9 +13,9 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_class, task_of
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.kinds.registry import auto_class_of, check_class, kind_of_class
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.weights.state_dict_map import sharded_layouts
@@ -314,7 +314,7 @@ def test_heads_that_a_mesh_does_not_divide_are_refused(architecture, more):
 
 def test_the_task_follows_from_what_a_class_is_given():
     for cls in (T5ForConditionalGeneration, BartForConditionalGeneration):
-        assert task_of(cls) == "seq2seq"
+        assert kind_of_class(cls).name == "seq2seq"
         assert auto_class_of([cls.__name__]) is AutoModelForSeq2SeqLM
         check_class(cls)
         with pytest.raises(UnsupportedModelError, match=r"encoder-decoder; a pipeline .*Leave the pipeline"):

@@ -24,10 +24,10 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_class, task_of
-from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.kinds.model_kind import TARGETS
+from cuboid.models.kinds.registry import auto_class_of, check_class, kind_of, kind_of_class
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.layers.dropout import CommonDropout
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
@@ -67,21 +67,21 @@ def built(architecture, task, **more):
 
 def micro_batch(model, rows=3, length=13):
     """With padding on the right of the first row, in ids and mask."""
-    targets = Targets.of(type(model), model.config)
+    kind = kind_of(type(model), model.config)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, 67, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, -4:] = 0
     batch = {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
-    if targets.task == "masked":
+    if kind.name == "masked":
         batch["labels"] = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.7, -100)
-    elif targets.task == "tokens":
-        batch["labels"] = torch.where(mask == 0, -100, ids % targets.outputs)
-    elif targets.task == "answers":
+    elif kind.name == "tokens":
+        batch["labels"] = torch.where(mask == 0, -100, ids % kind.outputs)
+    elif kind.name == "answers":
         batch |= {name: torch.randint(0, length, (rows,), generator=generator) for name in TARGETS[2:]}
-    elif targets.task == "sequence":
-        is_regression = targets.classes is None
-        batch["labels"] = torch.rand(rows, generator=generator) if is_regression else ids[:, 0] % targets.outputs
+    elif kind.name == "sequence":
+        is_regression = kind.classes is None
+        batch["labels"] = torch.rand(rows, generator=generator) if is_regression else ids[:, 0] % kind.outputs
     return batch
 
 
@@ -345,14 +345,14 @@ def test_no_micro_batch_is_kept_after_a_forward():
 )
 def test_targets_have_the_shapes_that_losses_can_take(task, shape):
     cls = AUTO[task]._model_mapping[type(small_config("bert"))]
-    targets = Targets.of(cls, small_config("bert", num_labels=3))
+    kind = kind_of(cls, small_config("bert", num_labels=3))
     arguments = {"input_ids": torch.zeros(2, 3), TARGETS[0 if task != "answers" else 2]: torch.zeros(shape).long()}
     right = [[2, 3]] if task in ("masked", "tokens") else [[2], [2, 1]]
     if shape in right:
-        targets.check(arguments)
+        kind.check(arguments)
     else:
         with pytest.raises(CuboidError, match=rf"\[{', '.join(map(str, shape))}\]"):
-            targets.check(arguments)
+            kind.check(arguments)
 
 
 @pytest.mark.parametrize("task", ["masked", "tokens", "sequence", "answers"])
@@ -383,7 +383,7 @@ def test_dropout_of_what_all_ranks_have_is_the_same_on_all_of_them():
 def test_what_a_class_is_for_and_its_auto_class_follow_from_its_name():
     for task, auto in AUTO.items():
         cls = auto._model_mapping[type(small_config("bert"))]
-        assert task_of(cls) == task
+        assert kind_of_class(cls).name == task
         assert auto_class_of([cls.__name__]) is auto
     assert auto_class_of(None) is auto_class_of(["LlavaForConditionalGeneration"]) is AutoModelForCausalLM
 

@@ -13,8 +13,8 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 

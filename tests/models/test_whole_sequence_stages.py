@@ -12,7 +12,7 @@ from transformers import (
 
 import cuboid
 from cuboid.models.batch.local_batch import IGNORE_INDEX
-from cuboid.models.batch.targets import Targets
+from cuboid.models.kinds.registry import kind_of
 from cuboid.verify.workers.pool import WorkerError
 from training import ROWS, VOCABULARY, make_engine, settings, small_checkpoint
 from training import ranks_of as ranks
@@ -95,10 +95,10 @@ def alone(path, case):
     model = CASES[case][0].from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     batches, losses = _batches(case), []
-    targets = Targets.of(type(model), model.config)
+    kind = kind_of(type(model), model.config)
     for step in range(STEPS + 1):
         own = [next(batches) for _ in range(MICRO_BATCHES)]
-        counts = [int((b["labels"] != IGNORE_INDEX).sum()) if targets.classes and not b["labels"].is_floating_point()
+        counts = [int((b["labels"] != IGNORE_INDEX).sum()) if kind.classes and not b["labels"].is_floating_point()
                   else ROWS for b in own]  # fmt: skip
         parts = [model(**b).loss * count for b, count in zip(own, counts, strict=True) if count]
         loss = torch.stack(parts).sum() / sum(counts)

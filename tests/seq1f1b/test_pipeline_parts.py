@@ -18,11 +18,11 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import ReplicasInStep, read_micro_batch, share_micro_batches
-from cuboid.models.batch.targets import Targets
+from cuboid.models.kinds.causal import Causal
+from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier
 from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.stages.stage_cut import draw_outline
-from cuboid.models.stages.units import with_targets
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
 from cuboid.seq1f1b.runtime.profiler import UnitProfiler, gather_times_s
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
@@ -30,7 +30,7 @@ from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 from cuboid.verify import SmallModel
 
 IDS = torch.arange(12).view(2, 6)
-LIMITS = Limits(tokens=16, labels=16)
+LIMITS = Limits(Causal(), tokens=16, labels=16)
 ONE = MeshShape()
 SIZES = ModelSizes((LayerSizes.decoder(32, 32, 32, 64),) * 4, head=32 * 64)
 
@@ -89,8 +89,8 @@ def test_a_malformed_micro_batch_is_named(batch, message):
         read_micro_batch(batch, LIMITS)
 
 
-CLASSES = Limits(tokens=16, labels=3, types=2, targets=Targets("sequence", 3, 3))
-ANSWERS = Limits(tokens=16, labels=None, targets=Targets("answers"))
+CLASSES = Limits(SequenceClassifier(3, 3), tokens=16, labels=3, types=2)
+ANSWERS = Limits(QuestionAnswering(), tokens=16, labels=None)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_micro_batch_of_another_task_has_that_tasks_targets(limits, batch, mes
 def test_answers_need_a_start_and_an_end():
     batch = read_micro_batch({"input_ids": IDS, "start_positions": IDS[:, 0]}, ANSWERS)
     with pytest.raises(CuboidError, match="a micro-batch for question answering needs end_positions"):
-        with_targets(batch, ANSWERS.targets, shifts=False)
+        QuestionAnswering().for_stages(batch, shifts=False)
 
 
 def test_lengths_are_filled_up_to_what_mesh_and_segments_need():
@@ -294,7 +294,7 @@ def _share_targets():
         {"input_ids": IDS, "token_type_ids": IDS % 2, "labels": several},
         {"input_ids": IDS[:1], "labels": several[:1].double() / 3},
     ]
-    classes = Limits(tokens=16, labels=None, types=2, targets=Targets("sequence", 3, 3))
+    classes = Limits(SequenceClassifier(3, 3), tokens=16, labels=None, types=2)
     found = share_micro_batches(iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"))
     alike = [
         ours.keys() == theirs.keys()

@@ -15,6 +15,7 @@ from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification import check
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import small_config
+from cuboid.models.kinds.probe_rows import probe_rows
 from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates, carry_states, read_state
 
@@ -46,7 +47,7 @@ def difference(architecture, lengths, padding="none", **checkpointing):
             stages.append(check.make_stage(model, outline, counts, mesh, gives_cache=True))
             if checkpointing:
                 stages[-1].gradient_checkpointing_enable(checkpointing)
-        batch = check.probe_batch(Case("", LENGTH, padding), config.vocab_size)
+        batch = probe_rows(Case("", LENGTH, padding), config.vocab_size)
         expected = check.run_plain(model, batch)
         loss = check.run_stages(stages, batch, lengths)
         return check.largest_error(check.ProbeOutcome(loss, check.gradients_of(stages)), expected)[0]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.stages.units import label_tokens, with_shifted_labels
+from cuboid.models.kinds.causal import Causal
 
 MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 2, 4, 24, 131
 STEPS, CLIPPING = 5, 0.5
@@ -95,7 +95,7 @@ def one_process(path, dtype, *, by_tokens, data=1, steps=STEPS):
 def reference_backward(model, step, data, by_tokens):
     """Gradients of a global batch in one process, and its loss."""
     pieces = [piece for replica in range(data) for piece in micro_batches(step, replica, data)]
-    tokens = sum(int(label_tokens(with_shifted_labels(piece))) for piece in pieces)
+    tokens = sum(int(Causal().items(piece)) for piece in pieces)
     total = 0.0
     for piece in pieces:
         options = {"num_items_in_batch": torch.tensor(tokens)} if by_tokens else {}

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from cuboid.models.architectures.transformers_names import checkpoint_activations, stop_checkpointing
-from cuboid.models.certification.task_batches import loss_of
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.verify.masks import MasksByName, compare_masks, probe_masks
 from cuboid.verify.plan import Plan
 from cuboid.verify.probe import own_modules
 from cuboid.verify.sums import probe_sums
-from cuboid.verify.task_inputs import options_of, run_forward
+from cuboid.verify.task_inputs import run_forward
 
 #: Errors by name, each with the largest that passes.
 Errors = dict[str, tuple[float, float]]
@@ -62,7 +62,8 @@ def _backward(model: Any, batch: Batch, pipeline: Pipeline | None) -> None:
         return
     device = next(model.parameters()).device
     given = {name: x.to(device) for name, x in batch.items()}
-    loss_of(model(**given, **options_of(model)), given).backward()
+    kind = kind_of(type(model), model.config)
+    kind.probe_loss(model(**given, **kind.options_of(model)), given).backward()
 
 
 def worst_of_ranks(errors: Errors) -> Errors:

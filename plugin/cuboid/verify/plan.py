@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import BatchKind
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.batch.length_cases import (
     LONGEST,
     Case,
@@ -27,6 +26,7 @@ from cuboid.models.batch.length_cases import (
     thresholds,
 )
 from cuboid.models.certification.float64 import Precision, precision
+from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.weights.model_folder import model_config as read_model_config
 from cuboid.weights.model_folder import without_own_code
 

@@ -20,9 +20,9 @@ from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, req
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind
-from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.kinds.registry import kind_of_class
 from cuboid.verify.compare import KINDS, ComparedKind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
@@ -161,10 +161,10 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
         raise CuboidError(
             f"{type(model).__name__} is given {model.main_input_name}; cuboid verify makes micro-batches of tokens only"
         )
-    task = task_of(type(model))
-    if task != "causal" and pipeline is None:
+    is_causal = kind_of_class(type(model)).is_causal
+    if not is_causal and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")
-    if task == "causal" and pipeline is not None:
+    if is_causal and pipeline is not None:
         # A loss that doesn't shift labels is one of transformers' older ones, of decoders made to follow an encoder. It
         # takes no num_items_in_batch.
         plan = dataclasses.replace(plan, counts_items=certificate_of(type(model), model.config).shifts_labels)
@@ -176,7 +176,7 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
         plan = plan.without_left_padding()
     # Only causal models find the boundaries of packed sequences in position ids.
     takes = inspect.signature(type(model).forward).parameters
-    return plan if "position_ids" in takes and task == "causal" else plan.without_positions()
+    return plan if "position_ids" in takes and is_causal else plan.without_positions()
 
 
 def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mesh: bool) -> dict[BatchKind, str]:

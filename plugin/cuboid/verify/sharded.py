@@ -16,7 +16,7 @@ import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
-from cuboid.models.certification.task_batches import loss_of
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.own_checks import check_alone
@@ -25,7 +25,7 @@ from cuboid.verify.probe import probe, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain, widened
 from cuboid.verify.resume import check_resume
 from cuboid.verify.storage import SAVED, write, write_part
-from cuboid.verify.task_inputs import micro_batches, options_of
+from cuboid.verify.task_inputs import micro_batches
 from cuboid.verify.training import MOMENT, RunOutcome, Tensors, parameter_groups, prepare, run_replicas, train
 from cuboid.weights.save import full_values
 
@@ -171,10 +171,10 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
 
 
 def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
-    losses = []
+    losses, kind = [], kind_of(type(engine.module), engine.module.config)
     for batch in batches:
         given = {name: x.to(engine.device) for name, x in batch.items()}
-        loss = loss_of(engine(**given, **options_of(engine.module)), given)
+        loss = kind.probe_loss(engine(**given, **kind.options_of(engine.module)), given)
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

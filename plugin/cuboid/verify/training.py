@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.architectures.transformers_names import checkpoint_activations
-from cuboid.models.certification.task_batches import loss_of
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.verify.plan import Plan, tokens_of
-from cuboid.verify.task_inputs import micro_batches, options_of, token_share
+from cuboid.verify.task_inputs import micro_batches, token_share
 
 Tensors = dict[str, torch.Tensor]
 #: Adam's first moment, in the optimizer's state.
@@ -125,8 +124,9 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    options = options_of(model)
-    counts_items = plan.counts_items and plan.mean_over == "tokens" and task_of(type(model)) == "causal"
+    kind = kind_of(type(model), model.config)
+    options = kind.options_of(model)
+    counts_items = plan.counts_items and plan.mean_over == "tokens" and kind.is_causal
     share = 1.0 / (plan.data_parallel * plan.accumulate)
     if counts_items:
         options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens_of(model)), device=device)
@@ -137,7 +137,7 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
                 share = token_share(plan, model, step, given)
             batch = {name: x.to(device) for name, x in given.items()}
             output = model(**batch, **options)
-            loss = loss_of(output, batch) * share
+            loss = kind.probe_loss(output, batch) * share
             routers = exact_router_loss(model, output, batch.get("attention_mask"))
             if routers is not None:
                 # Replace transformers' router loss by the exact mean over micro-batches: it computes the loss in

@@ -21,10 +21,10 @@ from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_model, task_of
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
+from cuboid.models.kinds.registry import auto_class_of, check_model, kind_of_class
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, sharding_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
@@ -175,7 +175,7 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     check_attention(model.config)
     if parsed.pipeline is not None:
         # Before the comparison, which would only say that it is another function.
-        check_loss_in_pipeline(model, task_of(type(model)))
+        check_loss_in_pipeline(model, kind_of_class(type(model)).ordinary_loss)
     reference = made_anew(type(model), model.config)
     check_as_made(model, reference, stages=parsed.pipeline is not None)
     plan = resolve(model, parsed)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import WeightSeed
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.models.architectures.supported_tasks import check_class
+from cuboid.models.kinds.registry import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class
 from cuboid.weights.new_weights import constructing, initialized, put_value, tensors_of, units_of

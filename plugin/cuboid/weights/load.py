@@ -23,8 +23,9 @@ from cuboid.distributed.mesh import current_rank
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.library_warnings import progress_bars_of
-from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
+from cuboid.models.architectures.refusals import adapters_refused, check_checkpoint
 from cuboid.models.certification.certificates import CodeCheck
+from cuboid.models.kinds.registry import check_class
 from cuboid.models.model_plan import ModelPlan, RankPart
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.stages.placeholders import taken_for_initialized

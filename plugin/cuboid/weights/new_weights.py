@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from cuboid.models.architectures.roles import layer_names
-from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
@@ -24,14 +24,14 @@ _HEAD_SEED = 0
 
 
 def is_of_new_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter is of a task's head, which a checkpoint may lack if it is fine-tuned with a new one.
+    """Whether a parameter is of a kind's head, which a checkpoint may lack if it is fine-tuned with a new one.
 
     The head of a language model isn't such a head: it was trained with the rest.
     """
-    task = task_of(type(model))
+    kind = kind_of_class(type(model))
     if ".pooler." in f".{name}":
-        return task not in ("causal", "masked", "seq2seq")
-    return task not in ("causal", "masked", "seq2seq", "hidden") and not name.startswith(f"{model.base_model_prefix}.")
+        return not kind.is_language_model
+    return kind.has_new_head and not name.startswith(f"{model.base_model_prefix}.")
 
 
 def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[str]) -> None:

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
+from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
@@ -57,7 +57,7 @@ def resolve(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedMo
     cls, world_size = cls or type(model), current_world_size()
     if config.pipeline is not None:
         # Before certification, which would only say that the code is another.
-        check_loss_in_pipeline(model, task_of(cls))
+        check_loss_in_pipeline(model, kind_of_class(cls).ordinary_loss)
     shape, config = settle(model, config, cls, world_size=world_size)
     mesh = Mesh(shape, pipe=config.stages, placement=config.placement)
     return _certified(model, config, cls, mesh, runs_here=True)

@@ -24,10 +24,10 @@ from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Verdict
 from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check
-from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.layer_kinds import layer_kinds
 from cuboid.models.certification.small_config import LONGEST, small_config
+from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
 from cuboid.models.stages.router_loss import RouterSums, exact_router_loss
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
@@ -345,7 +345,7 @@ def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts)
     assert certificates.certificate_of(cls, config).shifts_labels is shifts, "in the table"
     with check.quiet_cpu(), precision(keep_float64=True):
         model = check.random_model(cls, small_config(config), None, check.ATTEMPTS[0])
-        batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
+        batch = probe_rows(check.Case("", 12), model.config.vocab_size)
         assert check.run_plain(model, batch).shifts_labels is shifts
 
 
@@ -384,7 +384,7 @@ def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
     config = AutoConfig.for_model("jetmoe", output_router_logits=True)
     with check.quiet_cpu(), precision(keep_float64=True):
         model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, check.ATTEMPTS[0])
-        batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
+        batch = probe_rows(check.Case("", 12), model.config.vocab_size)
         assert exact_router_loss(model, model(**batch), None) is None
         assert check.run_plain(model, batch).shifts_labels is None
 

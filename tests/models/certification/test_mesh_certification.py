@@ -20,9 +20,9 @@ from cuboid.models.architectures import roles
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification import certificates, mesh_certificates
 from cuboid.models.certification.certificates import digest_of, entries_of, features_of
-from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_certificates import mesh_verdict, read_verdict, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.tensor3d.layers.whole_block import LateSplit
 
 SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

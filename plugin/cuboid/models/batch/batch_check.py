@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -20,12 +20,34 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
 from cuboid.models.batch.generator_check import Library, generator_numbers, generators_differ, shared_number
-from cuboid.models.batch.local_batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
-from cuboid.models.batch.targets import ANSWERS, Targets
+from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, TOKEN_TYPES
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
 #: What ranks compare besides the tensors: the arguments of the call, and the number by which the loss is divided.
 _CALL, _ITEMS = "shapes or the other arguments", "num_items_in_batch"
+
+
+class BatchRules(Protocol):
+    """What the check of a micro-batch needs of a :class:`~cuboid.models.kinds.model_kind.ModelKind`."""
+
+    @property
+    def words(self) -> str:
+        """What the model is for, for error messages."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that a micro-batch may have, without token types; the main input comes first."""
+
+    @property
+    def main_input(self) -> str:
+        """The argument that a forward can't do without."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs that a head has for each label; 0 for language models."""
+
+    def check_micro_batch(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Check the shapes and dtypes of a pipeline's micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -33,36 +55,30 @@ class Limits:
     """The ranges of a micro-batch's numbers. Upper limits are exclusive.
 
     Args:
+        kind: of the model.
         tokens: rows of the embedding: the limit of ids.
         labels: size of the vocabulary, or number of classes: the limit of labels. None if labels may be any numbers.
         positions: rows of the learned position table, if there is one: the limit of positions.
         types: rows of the table of token types, if the model takes such ids.
-        targets: what the loss compares with.
         first_position: the first position, if the model counts positions by itself.
         longest: tokens of the longest sequence that the model is made for, if its config has it.
-        has_images: whether the model takes images in place of ids.
-        shifts_labels: whether a causal model's loss compares each position with the next one's label, so that the first
-            label isn't used.
+        shifts_labels: whether the loss compares each position with the next one's label, so that the first label isn't
+            used.
     """
 
+    kind: BatchRules
     tokens: int
     labels: int | None
     positions: int | None = None
     types: int | None = None
-    targets: Targets = field(default_factory=lambda: Targets("causal"))
     first_position: int = 0
     longest: int | None = None
-    has_images: bool = False
-    shifts_labels: bool = True
+    shifts_labels: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors that a micro-batch may have."""
-        if self.has_images:
-            return (*IMAGE_TENSORS, "labels")
-        types = () if self.types is None else (TOKEN_TYPES,)
-        more = {"answers": ANSWERS, "seq2seq": TARGET_TENSORS[:-1]}.get(self.targets.task, ())
-        return (*TENSORS, *types, *more)
+        return self.kind.tensors if self.types is None else (*self.kind.tensors, TOKEN_TYPES)
 
     def warn_of_length(self, given: Mapping[str, Any], mesh: Mesh) -> None:
         """Warn on the first rank if rotary embeddings are used beyond the positions that the model is made for.
@@ -100,7 +116,7 @@ class Limits:
         outside = (x < 0) | (x >= limit)
         if name in LABELS:
             outside &= (x != ignore_index) & (x != PADDING)
-        if name == "labels" and self.targets.task == "causal" and self.shifts_labels:
+        if name == "labels" and self.shifts_labels:
             outside[:, 0] = False
         return outside
 
@@ -111,7 +127,7 @@ class Limits:
         place = tuple(outside.nonzero()[0].tolist())
         more = int(outside.sum()) - 1
         rest = f" (and {more} more)" if more else ""
-        has_classes = name in LABELS and self.targets.outputs
+        has_classes = name in LABELS and self.kind.outputs
         table = {"position_ids": "position table", TOKEN_TYPES: "table of token types"}.get(name, "vocabulary")
         ignored = f"; {ignore_index} stands for no label" if name in LABELS else ""
         return CuboidError(
@@ -149,7 +165,7 @@ class BatchCheck:
         self._tensors = {name: arguments[name] for name in self._names if arguments.get(name) is not None}
         self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
         self._limits, self._mesh = limits, mesh
-        ids = self._tensors["pixel_values" if limits.has_images else "input_ids"]
+        ids = self._tensors[limits.kind.main_input]
         device = ids.device
         if limits.positions is not None and "position_ids" not in self._tensors:
             # The model will count positions by itself, so check those. Encoder and decoder have equal position tables.

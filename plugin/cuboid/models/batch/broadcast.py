@@ -19,15 +19,10 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_failure import RankFailure, is_lost
 from cuboid.failures.replica_updates import EQUAL_SHARES
-from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
 from cuboid.models.batch.batch_check import Limits
-from cuboid.models.batch.local_batch import TENSORS, TOKEN_TYPES, check_tensors
-from cuboid.models.batch.targets import ANSWERS, TARGETS
 
 #: Tensors by the names in ``Limits.names``. All hold integers, except the labels of regression and multi-label tasks.
 MicroBatch = dict[str, torch.Tensor]
-#: All tensors that a micro-batch may have.
-_NAMES = (*TENSORS, TOKEN_TYPES, *ANSWERS)
 #: Dtypes of the tensors after the broadcast, in which every number takes 64 bits: the first for all integers, the last
 #: for float64, and the second for all other floats.
 _DTYPES = (torch.int64, torch.float32, torch.float64)
@@ -41,7 +36,7 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
 
     Args:
         batch: a mapping with ``input_ids`` and optionally ``labels``, ``attention_mask``, ``position_ids``,
-            ``shift_labels`` and the other tensors of the model's task; or a pair (inputs, labels), where inputs are
+            ``shift_labels`` and the other tensors of the model's kind; or a pair (inputs, labels), where inputs are
             such a mapping or the ids.
         limits: the model's limits.
 
@@ -60,17 +55,13 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
     unknown = [name for name in given if name not in limits.names]
     if unknown:
         raise CuboidError(
-            f"{unknown[0]} has no rule in a pipeline's micro-batch for {WORDS[limits.targets.task]}; known: "
+            f"{unknown[0]} has no rule in a pipeline's micro-batch for {limits.kind.words}; known: "
             + ", ".join(limits.names)
         )
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
     tensors = {name: _as_tensor(name, value) for name, value in given.items()}
-    if runs_own_head(limits.targets.task):
-        check_tensors({name: x for name, x in tensors.items() if name not in TARGETS})
-        limits.targets.check(tensors)
-    else:
-        check_tensors(tensors)
+    limits.kind.check_micro_batch(tensors)
     if "attention_mask" in tensors:
         # A mask may have any dtype, since only zero or nonzero matters, but is broadcast with the integers.
         tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
@@ -125,8 +116,8 @@ def share_micro_batches(
     if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:  # the replica is a single rank
         return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
     if mesh.rank == mesh.copy_ranks[0]:
-        return _tell(read, count, mesh, device)
-    return _listen(count, mesh, device)
+        return _tell(read, count, limits.names, mesh, device)
+    return _listen(count, limits.names, mesh, device)
 
 
 def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> tuple[Iterator[Any] | None, int]:
@@ -153,16 +144,18 @@ def _failing(error: BaseException) -> Iterator[Any]:
     raise error
 
 
-def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+def _tell(
+    read: Callable[[], list[MicroBatch]], count: int, names: Sequence[str], mesh: Mesh, device: torch.device
+) -> list[MicroBatch]:
     try:
         batches = read()
-        sizes = [size for batch in batches for size in _sizes(batch)]
+        sizes = [size for batch in batches for size in _sizes(batch, names)]
         # Everything that may fail, as the copies to the device, comes before the header: after it, the others wait for
         # a second broadcast.
-        payload = _payload(batches, device)
-        header = _header(_FINE, sizes, count, device)
+        payload = _payload(batches, names, device)
+        header = _header(_FINE, sizes, _fields(count, names), device)
     except StopIteration:
-        _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
+        _broadcast(_header(_EXHAUSTED, [], _fields(count, names), device), mesh)
         raise
     except BaseException as error:
         # Even a KeyboardInterrupt is broadcast: the other ranks are waiting for the header.
@@ -170,19 +163,19 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
             error.arising_on(mesh.rank).shared = True
         failure = dataclasses.replace(RankFailure.of(error, mesh.rank, _READING), everywhere=True)
         text = torch.frombuffer(bytearray(failure.encode().encode()), dtype=torch.uint8).to(device, torch.int64)
-        _broadcast(_header(_FAILED, [text.numel()], count, device), mesh)
+        _broadcast(_header(_FAILED, [text.numel()], _fields(count, names), device), mesh)
         _broadcast(text, mesh)
         if isinstance(error, CuboidError) or not isinstance(error, Exception):
             raise
         raise failure.error() from error
     _broadcast(header, mesh)
     _broadcast(payload, mesh)
-    return list(_split(payload, sizes))
+    return list(_split(payload, sizes, names))
 
 
-def _payload(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+def _payload(batches: Sequence[MicroBatch], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """Return all numbers of the micro-batches, in 64 bits each."""
-    tensors = [batch[name].flatten() for batch in batches for name in _NAMES if name in batch]
+    tensors = [batch[name].flatten() for batch in batches for name in names if name in batch]
     return torch.cat([x.to(device, _DTYPES[0]) if _kind(x) == 0 else _bits(x.to(device)) for x in tensors])
 
 
@@ -190,8 +183,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float64).view(torch.int64)
 
 
-def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
-    header = _header(_FINE, [], count, device)
+def _listen(count: int, names: Sequence[str], mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+    header = _header(_FINE, [], _fields(count, names), device)
     _broadcast(header, mesh)
     status, *sizes = header.tolist()
     if status == _EXHAUSTED:
@@ -204,7 +197,7 @@ def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
         raise failure.error()
     payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
     _broadcast(payload, mesh)
-    return list(_split(payload, sizes))
+    return list(_split(payload, sizes, names))
 
 
 class ReplicasInStep:
@@ -285,13 +278,17 @@ class ReplicasInStep:
         return error
 
 
-#: Numbers in the header for each micro-batch. For each name: rows (0 if the tensor is missing), columns (0 if it has
-#: one dim), and its dtype as an index into ``_DTYPES``.
-_FIELDS = 3 * len(_NAMES)
+def _fields(count: int, names: Sequence[str]) -> int:
+    """How many numbers the header has for some micro-batches.
+
+    For each name: rows (0 if the tensor is missing), columns (0 if it has one dim), and its dtype as an index into
+    ``_DTYPES``.
+    """
+    return count * 3 * len(names)
 
 
-def _header(status: int, sizes: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    filled = [status, *sizes, *([0] * (count * _FIELDS - len(sizes)))]
+def _header(status: int, sizes: Sequence[int], fields: int, device: torch.device) -> torch.Tensor:
+    filled = [status, *sizes, *([0] * (fields - len(sizes)))]
     return torch.tensor(filled, dtype=torch.int64, device=device)
 
 
@@ -303,8 +300,8 @@ def _kind(x: torch.Tensor) -> int:
     return (1 if x.dtype != torch.float64 else 2) if x.is_floating_point() else 0
 
 
-def _sizes(batch: MicroBatch) -> Iterator[int]:
-    for name in _NAMES:
+def _sizes(batch: MicroBatch, names: Sequence[str]) -> Iterator[int]:
+    for name in names:
         x = batch.get(name)
         yield from (0, 0, 0) if x is None else (x.shape[0], x.shape[1] if x.dim() > 1 else 0, _kind(x))
 
@@ -314,11 +311,12 @@ def _numel(sizes: Sequence[int]) -> Iterator[int]:
         yield sizes[first] * max(sizes[first + 1], 1)
 
 
-def _split(payload: torch.Tensor, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+def _split(payload: torch.Tensor, sizes: Sequence[int], names: Sequence[str]) -> Iterator[MicroBatch]:
     parts = iter(payload.split(list(_numel(sizes))))
-    for first in range(0, len(sizes), _FIELDS):
+    fields = _fields(1, names)
+    for first in range(0, len(sizes), fields):
         batch = {}
-        for name, at in zip(_NAMES, range(first, first + _FIELDS, 3), strict=True):
+        for name, at in zip(names, range(first, first + fields, 3), strict=True):
             rows, columns, kind = sizes[at : at + 3]
             part = next(parts)
             if rows:

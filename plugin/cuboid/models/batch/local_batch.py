@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,6 @@ IGNORE_INDEX = -100
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
 #: Another one, ``[B, S]``, for models that were seen to take it, such as those of sentence pairs.
 TOKEN_TYPES = "token_type_ids"
-#: Further tensors of an encoder-decoder, each ``[B, T]``; its ``input_ids`` and ``attention_mask`` are ``[B, S]``.
-TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
-#: Tensors of a model of images: the images ``[B, C, H, W]``, and which of their P patches are masked, ``[B, P]``.
-IMAGE_TENSORS = ("pixel_values", "bool_masked_pos")
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that are harmless with these values and not supported with others.
@@ -111,85 +107,9 @@ def take_local_batch(
     local = {}
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
-        own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh.along("batch"))
+        own = tensor if given_once else own_slice(with_rows(name, tensor, more), 0, mesh.along("batch"))
         local[name] = _pad(name, own, target - length, config, inputs)
     return LocalBatch(local, rows, length, options)
-
-
-def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """:func:`take_local_batch` for an encoder's and a decoder's sequences, which may differ in length.
-
-    Args:
-        arguments: the forward's arguments by name, including ``decoder_input_ids``.
-        config, mesh: the model's.
-
-    Returns:
-        The decoder's batch, with the encoder's as its ``source``, which has the options. Neither has positions, which
-        such a model counts by itself.
-    """
-    for name in ("position_ids", "shift_labels"):
-        if arguments.get(name) is not None:
-            raise UnsupportedModelError(f"{name} has no rule for an encoder-decoder, which counts positions by itself")
-    # Below, the decoder's tensors have the encoder's names, which an error mustn't show.
-    check_tensors(
-        {name: arguments[name] for name in TARGET_TENSORS if arguments.get(name) is not None}, "decoder_input_ids"
-    )
-    inputs = {name: x for name, x in arguments.items() if name not in TARGET_TENSORS}
-    names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
-    target = {own: arguments[name] for own, name in names.items() if arguments.get(name) is not None}
-    source = take_local_batch(inputs, config, mesh, inputs="only ids")
-    batch = take_local_batch(target, config, mesh, inputs="only ids")
-    if source.rows != batch.rows:
-        raise CuboidError(f"input_ids has {source.rows} rows, but decoder_input_ids has {batch.rows}")
-    return replace(batch, source=source)
-
-
-def take_local_images(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """:func:`take_local_batch` for images. A rank gets whole images, because they are sharded after the embeddings.
-
-    Raises:
-        UnsupportedModelError: an argument isn't supported, or the images don't have the size in the config.
-        CuboidError: ``pixel_values`` are missing or aren't images, or ``bool_masked_pos`` doesn't fit them.
-    """
-    for name, value in arguments.items():
-        is_known = name in (*IMAGE_TENSORS, "num_items_in_batch")
-        if not is_known and (isinstance(value, torch.Tensor) or value not in (None, False)):
-            hint = ": all images have the size in the model's config" if name == "interpolate_pos_encoding" else ""
-            raise UnsupportedModelError(f"{name} has no rule on a sharded model of images{hint}")
-    tensors = {name: arguments[name] for name in IMAGE_TENSORS if arguments.get(name) is not None}
-    images = tensors.get("pixel_values")
-    wanted = image_shape(config)
-    if images is None or images.dim() != 4 or len(images) == 0 or not images.is_floating_point():
-        found = "none" if images is None else f"{images.dtype} {list(images.shape)}"
-        raise CuboidError(
-            f"a sharded model of images needs pixel_values, floats [batch, channels, height, width], not {found}"
-        )
-    if wanted is None or tuple(images.shape[2:]) != wanted:
-        size = getattr(config, "image_size", None)
-        raise UnsupportedModelError(
-            f"pixel_values are {list(images.shape)}, but the config's image_size is {size}; "
-            "on a mesh there is no rule for other sizes, whose positions are interpolated"
-        )
-    masked = tensors.get("bool_masked_pos")
-    if masked is not None and (masked.dim() != 2 or len(masked) != len(images) or masked.is_floating_point()):
-        raise CuboidError(
-            f"bool_masked_pos is {masked.dtype} {list(masked.shape)}; give booleans [{len(images)}, patches]"
-        )
-    rows = len(images)
-    more = padded_length(rows, mesh.size("batch")) - rows
-    local = {name: own_slice(_with_rows(name, x, more), 0, mesh.along("batch")) for name, x in tensors.items()}
-    options = {name: x for name, x in arguments.items() if name == "num_items_in_batch" and x is not None}
-    return LocalBatch(local, rows, 0, options)
-
-
-def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:
-    """Return the height and width of a model's images; None if its config doesn't have them."""
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, list | tuple) and len(size) == 2:
-        return int(size[0]), int(size[1])
-    return None
 
 
 def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
@@ -243,7 +163,7 @@ def check_tensors(whole: dict[str, torch.Tensor], ids_name: str = "input_ids") -
             raise CuboidError(f"{name} holds {tensor.dtype}; give torch.int64")
 
 
-def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
+def with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
     """Append ``missing`` rows without loss."""
     if missing == 0:
         return x

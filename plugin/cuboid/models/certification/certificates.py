@@ -24,15 +24,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
-from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
-from cuboid.models.batch.targets import Targets
-from cuboid.models.certification.check import CannotProbe, check, small_for_probe
+from cuboid.models.certification.check import check, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
 from cuboid.models.certification.head_check import check_head
 from cuboid.models.certification.small_config import meaningful_fields
+from cuboid.models.kinds.probe_rows import CannotProbe
+from cuboid.models.kinds.registry import kind_of, kind_of_class
 
 T = TypeVar("T")
-
 TABLE = Path(__file__).with_name("certified.json")
 #: Digests of transformers' files whose code the tables' entries were found with.
 SOURCES_TABLE = Path(__file__).with_name("certified_sources.json")
@@ -195,7 +194,7 @@ def _found(question: Question) -> Certificate:
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
     """Run the probe, regardless of table and cache."""
     try:
-        return Certificate((check_head if runs_own_head(task_of(cls)) else check)(cls, config))
+        return Certificate((check_head if kind_of_class(cls).runs_own_head else check)(cls, config))
     except CannotProbe as error:
         return Certificate(None, str(error))
 
@@ -221,8 +220,8 @@ def _features(cls: type[PreTrainedModel], config: PretrainedConfig, small: Pretr
 
 def _of_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
     """The features that decide which loss a classifier computes."""
-    targets = Targets.of(cls, config)
-    return {"targets": [min(targets.outputs, 2), targets.classes is None]} if targets.outputs else {}
+    kind = kind_of(cls, config)
+    return {"targets": [min(kind.outputs, 2), kind.classes is None]} if kind.outputs else {}
 
 
 def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:

@@ -20,12 +20,15 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Certificate, Mode, Verdict
-from cuboid.models.architectures.supported_tasks import runs_own_head, takes_token_types, task_of
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
+from cuboid.models.kinds.language_models import with_shifted_labels
+from cuboid.models.kinds.model_kind import ModelKind, takes_token_types
+from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
+from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -34,13 +37,12 @@ from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.models.stages.stage_cut import StageLayout, draw_outline
 from cuboid.models.stages.stage_model import StagePlan
 from cuboid.models.stages.stage_runner import make_runner
-from cuboid.models.stages.units import SegmentedBatch, label_items, with_shifted_labels
+from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
-ROWS = 3
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
@@ -83,10 +85,6 @@ ATTEMPTS = (
     Attempt(torch.float64, nullcontext, 1e-4),
     Attempt(torch.float32, nullcontext, 1e-3),
 )
-
-
-class CannotProbe(Exception):
-    """No small model of the architecture can be made, or it doesn't run."""
 
 
 def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
@@ -156,7 +154,7 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
         for attempt in ATTEMPTS:
             with suppress(Exception), default_dtype(attempt.default), attempt.precision():
                 model = random_model(cls, small, config._attn_implementation, attempt)
-                batch = probe_batch(Case("short", _SHORT), small.get_text_config().vocab_size)
+                batch = probe_rows(Case("short", _SHORT), small.get_text_config().vocab_size)
                 return run_plain(model, batch, attempt.tolerance).shifts_labels
     return None
 
@@ -216,7 +214,7 @@ def random_model(
 
 def name_padding(model: PreTrainedModel) -> None:
     """Give a classifier's config a padding token, if it has none."""
-    if task_of(type(model)) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
+    if kind_of_class(type(model)).reads_last_token and getattr(model.config, "pad_token_id", None) is None:
         # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
         model.config.pad_token_id = 0
 
@@ -243,22 +241,6 @@ def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case],
     for kind, case in probe_cases(config):
         groups.setdefault(case if kind == "whole rows" else case.padding, []).append((kind, case))
     return [tuple(group) for group in groups.values()]
-
-
-def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> MicroBatch:
-    """A micro-batch for a case; with ``has_labels``, padding has labels, too."""
-    generator = torch.Generator().manual_seed(case.length)
-    ids = torch.randint(4, vocabulary, (ROWS, case.length), generator=generator)  # the first ones pad, begin and end
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    mask, positions = case.attention_mask(ROWS), case.position_ids(ROWS)
-    if mask is not None:
-        mask[0] = 1  # one row is whole
-        batch["attention_mask"] = mask
-        if not has_labels:
-            batch["labels"][mask == 0] = IGNORE_INDEX
-    if positions is not None:
-        batch["position_ids"] = positions
-    return batch
 
 
 @dataclass
@@ -389,7 +371,7 @@ class _Reference:
     def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
         config = self._model.config
         vocabulary = config.get_text_config().vocab_size
-        batch = joined(probe_batch(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
+        batch = joined(probe_rows(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
         if self._has_types and number % 2 == 1:
             batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size
         return make_trial(group, batch, self._run, is_first=number == 0)
@@ -447,6 +429,21 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
     return ProbeOutcome(loss.detach(), gradients_of([model]), shifts)
 
 
+def run_whole(model: PreTrainedModel, kind: ModelKind, batch: MicroBatch) -> ProbeOutcome:
+    """Forward and backward of an uncut model with the loss of its kind; gradients are left with its parameters.
+
+    Args:
+        model: without gradients.
+        kind: of the model.
+        batch: from :meth:`ModelKind.probe_batch`.
+    """
+    loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss isn't finite")
+    return ProbeOutcome(loss.detach(), gradients_of([model]))
+
+
 def probe_labels(batch: MicroBatch) -> MicroBatch:
     """The probe's micro-batch with ``shift_labels``; rows whose last token has a label predict one there, too."""
     rest = {name: x for name, x in batch.items() if name != "labels"}
@@ -463,7 +460,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _shift_of(
     model: PreTrainedModel, batch: MicroBatch, logits: torch.Tensor, loss: float, tolerance: float
 ) -> bool | None:
-    for shifts in (True, False) if task_of(type(model)) == "causal" else (False,):
+    for shifts in (True, False) if kind_of_class(type(model)).is_causal else (False,):
         expected = float(mean_loss(logits, with_shifted_labels(batch, shifts=shifts)["shift_labels"]))
         if abs(loss - expected) <= tolerance * abs(expected):
             return shifts
@@ -522,14 +519,14 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     Returns:
         The loss.
     """
-    targets = stages[0].cuboid.whole.limits.targets
-    own = batch if runs_own_head(targets.task) else probe_labels(batch)
-    items = max(int(label_items(own, targets)), 1)
+    kind = stages[0].cuboid.kind
+    own = batch if kind.runs_own_head else probe_labels(batch)
+    items = max(int(kind.items(own)), 1)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
         mesh, inputs = stage.cuboid.mesh, stage.cuboid.verdict.inputs
-        cut = SegmentedBatch.of(own, lengths, stage.config, mesh, targets, inputs)
+        cut = SegmentedBatch.of(own, lengths, stage.config, mesh, kind, inputs)
         (chunk,) = stage.staging.chunks
         runners.append(
             make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)

@@ -7,18 +7,18 @@ import copy
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import LABELLED, BatchKind, Verdict
-from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types, task_of
 from cuboid.models.certification.check import (
     Attempt,
-    CannotProbe,
     CutModel,
     first_verdict,
     largest_error,
     name_padding,
     probe_cases,
+    run_whole,
     words_of,
 )
-from cuboid.models.certification.task_batches import run_whole, task_batch
+from cuboid.models.kinds.model_kind import takes_token_types
+from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.stages.outline import Outline
 
 
@@ -41,17 +41,16 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
     refused: dict[BatchKind, str] = {}
     largest, runs = 0.0, False
     cut = CutModel(model, outline, gives_cache=False)
-    # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.
-    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    head = outline.kind
     for number, (kind, case) in enumerate(probe_cases(model.config)):
         has_labels = kind in LABELLED.values()
-        if kind in refused or "whole rows" in refused or (has_labels and outline.task != "tokens"):
+        if kind in refused or "whole rows" in refused or (has_labels and not head.labels_each_token):
             continue
         has_types = takes_token_types(model) and number % 2 == 1
-        batch = task_batch(case, model, has_types=has_types, has_labels=has_labels)
+        batch = head.probe_batch(case, model, has_types=has_types, has_labels=has_labels)
         try:
             with attempt.precision():
-                expected = run_whole(copy.deepcopy(model), batch, **options)
+                expected = run_whole(copy.deepcopy(model), head, batch)
         except Exception as error:
             if not runs:
                 raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
@@ -68,11 +67,10 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
             refused[kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
         else:
             largest = max(largest, error_of)
-    words = WORDS[task_of(type(model))]
     return Verdict(
         {
             "whole": refused,
-            "segments": {"whole rows": f"it is for {words}, whose loss is one of whole sequences"},
+            "segments": {"whole rows": f"it is for {head.words}, whose loss is one of whole sequences"},
         },
         largest,
     )

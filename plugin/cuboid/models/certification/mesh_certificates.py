@@ -21,8 +21,8 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, MeshVerdict, Mode, words_of_changes
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import KINDS, Question
-from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 
 MESH_TABLE = Path(__file__).with_name("certified_meshes.json")

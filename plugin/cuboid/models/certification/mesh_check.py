@@ -18,7 +18,6 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind, HeadPlan, Inputs, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
-from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head, takes_images, takes_token_types, task_of
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import granule
@@ -27,7 +26,6 @@ from cuboid.models.certification.check import (
     ATTEMPTS,
     OTHER_LOSS,
     Attempt,
-    CannotProbe,
     ProbeOutcome,
     Trial,
     compare_trials,
@@ -42,13 +40,17 @@ from cuboid.models.certification.check import (
     random_model,
     run_plain,
     run_stages,
+    run_whole,
     small_for_probe,
     stage_counts,
     unit_lengths,
     words_of,
 )
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.certification.task_batches import loss_of, run_whole, task_batch
+from cuboid.models.kinds.images import ImageStates
+from cuboid.models.kinds.model_kind import takes_token_types
+from cuboid.models.kinds.probe_rows import CannotProbe
+from cuboid.models.kinds.registry import kind_of, kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.stages.outline import Outline
@@ -79,7 +81,7 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     """
     with quiet_cpu():
         small = small_for_probe(cls, config)
-        if takes_images(cls):
+        if kind_of_class(cls).main_input == "pixel_values":
             small = _with_odd_positions(cls, small)
         for attempt in _EXACT:
             with default_dtype(attempt.default):
@@ -129,7 +131,7 @@ def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> 
             model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
         try:
             with torch.no_grad():
-                model(**task_batch(Case("images", size), model))
+                model(**kind_of(cls, own).probe_batch(Case("images", size), model))
         except CannotProbe:
             raise
         except Exception as error:
@@ -144,17 +146,16 @@ class _Probe:
 
     def __init__(self, model: PreTrainedModel, attempt: Attempt) -> None:
         self.model, self.attempt = model, attempt
-        self.task = task_of(type(model))
+        self.kind = kind_of(type(model), model.config)
         self.takes_types = takes_token_types(model)
         self.has_own_loss = False
-        if self.task != "causal" and getattr(model.config, "attention_type", None) == "block_sparse":
+        if not self.kind.is_causal and getattr(model.config, "attention_type", None) == "block_sparse":
             raise CannotProbe("its attention is another one beyond a length that small models don't reach")
-        self.has_images = takes_images(type(model))
-        self.call = {} if self.has_images else {"use_cache": False}
+        self.has_images = self.kind.main_input == "pixel_values"
         # As in real runs, one copy gets all micro-batches: dynamic rotary embeddings remember the longest one.
         self._own = copy.deepcopy(model)
         self._called: list[bool] = []
-        if self.task in ("causal", "masked", "seq2seq"):
+        if self.kind.is_language_model:
             loss_function = self._own.loss_function
 
             def note(*args: Any, **kwargs: Any) -> Any:
@@ -168,19 +169,19 @@ class _Probe:
         self.trials = [self._trial(group, number) for number, group in enumerate(groups) if group]
 
     def _comparable(self, group: tuple[tuple[BatchKind, Case], ...]) -> tuple[tuple[BatchKind, Case], ...]:
-        """Those of some cases that make sense for the task."""
+        """Those of some cases that make sense for the kind."""
         left_out: set[BatchKind] = set()
-        if self.task == "seq2seq":
+        if self.kind.name == "seq2seq":
             # An encoder-decoder gets no positions, which would tell packed sequences apart.
             left_out.add("packed sequences")
-        if self.task not in ("causal", "masked", "seq2seq", "tokens"):
+        if not self.kind.labels_each_token:
             left_out.update(LABELLED.values())
         return tuple(each for each in group if each[0] not in left_out)
 
     def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
         has_types = self.takes_types and number % 2 == 1
         batch = joined(
-            task_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
+            self.kind.probe_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
             for kind, case in group
         )
         return make_trial(group, batch, self._run_plain, is_first=number == 0)
@@ -189,7 +190,7 @@ class _Probe:
         self._own.zero_grad()
         self._called.clear()
         with self.attempt.precision():
-            outcome = run_whole(self._own, batch, **self.call)
+            outcome = run_whole(self._own, self.kind, batch)
         self.has_own_loss = not self._called
         return outcome
 
@@ -222,18 +223,18 @@ def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
     ]
     heads: list[dict[str, Any]] = [{"head": "labels"}, {"head": "whole"}]
     if probe.has_images:
-        plan: HeadPlan = "split" if probe.task == "hidden" else "whole"
+        plan: HeadPlan = "split" if isinstance(probe.kind, ImageStates) else "whole"
         yield MeshVerdict(inputs="pixels", splits_late=True, head=plan)
         return
-    if probe.task == "causal":
+    if probe.kind.name == "causal":
         heads = [{"gathers_logits": probe.has_own_loss}]
-    elif probe.task == "seq2seq":
+    elif probe.kind.name == "seq2seq":
         # Encoders and decoders may use ids for more than the lookup, and count positions by themselves.
         ways = [{"inputs": "only ids"}, {"inputs": "only ids", "splits_late": True}]
         heads = [{"counts_items": not probe.has_own_loss}]
-    elif probe.task == "masked":
+    elif probe.kind.name == "masked":
         heads = [{"counts_items": not probe.has_own_loss}, {"gathers_logits": True}]
-    elif probe.task == "hidden":
+    elif probe.kind.name == "hidden":
         heads = [{}]
     for way in ways:
         for head in heads:
@@ -289,11 +290,11 @@ def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVe
 def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> dict[Mode, str]:
     """What is wrong with the longest micro-batch on a mesh with stages, by mode; right modes are left out."""
     modes: tuple[Mode, ...] = ("whole", "segments")
-    if probe.task not in ("causal", "masked") and not runs_own_head(probe.task):
-        return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, for which a pipeline has no rules")
-    if probe.task != "causal":
+    if not probe.kind.in_pipeline:
+        return dict.fromkeys(modes, f"it is for {probe.kind.words}, for which a pipeline has no rules")
+    if not probe.kind.is_causal:
         reason = _reason_against_whole_stages(probe, choice)
-        found: dict[Mode, str] = {"segments": f"it is for {WORDS[probe.task]}, and needs whole sequences"}
+        found: dict[Mode, str] = {"segments": f"it is for {probe.kind.words}, and needs whole sequences"}
         return found if reason is None else {"whole": reason, **found}
     trials = [probe.trials[0], *(_padded(probe, choice) if choice.splits_late else ())]
     try:
@@ -352,8 +353,8 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
         for trial in _accepted(probe, choice):
             assert isinstance(trial.expected, ProbeOutcome)
             with probe.attempt.precision():
-                expected = trial.expected if runs_own_head(probe.task) else run_plain(own, trial.batch)
-            if expected.shifts_labels is None and not runs_own_head(probe.task):
+                expected = trial.expected if probe.kind.runs_own_head else run_plain(own, trial.batch)
+            if expected.shifts_labels is None and not probe.kind.runs_own_head:
                 return OTHER_LOSS
             error, name = split.largest_error(trial.batch, expected, "whole")
             if error > probe.attempt.tolerance:
@@ -395,10 +396,10 @@ class _Split:
         return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
-        model = self._models[mesh.rank]
+        model, kind = self._models[mesh.rank], self._probe.kind
         model.zero_grad()
         with self._probe.attempt.precision():
-            loss = loss_of(model(**batch, **self._probe.call), batch)
+            loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

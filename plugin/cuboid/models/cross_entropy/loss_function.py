@@ -1,4 +1,4 @@
-"""Whether a model computes the ordinary loss of its task, which can be summed in parts, or one put in its place.
+"""Whether a model computes the ordinary loss of its kind, which can be summed in parts, or one put in its place.
 
 transformers looks a model's ``loss_function`` up at each forward: it may be set on the model or on its class, and
 ``LOSS_MAPPING`` or a function that the ordinary losses call may be replaced. So this is decided at each forward, too.
@@ -14,26 +14,19 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import Task
-
-#: The functions in transformers with which models of each task compute their loss.
-_ORDINARY: dict[Task, str] = {
-    "causal": "ForCausalLMLoss",
-    "masked": "ForMaskedLMLoss",
-    "seq2seq": "ForMaskedLMLoss",
-    "sequence": "ForSequenceClassificationLoss",
-    "images": "ForSequenceClassificationLoss",
-    "tokens": "ForTokenClassification",
-    "answers": "ForQuestionAnsweringLoss",
-}
 
 
-def own_loss_of(model: PreTrainedModel, task: Task) -> Callable[..., Any] | None:
-    """The function that computes a model's loss, if it isn't the ordinary one of the task; else None."""
-    if task not in _ORDINARY:
+def own_loss_of(model: PreTrainedModel, ordinary: str | None) -> Callable[..., Any] | None:
+    """The function that computes a model's loss, if it isn't the ordinary one of the model's kind; else None.
+
+    Args:
+        model: a model of transformers.
+        ordinary: the name of that function; None if the kind has none.
+    """
+    if ordinary is None:
         return None
     parts: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (loss_utils, _ORDINARY[task], model.loss_function),
+        (loss_utils, ordinary, model.loss_function),
         # The ordinary losses call these, which scripts and libraries replace, too.
         (loss_utils, "fixed_cross_entropy", loss_utils.fixed_cross_entropy),
         (nn.functional, "cross_entropy", nn.functional.cross_entropy),
@@ -46,13 +39,13 @@ def own_loss_of(model: PreTrainedModel, task: Task) -> Callable[..., Any] | None
     return None
 
 
-def check_loss_in_pipeline(model: PreTrainedModel, task: Task) -> None:
-    """Check that a model that is cut into stages computes the ordinary loss of its task.
+def check_loss_in_pipeline(model: PreTrainedModel, ordinary: str | None) -> None:
+    """Check that a model that is cut into stages computes the ordinary loss of its kind; see :func:`own_loss_of`.
 
     Raises:
         UnsupportedModelError: it doesn't.
     """
-    own = own_loss_of(model, task)
+    own = own_loss_of(model, ordinary)
     if own is not None:
         raise own_loss_refused(own)
 

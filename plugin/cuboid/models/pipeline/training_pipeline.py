@@ -30,7 +30,7 @@ from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_cut import half_frozen, shared_names
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner, make_runner
-from cuboid.models.stages.units import SegmentedBatch, label_items, with_targets
+from cuboid.models.stages.units import SegmentedBatch
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.runtime.executor import Interpreter
@@ -171,9 +171,9 @@ class Pipeline:
     def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its number of label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
-        targets, shifts = self.limits.targets, self._stages.shifts_labels
+        kind, shifts = self._stages.outline.kind, self._stages.shifts_labels
         inputs = self._model.cuboid.verdict.inputs
-        micro_batches = [with_targets(batch, targets, shifts=shifts) for batch in shared]
+        micro_batches = [kind.for_stages(batch, shifts=shifts) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
             self.limits.warn_of_length(batch, self.mesh)
@@ -181,11 +181,11 @@ class Pipeline:
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
         cut = [
-            SegmentedBatch.of(batch, own, self._model.config, self.mesh, targets, inputs)
+            SegmentedBatch.of(batch, own, self._model.config, self.mesh, kind, inputs)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]))
-        return _Step(shape, cut, lengths), torch.stack([label_items(batch, targets) for batch in micro_batches]).sum()
+        return _Step(shape, cut, lengths), torch.stack([kind.items(batch) for batch in micro_batches]).sum()
 
     def _check_ties(self) -> None:
         """Check that the first and the last stage both train a tied parameter, or both have it frozen.

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import adapters_refused, compiling_refused
+from cuboid.models.architectures.refusals import adapters_refused, compiling_refused
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards

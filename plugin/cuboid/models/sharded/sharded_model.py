@@ -24,26 +24,20 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.refusals import compiling_refused
 from cuboid.models.architectures.roles import takes_pixels, token_embeddings
-from cuboid.models.architectures.supported_tasks import compiling_refused
 from cuboid.models.architectures.transformers_names import decoder_ids, keep_logits
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, Packing, is_in_forward, knowing
 from cuboid.models.attention.interface import check_reached, use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
 from cuboid.models.batch.batch_check import BatchCheck, Limits
 from cuboid.models.batch.length_cases import longest_sequence
-from cuboid.models.batch.local_batch import (
-    LABELS,
-    LocalBatch,
-    given_tensors,
-    take_local_batch,
-    take_local_images,
-    take_local_pair,
-)
-from cuboid.models.batch.targets import TARGETS, Targets
+from cuboid.models.batch.local_batch import LABELS, LocalBatch, given_tensors
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.cross_entropy.loss_function import own_loss_of
+from cuboid.models.kinds.model_kind import TARGETS, ModelKind
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -82,12 +76,17 @@ class WholeModel:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, positions: int | None, shapes: Mapping[str, Sequence[int]] | None = None
+        cls,
+        model: PreTrainedModel,
+        kind: ModelKind,
+        positions: int | None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> WholeModel:
         """Collect the facts from a model.
 
         Args:
             model: before its modules are sharded.
+            kind: of the model.
             positions: number of learned positions, or None.
             shapes: whole shapes by parameter name, if parameters are already shards.
         """
@@ -96,7 +95,7 @@ class WholeModel:
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
-        limits = Limits(tokens, vocabulary, positions, longest=longest_sequence(model.config))
+        limits = Limits(kind, tokens, kind.classes, positions, longest=longest_sequence(model.config))
         return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
 
 
@@ -137,9 +136,10 @@ class Sharding:
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
     whole: WholeModel
+    kind: ModelKind
     #: The model after sharding, to detect what a script changes on it later.
     made: AsSharded = field(init=False)
-    #: Runs a whole forward; by the model's task.
+    #: Runs a whole forward; by the model's kind.
     forward: Callable[[Any, Any, dict[str, Any]], Any] = field(init=False)
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
@@ -237,8 +237,9 @@ def shard_modules(
         shard_of: see :data:`~cuboid.models.sharded.parallelize.ShardOf`.
     """
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
-    whole = WholeModel.of(model, learned_positions(model), shapes)
-    whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
+    kind = kind_of(type(model), model.config)
+    whole = WholeModel.of(model, kind, learned_positions(model), shapes)
+    whole = replace(whole, limits=_limits_on_mesh(whole.limits, model, kind, parallel_plan.verdict))
     late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
@@ -249,7 +250,7 @@ def shard_modules(
         # A block that is computed whole has all heads, and sets its own random number generator.
         use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
+    model.cuboid = Sharding(mesh, config, base, attention, whole, kind, verdict=parallel_plan.verdict, late=late)
     model.cuboid.draws = draws
     model.cuboid.head = model.get_output_embeddings()
     model.cuboid.forward = _forward_of(model.cuboid)
@@ -282,15 +283,11 @@ def hook_heads(model: PreTrainedModel) -> None:
             module.register_forward_hook(functools.partial(_without_padding, sharding))
 
 
-def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict) -> Limits:
-    """The limits for the model's task."""
-    targets = Targets.of(type(model), model.config)
+def _limits_on_mesh(limits: Limits, model: PreTrainedModel, kind: ModelKind, verdict: MeshVerdict) -> Limits:
+    """The limits with what the probe found out about the model's inputs."""
     first = first_position(model) if verdict.inputs == "only ids" else 0
     types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
-    images = verdict.inputs == "pixels"
-    return replace(
-        limits, labels=targets.classes, types=types, targets=targets, first_position=first, has_images=images
-    )
+    return replace(limits, types=types, first_position=first, shifts_labels=kind.is_causal)
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -467,8 +464,8 @@ def _reject_compiling(model: Any) -> None:
 
 
 def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]:
-    """The function that runs a model's forward, by the model's task."""
-    task = sharding.whole.limits.targets.task
+    """The function that runs a model's forward, by the model's kind."""
+    task = sharding.kind.name
     if task == "causal":
         return _forward
     if task == "seq2seq":
@@ -482,8 +479,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     """Forward of a classifier or the like: the code around its base model runs on whole micro-batches on all ranks."""
     sharding: Sharding = model.cuboid
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
-    if _has_input(arguments):
-        sharding.whole.limits.targets.check(arguments)
+    sharding.kind.check(arguments)
     sharding.made.check(model)
     sharding.targets = given
     try:
@@ -509,17 +505,11 @@ class _OfHead:
             self.sharding.compared.require_equal()
 
 
-def _has_input(arguments: dict[str, Any]) -> bool:
-    """Whether there is an input to check targets against; a missing one raises an error later."""
-    return any(arguments.get(name) is not None for name in ("input_ids", "pixel_values"))
-
-
 def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     """Forward of a masked language model, whose labels aren't shifted."""
     sharding: Sharding = model.cuboid
     as_tuple = _pop_tuple(model, arguments)
-    if arguments.get("input_ids") is not None:
-        sharding.whole.limits.targets.check(arguments)
+    sharding.kind.check(arguments)
     if sharding.verdict.counts_items and _own_loss(model, arguments) is not None:
         return _forward(model, base_forward, {**arguments, "return_dict": not as_tuple})
     with _taken(model, arguments) as batch:
@@ -546,8 +536,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
     """Forward of an encoder-decoder: the encoder runs first, then the model's own forward with the encoder's output."""
     sharding: Sharding = model.cuboid
     as_tuple = _pop_tuple(model, arguments)
-    if arguments.get("input_ids") is not None:
-        sharding.whole.limits.targets.check(arguments)
+    sharding.kind.check(arguments)
     arguments = _with_decoder_ids(model, arguments)
     own_loss = _own_loss(model, arguments) if sharding.verdict.counts_items else None
     with _taken(model, arguments, own_loss=own_loss) as batch:
@@ -673,7 +662,7 @@ def _own_loss(model: Any, arguments: dict[str, Any]) -> Callable[..., Any] | Non
             f"loss_function was set on the class of a sharded {type(model).__name__}; set it on the model, "
             "model.loss_function = …"
         )
-    return own_loss_of(model, model.cuboid.whole.limits.targets.task)
+    return own_loss_of(model, model.cuboid.kind.ordinary_loss)
 
 
 @contextmanager
@@ -714,13 +703,13 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     """
     sharding: Sharding = model.cuboid
     as_tuple = _pop_tuple(model, arguments)
-    if sharding.whole.limits.targets.task == "seq2seq":
+    if sharding.kind.name == "seq2seq":
         raise UnsupportedModelError(
             f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
             f"{sharding.base.__name__} around it, with labels or decoder_input_ids"
         )
-    if sharding.whole.limits.targets.task == "hidden" and _has_input(arguments):
-        sharding.whole.limits.targets.check(arguments)
+    if sharding.kind.name == "hidden":
+        sharding.kind.check(arguments)
     with _taken(model, arguments) as batch:
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
     if isinstance(sharding.late, LateSplit):
@@ -823,14 +812,7 @@ def _taken(model: Any, arguments: dict[str, Any], *, own_loss: Any = None) -> It
         )
     asked, verdict = _asked_of_layers(model, arguments), sharding.verdict
     verdict.check_batch(given_tensors(arguments), type(model).__name__)
-    if sharding.whole.limits.targets.task == "seq2seq":
-        batch = take_local_pair(arguments, model.config, sharding.mesh)
-    elif verdict.inputs == "pixels":
-        batch = take_local_images(arguments, model.config, sharding.mesh)
-    else:
-        batch = take_local_batch(
-            arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
-        )
+    batch = sharding.kind.local_batch(arguments, model.config, sharding.mesh, verdict)
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
     modes = (model.training, torch.is_grad_enabled(), own_loss is not None, *asked)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import auto_class_of
+from cuboid.models.kinds.registry import auto_class_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.stages.layer_list import layer_list
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from cuboid.models.architectures.supported_tasks import Task, runs_own_head
+from cuboid.models.kinds.model_kind import ModelKind
 
 _aten = torch.ops.aten
 #: Functions that use the shape, dtype or device of their first argument, never its values.
@@ -121,7 +121,7 @@ class ForwardLog:
         layers: the model's list of layers.
         units: names of modules of which a stage has all or none.
         ids: the forward's token ids ``[B, S]``.
-        task: the model's task.
+        kind: of the model.
 
     Attributes:
         flow: tracks dependencies between tensors.
@@ -141,8 +141,7 @@ class ForwardLog:
         layers: nn.ModuleList,
         units: Iterable[str],
         ids: torch.Tensor,
-        *,
-        task: Task = "causal",
+        kind: ModelKind,
     ) -> None:
         self.flow = Flow()
         self.flow.mark(ids, _IDS)
@@ -155,7 +154,7 @@ class ForwardLog:
         self.returned: int | None = None
         self.finished = 0
         self.problem: str | None = None
-        self._model, self._layers, self._ids, self._task = model, layers, ids, task
+        self._model, self._layers, self._ids, self._kind = model, layers, ids, kind
         self._embedding = model.get_input_embeddings()
         self._begun = 0
         self._version = 0
@@ -200,7 +199,7 @@ class ForwardLog:
     def _note(self, times: set[str]) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             times.add("before" if not self._begun else "between" if self.finished < self.count else "after")
-            if not isinstance(module, nn.Embedding) or module is self._embedding or self._task != "causal":
+            if not isinstance(module, nn.Embedding) or module is self._embedding or not self._kind.is_causal:
                 return
             index = args[0] if args else None
             if isinstance(index, torch.Tensor) and index is not self._ids and self.flow.marks_of(index):
@@ -246,7 +245,7 @@ class ForwardLog:
             self.finished += 1
             last = self.finished == self.count
             # A head that the model's own forward runs is given the ids again on the last stage.
-            ends = frozenset({_END, _IDS} if runs_own_head(self._task) else {_END})
+            ends = frozenset({_END, _IDS} if self._kind.runs_own_head else {_END})
             self.flow.allowed = ends if last else None
             self.flow.place = "what follows the last layer"
             if last:

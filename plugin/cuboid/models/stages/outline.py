@@ -20,7 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import Task, runs_own_head, task_of
+from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.layer_list import layer_list
@@ -54,7 +55,7 @@ class Outline:
         output: the class of the base model's output.
         options: names of the arguments of the base model's forward.
         longest: number of learned positions; None if the model has no table of them.
-        task: the model's task.
+        kind: of the model.
         router_loss: the loss that ``output_router_logits`` adds; None if the config doesn't set it.
     """
 
@@ -74,18 +75,18 @@ class Outline:
     output: type
     options: frozenset[str]
     longest: int | None
-    task: Task
+    kind: ModelKind
     router_loss: RouterLoss | None = None
 
     @property
     def is_causal(self) -> bool:
         """Whether the model predicts the token after each position."""
-        return self.task == "causal"
+        return self.kind.is_causal
 
     @property
     def runs_own_head(self) -> bool:
         """Whether the last stage calls the model's own forward for the loss, on whole sequences."""
-        return runs_own_head(self.task)
+        return self.kind.runs_own_head
 
     def layer(self, index: int) -> str:
         """Name of a layer."""
@@ -133,9 +134,8 @@ def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreT
 def _check_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise _unsupported(cls, "it is an encoder-decoder")
-    is_causal = task_of(cls) == "causal"
     if (
-        is_causal
+        kind_of(cls, config).is_causal
         and getattr(config, "is_decoder", True) is False
         and getattr(config, "add_cross_attention", None) is not None
     ):
@@ -160,19 +160,20 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     _check_layers(cls, layers)
     units = tuple(_units(model, _ancestors(name)))
     ids = torch.zeros((1, _TRACED_LENGTH), dtype=torch.int64, device="meta")
-    log = ForwardLog(model, layers, units, ids, task=task_of(cls))
+    kind = kind_of(cls, model.config)
+    log = ForwardLog(model, layers, units, ids, kind)
     try:
         with log.recording(), torch.no_grad(), torch.device("meta"):
             output = model(input_ids=ids)
     except Exception as error:
         raise _unsupported(cls, f"its forward can't be followed: {type(error).__name__}: {error}") from error
     _check_log(cls, log)
-    _check_causality(cls, layers, log)
+    if kind.is_causal:
+        _check_causality(cls, layers, log)
     logits = getattr(output, "logits", None)
-    is_language_model = not runs_own_head(task_of(cls))
-    if is_language_model and (not isinstance(logits, torch.Tensor) or logits.dim() != 3):
+    if kind.is_language_model and (not isinstance(logits, torch.Tensor) or logits.dim() != 3):
         raise _unsupported(cls, "it returns no logits [batch, sequence, vocabulary]")
-    return _outline_of(model, name, log)
+    return _outline_of(model, kind, name, log)
 
 
 def _unsupported(cls: type, reason: str) -> UnsupportedModelError:
@@ -188,8 +189,6 @@ def _check_layers(cls: type, layers: nn.ModuleList) -> None:
 
 
 def _check_causality(cls: type, layers: nn.ModuleList, log: ForwardLog) -> None:
-    if task_of(cls) != "causal":
-        return
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             # Cross-attention, which isn't causal, doesn't run in a decoder without an encoder's output.
@@ -236,7 +235,7 @@ def _check_log(cls: type, log: ForwardLog) -> None:
         raise _unsupported(cls, f"{place} needs more than the hidden state it is given: it depends on {mark}")
 
 
-def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline:
+def _outline_of(model: PreTrainedModel, kind: ModelKind, layers: str, log: ForwardLog) -> Outline:
     cls = type(model)
     base, output = _base_of(cls, layers, log)
     inside = {name: times for name, times in log.times.items() if name.startswith(f"{base}.")}
@@ -264,7 +263,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         output=type(output),
         options=frozenset(inspect.signature(type(model.get_submodule(base)).forward).parameters),
         longest=learned_positions(model),
-        task=task_of(cls),
+        kind=kind,
     )
     _check_ties(cls, outline)
     return outline

@@ -14,13 +14,12 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict
-from cuboid.models.architectures.supported_tasks import takes_token_types
 from cuboid.models.attention.forward_context import UnitSlot, forward_context
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import hang_record, record_of, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
-from cuboid.models.batch.targets import Targets
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
+from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
@@ -139,12 +138,12 @@ class StageModel(ShardedModel):
         raise own_loss_refused(function)
 
     def check_loss(self: Any) -> None:
-        """Check that the loss is still the task's ordinary one, since transformers looks it up at each forward.
+        """Check that the loss is still the kind's ordinary one, since transformers looks it up at each forward.
 
         Raises:
             UnsupportedModelError: it isn't.
         """
-        check_loss_in_pipeline(self, self.staging.plan.outline.task)
+        check_loss_in_pipeline(self, self.staging.plan.outline.kind.ordinary_loss)
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """As on any sharded model, without parameters that are counted on another stage."""
@@ -181,9 +180,9 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Remove from a model, in place and on any device, everything that this rank's stages don't need.
 
     Raises:
-        UnsupportedModelError: before the model is changed, if its loss isn't its task's ordinary one.
+        UnsupportedModelError: before the model is changed, if its loss isn't its kind's ordinary one.
     """
-    check_loss_in_pipeline(model, staging.plan.outline.task)
+    check_loss_in_pipeline(model, staging.plan.outline.kind.ordinary_loss)
     staging.whole = _whole_of(model, staging)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
@@ -192,16 +191,13 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
 
 def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
     outline = staging.plan.outline
-    whole = WholeModel.of(model, outline.longest)
-    targets = Targets.of(type(model), model.config)
+    whole = WholeModel.of(model, outline.kind, outline.longest)
     # Causal models' micro-batches are cut into segments: ids, mask and positions, but no token types.
     types = model.config.type_vocab_size if takes_token_types(model) and not outline.is_causal else None
     first = 0 if outline.is_causal else first_position(model)
     limits = replace(
         whole.limits,
-        labels=targets.classes,
         types=types,
-        targets=targets,
         first_position=first,
         shifts_labels=staging.plan.shifts_labels,
     )
@@ -254,7 +250,9 @@ def finish_stage(
     base = type(model)
     assert staging.whole is not None
     verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
-    model.cuboid = Sharding(mesh, plan.config.tensor_parallel, base, own, staging.whole, verdict=verdict, late=late)
+    model.cuboid = Sharding(
+        mesh, plan.config.tensor_parallel, base, own, staging.whole, plan.outline.kind, verdict=verdict, late=late
+    )
     model.cuboid.draws = draws
     hook_heads(model)
     model.staging = staging

@@ -11,64 +11,14 @@ from transformers import PretrainedConfig
 
 from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Inputs
-from cuboid.models.architectures.supported_tasks import runs_own_head
 from cuboid.models.attention.forward_context import Unit
 from cuboid.models.attention.segments import prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES, LocalBatch, take_local_batch
-from cuboid.models.batch.targets import TARGETS, Targets
+from cuboid.models.batch.local_batch import TOKEN_TYPES, LocalBatch, take_local_batch
+from cuboid.models.kinds.model_kind import TARGETS, ModelKind
 from cuboid.seq1f1b.attention.kv_cache import KVCache
-from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
-
-
-def with_targets(batch: MicroBatch, targets: Targets, *, shifts: bool) -> MicroBatch:
-    """A micro-batch as the last stage needs it.
-
-    Labels are shifted, see :func:`with_shifted_labels`; unless the model's own forward computes the loss.
-
-    Raises:
-        CuboidError: the micro-batch has no targets.
-    """
-    if not runs_own_head(targets.task):
-        return with_shifted_labels(batch, shifts=shifts)
-    targets.check_given(batch)
-    return batch
-
-
-def with_shifted_labels(batch: MicroBatch, *, shifts: bool = True) -> MicroBatch:
-    """The same micro-batch with ``shift_labels`` in place of ``labels``.
-
-    They are shifted before the sequence is cut, or each segment would lose the label of its last token.
-
-    Args:
-        batch: as the user gave it.
-        shifts: whether the model's own loss compares each position with the next one's label. If not (masked language
-            models, some decoders of encoder-decoders), the labels are only renamed.
-
-    Raises:
-        CuboidError: there are neither ``labels`` nor ``shift_labels``.
-    """
-    rest = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    if "shift_labels" in rest:
-        return rest
-    if "labels" not in batch:
-        raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
-    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX) if shifts else batch["labels"]}
-
-
-def label_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Number of tokens with a loss in a whole micro-batch with shifted labels; a scalar tensor."""
-    return (batch["shift_labels"] != IGNORE_INDEX).sum()
-
-
-def label_items(batch: MicroBatch, targets: Targets) -> torch.Tensor:
-    """Number of tokens or rows that a micro-batch's loss is the mean of; a scalar tensor."""
-    if not runs_own_head(targets.task):
-        return label_tokens(batch)
-    return torch.as_tensor(targets.items(batch), device=batch["input_ids"].device)
 
 
 @dataclass
@@ -111,7 +61,7 @@ class SegmentedBatch:
         lengths: Sequence[int],
         config: PretrainedConfig,
         mesh: Mesh,
-        targets: Targets,
+        kind: ModelKind,
         inputs: Inputs = "embeddings",
     ) -> SegmentedBatch:
         """Take this rank's rows of a whole micro-batch, and pad them to the sum of ``lengths``.
@@ -119,17 +69,17 @@ class SegmentedBatch:
         If the mesh's `batch` axis doesn't divide the rows, copies of the last row without labels are added.
 
         Args:
-            batch: the result of :func:`with_targets`.
+            batch: the result of :meth:`ModelKind.for_stages`.
             lengths: lengths of the segments.
             config: the model's config.
             mesh: this rank's mesh.
-            targets: the targets of the model's task.
+            kind: of the model.
             inputs: what the model takes on a mesh.
 
         Raises:
             CuboidError: shapes that contradict each other.
         """
-        own = runs_own_head(targets.task)
+        own = kind.runs_own_head
         given = {name: x for name, x in batch.items() if not own or name not in TARGETS}
         has_types = TOKEN_TYPES in batch
         taken = take_local_batch(given, config, mesh, at_least=sum(lengths), inputs=inputs, token_types=has_types)
@@ -140,7 +90,7 @@ class SegmentedBatch:
             local["position_ids"][:, : taken.length] if "position_ids" in batch else None,
             length,
             local.get("shift_labels"),
-            is_causal=targets.task == "causal",
+            is_causal=kind.is_causal,
         )
         return cls(
             ids=local["input_ids"],
@@ -154,7 +104,7 @@ class SegmentedBatch:
             length=taken.length,
             given={name: local[name] for name in ("position_ids", "attention_mask", TOKEN_TYPES) if name in batch},
             arguments=batch if own else {},
-            items=int(targets.items(batch)) if own else 0,
+            items=int(kind.items(batch)) if own else 0,
             local=taken,
         )
 

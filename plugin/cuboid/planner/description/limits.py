@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict, Mode
-from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.kinds.registry import check_class
 from cuboid.models.sharded.parallel_plan import MeshRules
 
 _SHOWN_MESHES = 6

@@ -14,8 +14,8 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.planner.description.limits import Stages
 from cuboid.planner.description.model import ModelDescription

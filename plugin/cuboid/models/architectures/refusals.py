@@ -1,0 +1,41 @@
+"""The errors for models whose kind has rules, and that still can't be cut: with adapters, or compiled as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cuboid.errors import UnsupportedModelError
+
+
+def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that a call of ``from_pretrained`` with these arguments doesn't load adapters.
+
+    Raises:
+        UnsupportedModelError: it does.
+    """
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    given: str | Path | None = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if given is None and path is not None and (Path(path) / "adapter_config.json").is_file():
+        given = path
+    if given is not None:
+        raise adapters_refused(f"{given} holds adapters of PEFT")
+
+
+def adapters_refused(what: str) -> UnsupportedModelError:
+    """The error for PEFT adapters."""
+    return UnsupportedModelError(
+        f"{what}, for which there are no rules on a mesh or in a pipeline: their weights aren't split as the model's. "
+        "Merge them first with PEFT's merge_and_unload() in plain transformers, save the model, and train all of it"
+    )
+
+
+def compiling_refused(model: nn.Module) -> UnsupportedModelError:
+    """The error for ``torch.compile`` of a whole model."""
+    return UnsupportedModelError(
+        f"torch.compile can't compile {type(model).__name__} as a whole, between whose layers ranks talk; leave "
+        "it out, or compile what is inside of the layers, once the model is sharded: "
+        "for layer in model.base_model.layers: layer.compile()"
+    )

@@ -1,0 +1,63 @@
+"""Causal language models, which predict each position's next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import IGNORE_INDEX
+from cuboid.models.kinds.language_models import LanguageModel
+from cuboid.models.kinds.probe_rows import RowsOf
+
+
+class Causal(LanguageModel):
+    """A causal language model."""
+
+    name = "causal"
+    words = "causal language modelling"
+    endings = ("ForCausalLM", "LMHeadModel")
+    auto_class = AutoModelForCausalLM
+    targets = ("labels", "shift_labels")
+    ordinary_loss = "ForCausalLMLoss"
+    is_causal = True
+    in_pipeline = True
+
+    @classmethod
+    def takes_input_of(cls, model: Any) -> bool:  # noqa: ARG003
+        """See :meth:`ModelKind.takes_input_of`: the language models of composite models, too."""
+        return True
+
+    def items(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """See :meth:`ModelKind.items`: labels that aren't shifted yet have one that nothing predicts."""
+        if "shift_labels" in batch:
+            return super().items(batch)
+        return (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+
+    def options_of(self, model: Any) -> dict[str, Any]:  # noqa: ARG002
+        """See :meth:`ModelKind.options_of`."""
+        return {"use_cache": False}
+
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
+        """See :meth:`ModelKind.micro_batch`."""
+        return rows_of(case, 0)
+
+
+def check_causal(config: PretrainedConfig, command: str) -> None:
+    """Check that a config is of a causal language model, for a command that runs nothing else.
+
+    Raises:
+        UnsupportedModelError: it isn't.
+    """
+    kinds = {type(config), type(config.get_text_config())}
+    if kinds.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING) and not getattr(config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{command} runs causal language models, and {config.model_type!r} has none; train other models in a "
+            "script of your own, with cuboid.from_pretrained"
+        )

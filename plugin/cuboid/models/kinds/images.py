@@ -1,0 +1,136 @@
+"""Models of images: classifiers, those that reconstruct masked patches, and those without a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageClassification, AutoModelForMaskedImageModeling, PretrainedConfig
+
+from cuboid.distributed.axis_collectives import own_slice, padded_length
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import LocalBatch, with_rows
+from cuboid.models.kinds.hidden_states import HiddenStates
+from cuboid.models.kinds.label_heads import RowClassifier
+from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.models.kinds.probe_rows import ROWS, CannotProbe, RowsOf
+
+#: The images ``[B, C, H, W]``, and which of their P patches are masked, ``[B, P]``.
+_IMAGE_TENSORS = ("pixel_values", "bool_masked_pos")
+
+
+class _OfImages(ModelKind):
+    """A model that is given images ``[B, C, H, W]`` in place of ids."""
+
+    main_input = "pixel_values"
+    tensors = (*_IMAGE_TENSORS, "labels")
+    in_pipeline = False
+    runs_own_head = False
+
+    def local_batch(
+        self,
+        arguments: dict[str, Any],
+        config: PretrainedConfig,
+        mesh: Mesh,
+        verdict: MeshVerdict,  # noqa: ARG002
+    ) -> LocalBatch:
+        """See :meth:`ModelKind.local_batch`. A rank gets whole images, because they are sharded after the embeddings.
+
+        Raises:
+            UnsupportedModelError: an argument isn't supported, or the images don't have the size in the config.
+            CuboidError: ``pixel_values`` are missing or aren't images, or ``bool_masked_pos`` doesn't fit them.
+        """
+        for name, value in arguments.items():
+            is_known = name in (*_IMAGE_TENSORS, "num_items_in_batch")
+            if not is_known and (isinstance(value, torch.Tensor) or value not in (None, False)):
+                hint = ": all images have the size in the model's config" if name == "interpolate_pos_encoding" else ""
+                raise UnsupportedModelError(f"{name} has no rule on a sharded model of images{hint}")
+        tensors = {name: arguments[name] for name in _IMAGE_TENSORS if arguments.get(name) is not None}
+        images = tensors.get("pixel_values")
+        wanted = image_shape(config)
+        if images is None or images.dim() != 4 or len(images) == 0 or not images.is_floating_point():
+            found = "none" if images is None else f"{images.dtype} {list(images.shape)}"
+            raise CuboidError(
+                f"a sharded model of images needs pixel_values, floats [batch, channels, height, width], not {found}"
+            )
+        if wanted is None or tuple(images.shape[2:]) != wanted:
+            size = getattr(config, "image_size", None)
+            raise UnsupportedModelError(
+                f"pixel_values are {list(images.shape)}, but the config's image_size is {size}; "
+                "on a mesh there is no rule for other sizes, whose positions are interpolated"
+            )
+        masked = tensors.get("bool_masked_pos")
+        if masked is not None and (masked.dim() != 2 or len(masked) != len(images) or masked.is_floating_point()):
+            raise CuboidError(
+                f"bool_masked_pos is {masked.dtype} {list(masked.shape)}; give booleans [{len(images)}, patches]"
+            )
+        rows = len(images)
+        more = padded_length(rows, mesh.size("batch")) - rows
+        local = {name: own_slice(with_rows(name, x, more), 0, mesh.along("batch")) for name, x in tensors.items()}
+        options = {name: x for name, x in arguments.items() if name == "num_items_in_batch" and x is not None}
+        return LocalBatch(local, rows, 0, options)
+
+    def options_of(self, model: Any) -> dict[str, Any]:  # noqa: ARG002
+        """See :meth:`ModelKind.options_of`."""
+        return {}
+
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
+        """See :meth:`ModelKind.micro_batch`."""
+        shape = image_shape(model.config)
+        if shape is None:
+            raise CannotProbe("its config has no image_size of a height and a width")
+        channels = int(getattr(model.config, "num_channels", 3))
+        images = torch.randn((ROWS, channels, *shape), generator=generator, dtype=torch.float64)
+        return {"pixel_values": images.to(model.dtype)}
+
+
+class ImageClassifier(_OfImages, RowClassifier):
+    """A classifier of images."""
+
+    name = "images"
+    words = "image classification"
+    endings = ("ForImageClassification",)
+    auto_class = AutoModelForImageClassification
+
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
+        """See :meth:`ModelKind.micro_batch`."""
+        batch = super().micro_batch(case, model, rows_of, generator)
+        return {**batch, "labels": self.random_labels(ROWS, generator)}
+
+
+class MaskedImages(_OfImages):
+    """A model that reconstructs masked patches of images. ``bool_masked_pos`` ``[B, P]`` says which are masked."""
+
+    name = "masked images"
+    words = "masked image modelling"
+    endings = ("ForMaskedImageModeling",)
+    auto_class = AutoModelForMaskedImageModeling
+    targets = ()
+    has_new_head = True
+
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
+        """See :meth:`ModelKind.micro_batch`."""
+        batch = super().micro_batch(case, model, rows_of, generator)
+        patch = model.config.patch_size
+        height, width = (patch, patch) if isinstance(patch, int) else patch
+        shape = batch["pixel_values"].shape
+        patches = (shape[2] // height) * (shape[3] // width)
+        return {**batch, "bool_masked_pos": torch.rand((ROWS, patches), generator=generator) < 0.5}
+
+
+class ImageStates(_OfImages, HiddenStates):
+    """A model that returns hidden states of images' patches."""
+
+
+def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:
+    """The height and width of a model's images; None if its config doesn't have them."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    return None

@@ -1,0 +1,35 @@
+"""Rows of token ids that show whether a small model is computed correctly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import IGNORE_INDEX
+
+#: Makes a micro-batch of ids, with the labels of a causal model: of a case, and of a stream with ids of its own.
+RowsOf = Callable[[Case, int], MicroBatch]
+ROWS = 3
+
+
+class CannotProbe(Exception):
+    """No small model of the architecture can be made, or it doesn't run."""
+
+
+def probe_rows(case: Case, vocabulary: int, *, has_labels: bool = False) -> MicroBatch:
+    """A causal model's micro-batch for a case; with ``has_labels``, padding has labels, too."""
+    generator = torch.Generator().manual_seed(case.length)
+    ids = torch.randint(4, vocabulary, (ROWS, case.length), generator=generator)  # the first ones pad, begin and end
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    mask, positions = case.attention_mask(ROWS), case.position_ids(ROWS)
+    if mask is not None:
+        mask[0] = 1  # one row is whole
+        batch["attention_mask"] = mask
+        if not has_labels:
+            batch["labels"][mask == 0] = IGNORE_INDEX
+    if positions is not None:
+        batch["position_ids"] = positions
+    return batch

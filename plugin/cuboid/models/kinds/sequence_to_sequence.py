@@ -1,0 +1,109 @@
+"""Encoder-decoders, which predict a target sequence from a source sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.transformers_names import decoder_ids
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.local_batch import TENSORS, LocalBatch, check_tensors, take_local_batch
+from cuboid.models.kinds.language_models import LanguageModel
+from cuboid.models.kinds.probe_rows import RowsOf
+
+#: The decoder's tensors, each ``[B, T]``; ``input_ids`` and ``attention_mask`` ``[B, S]`` are the encoder's.
+_TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
+#: Sources with more tokens have shorter targets.
+_LEAST_LENGTH = 12
+
+
+class SequenceToSequence(LanguageModel):
+    """An encoder-decoder."""
+
+    name = "seq2seq"
+    words = "sequence-to-sequence language modelling by an encoder-decoder"
+    auto_class = AutoModelForSeq2SeqLM
+    tensors = (*TENSORS, "decoder_input_ids", "decoder_attention_mask")
+    ordinary_loss = "ForMaskedLMLoss"
+
+    @classmethod
+    def includes(cls, model: Any) -> bool:
+        """Whether a class is an encoder-decoder language model; names of such classes have no common ending."""
+        if not issubclass(model, PreTrainedModel) or model.main_input_name != "input_ids" or not model.can_generate():
+            return False
+        return {"input_ids", "decoder_input_ids", "labels"} <= inspect.signature(model.forward).parameters.keys()
+
+    def _check_target(self, name: str, x: torch.Tensor, arguments: Mapping[str, Any], main: str) -> None:
+        """Labels are for the decoder's positions; there may be any number of these."""
+        source, ids = arguments[main], arguments.get("decoder_input_ids")
+        if x.dim() != 2 or x.shape[0] != source.shape[0] or (ids is not None and x.shape != ids.shape):
+            beside = "" if ids is None else f" and decoder_input_ids is {list(ids.shape)}"
+            raise CuboidError(
+                f"{name} is {list(x.shape)}, but input_ids is {list(source.shape)}{beside}; an encoder-decoder needs "
+                f"{[source.shape[0], 'target length'] if ids is None else list(ids.shape)}"
+            )
+
+    def local_batch(
+        self,
+        arguments: dict[str, Any],
+        config: PretrainedConfig,
+        mesh: Mesh,
+        verdict: MeshVerdict,  # noqa: ARG002
+    ) -> LocalBatch:
+        """See :meth:`ModelKind.local_batch`.
+
+        Returns:
+            The decoder's batch, with the encoder's as its ``source``, which has the options; they may differ in length.
+            Neither has positions, which such a model counts by itself.
+        """
+        for name in ("position_ids", "shift_labels"):
+            if arguments.get(name) is not None:
+                raise UnsupportedModelError(
+                    f"{name} has no rule for an encoder-decoder, which counts positions by itself"
+                )
+        # Below, the decoder's tensors have the encoder's names, which an error mustn't show.
+        check_tensors(
+            {name: arguments[name] for name in _TARGET_TENSORS if arguments.get(name) is not None}, "decoder_input_ids"
+        )
+        inputs = {name: x for name, x in arguments.items() if name not in _TARGET_TENSORS}
+        names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
+        target = {own: arguments[name] for own, name in names.items() if arguments.get(name) is not None}
+        source = take_local_batch(inputs, config, mesh, inputs="only ids")
+        batch = take_local_batch(target, config, mesh, inputs="only ids")
+        if source.rows != batch.rows:
+            raise CuboidError(f"input_ids has {source.rows} rows, but decoder_input_ids has {batch.rows}")
+        return replace(batch, source=source)
+
+    def inputs_of(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See :meth:`ModelKind.inputs_of`."""
+        inputs = super().inputs_of(model, batch)
+        if "decoder_input_ids" not in inputs:
+            ids = decoder_ids(model, batch["labels"])
+            inputs["decoder_input_ids"] = batch["labels"].clamp(min=0) if ids is None else ids
+        return inputs
+
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
+        """See :meth:`ModelKind.micro_batch`. Without padding, the model makes decoder ids from labels itself."""
+        source, target = rows_of(case, 0), rows_of(target_case(case), 1)
+        batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
+        if "attention_mask" in target:
+            batch["decoder_attention_mask"] = target["attention_mask"]
+            ids = decoder_ids(model, target["labels"])
+            batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
+        return batch
+
+
+def target_case(case: Case) -> Case:
+    """The case of a source's target: shorter, or longer than a short source, and padded on the same side."""
+    longest = case.length > _LEAST_LENGTH
+    length = case.length * 2 // 3 if longest else case.length + _LEAST_LENGTH // 2
+    return replace(case, length=length, packed=())
