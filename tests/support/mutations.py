@@ -31,6 +31,7 @@ from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
 from cuboid.models.pipeline import training_pipeline as pipeline
 from cuboid.models.pipeline.training_pipeline import Pipeline
+from cuboid.models.kinds import model_kind
 from cuboid.models.sharded import parallelize, router_logits, sharded_model
 from cuboid.models.stages import units
 from cuboid.models.stages.router_loss import RouterSums
@@ -885,7 +886,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a mask of other rows",
-        around(sharded_model, "take_local_batch", mask_of_other_rows),
+        around(model_kind, "take_local_batch", mask_of_other_rows),
         BATCH,
         found_by=("activation", "loss"),
         published=3,
