@@ -29,9 +29,9 @@ from cuboid.models.attention.whole_sequence import Replay
 from cuboid.models.batch.broadcast import ReplicasInStep
 from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
+from cuboid.models.kinds import model_kind
 from cuboid.models.pipeline import training_pipeline as pipeline
 from cuboid.models.pipeline.training_pipeline import Pipeline
-from cuboid.models.kinds import model_kind
 from cuboid.models.sharded import parallelize, router_logits, sharded_model
 from cuboid.models.stages import units
 from cuboid.models.stages.router_loss import RouterSums
