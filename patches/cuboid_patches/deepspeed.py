@@ -34,7 +34,7 @@ from cuboid.integrations.handoff import (
     check_schedule,
     check_trains,
 )
-from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of
+from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer
@@ -54,7 +54,8 @@ def _initialize(original: Any) -> Any:
         source = _config_source(given)
         ours = own_config(source)
         if ours is None:
-            if isinstance(given.get("model"), ShardedModel):
+            model = given.get("model")
+            if isinstance(model, nn.Module) and isinstance(unwrap(model), ShardedModel):
                 raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
             return original(*args, **kwargs)
         return run_on_all_ranks(
@@ -122,7 +123,9 @@ def _initialize_sharded(
             "make their own"
         )
     SHARED_MEMORY_BUILD.skip()
-    model = adopt_model(given.get("model"), config)
+    module = adopt_model(given.get("model"), config)
+    # The sharded model inside of PEFT's, if it has adapters.
+    model: Any = unwrap(module)
     mesh = mesh_of(model)
     config = config.on_mesh(mesh.shape)
     check_layout(config, rest, mesh.topology.world_size)
@@ -150,7 +153,7 @@ def _initialize_sharded(
     groups = _parameter_groups(given, model, rest)
     names = () if groups is None else run_on_all_ranks(lambda: _align(given, model, groups), mesh)
     with _placeholders(given, model, groups or []) as placeholders:
-        engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
+        engine, *others = original(**{**given, "model": module, "config": rest, "mpu": unit})
     if engine.basic_optimizer is not given.get("optimizer") or is_made:
         run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
@@ -340,7 +343,7 @@ def _start_distributed(given: dict[str, Any]) -> None:
 def _tp_model_init(original: Any) -> Any:
     @functools.wraps(original)
     def tp_model_init(model: nn.Module, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-        if isinstance(model, ShardedModel) or own_config(config) is not None:
+        if isinstance(unwrap(model), ShardedModel) or own_config(config) is not None:
             return model
         return original(model, *args, config=config, **kwargs)
 

@@ -3,32 +3,163 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from transformers.utils import is_peft_available
 
-from cuboid.models.architectures.refusals import adapters_refused
-from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
 from cuboid_patches.base import Patch
+
+
+def _inject_adapter(original: Any) -> Any:
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(model, ShardedModel):
+            original(self, model, adapter_name, *args, **kwargs)
+            return
+        # PEFT takes seconds to import, which ranks that don't use it save.
+        from cuboid.integrations.peft.adapters import inject
+
+        inject(self, model, adapter_name, lambda: original(self, model, adapter_name, *args, **kwargs))
+
+    return inject_adapter
+
+
+def _changes_structure(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.model, ShardedModel):
+            return original(self, *args, **kwargs)
+        from cuboid.integrations.peft.adapters import structure_changes
+
+        with structure_changes(self.model):
+            return original(self, *args, **kwargs)
+
+    return method
 
 
 def _init(original: Any) -> Any:
     @functools.wraps(original)
-    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(model, ShardedModel):
-            raise adapters_refused(f"{type(self).__name__} puts adapters of PEFT around {type(model).__name__}")
-        original(self, model, *args, **kwargs)
+            from cuboid.integrations.peft.adapters import check_adapter
+
+            check_adapter(peft_config)
+        original(self, model, peft_config, *args, **kwargs)
 
     return init
 
 
+def _from_pretrained(original: Any) -> Any:
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(unwrap(model), ShardedModel):
+            return original.__func__(cls, model, *args, **kwargs)
+        from cuboid.integrations.peft.adapters import loading
+
+        with loading():
+            return original.__func__(cls, model, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _load_adapter(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(unwrap(self), ShardedModel):
+            return original(self, *args, **kwargs)
+        from cuboid.integrations.peft.adapters import loading
+
+        with loading():
+            return original(self, *args, **kwargs)
+
+    return load_adapter
+
+
+def _save_pretrained(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(unwrap(self), ShardedModel):
+            original(self, *args, **kwargs)
+            return
+        from cuboid.integrations.peft.adapter_files import save_adapters
+
+        given = signature.bind(self, *args, **kwargs).arguments
+        save_adapters(self, given["save_directory"], {**given, **given.get("kwargs", {})})
+
+    return save_pretrained
+
+
+def _count_parameters(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+        inner = unwrap(self)
+        if not isinstance(inner, ShardedModel):
+            counted: tuple[int, int] = original(self)
+            return counted
+        # Of the whole model, not of this rank's shards.
+        return inner.num_parameters(only_trainable=True), inner.num_parameters()
+
+    return get_nb_trainable_parameters
+
+
+#: Each is called with an adapter's structure in the model, or changes it.
+_STRUCTURE = ("_unload_and_optionally_merge", "delete_adapter")
 _PATCHES = [
+    Patch(
+        target="peft.tuners.tuners_utils:BaseTuner.inject_adapter",
+        package="peft",
+        reason="cut the factors of LoRA as the layers are, and say which adapters have no rules",
+        parameters=("model", "adapter_name"),
+        replace=_inject_adapter,
+    ),
+    *(
+        Patch(
+            target=f"peft.tuners.tuners_utils:BaseTuner.{name}",
+            package="peft",
+            reason="know which modules of a sharded model adapters have left",
+            parameters=(),
+            replace=_changes_structure,
+        )
+        for name in _STRUCTURE
+    ),
     Patch(
         target="peft.peft_model:PeftModel.__init__",
         package="peft",
-        reason="say that adapters have no rules before they are put around layers that are split",
-        parameters=("model",),
+        reason="say which adapters have no rules before they are put around layers that are split",
+        parameters=("model", "peft_config"),
         replace=_init,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel.from_pretrained",
+        package="peft",
+        reason="read a whole adapter into the shards of its factors",
+        parameters=("model", "model_id"),
+        replace=_from_pretrained,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel.load_adapter",
+        package="peft",
+        reason="load whole adapters into the shards of their factors",
+        parameters=("model_id", "adapter_name"),
+        replace=_load_adapter,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel.save_pretrained",
+        package="peft",
+        reason="write whole adapters, not this rank's shards of them",
+        parameters=("save_directory", "is_main_process"),
+        replace=_save_pretrained,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel.get_nb_trainable_parameters",
+        package="peft",
+        reason="count the whole model's parameters, not this rank's shards",
+        parameters=(),
+        replace=_count_parameters,
     ),
 ]
 PATCHES = _PATCHES if is_peft_available() else []

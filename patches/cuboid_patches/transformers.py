@@ -18,7 +18,7 @@ from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
-from cuboid.models.sharded.sharded_model import ShardedModel, plain_class
+from cuboid.models.sharded.sharded_model import ShardedModel, plain_class, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
 from cuboid.weights.from_scratch import make_sharded
@@ -149,8 +149,9 @@ def _rebalance(original: Any) -> Any:
 def _save_model(original: Any) -> Any:
     @functools.wraps(original)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Perhaps PEFT's, around a sharded one; then it writes its adapters.
         model = self.model
-        if not isinstance(model, ShardedModel):
+        if not isinstance(unwrap(model), ShardedModel):
             original(self, output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
@@ -168,7 +169,7 @@ def _floating_point_ops(original: Any) -> Any:
     @functools.wraps(original)
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
         operations: int = original(self, inputs)
-        model = self.model
+        model = unwrap(self.model)
         # The Trainer sums over all ranks, but the ranks of one copy of the model share the operations of a batch.
         if not isinstance(model, ShardedModel):
             return operations

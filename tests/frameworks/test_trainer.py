@@ -143,6 +143,7 @@ TRL = """
     import cuboid
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
         AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, logging
@@ -184,6 +185,9 @@ TRL = """
         "sft, completions": (SFTTrainer, SFTConfig, answers, {}),
         "sft, assistant's turns": (SFTTrainer, SFTConfig, chats, {"assistant_only_loss": True}),
         "sft, dft": (SFTTrainer, SFTConfig, texts, {"loss_type": "dft"}),
+        "sft, lora": (SFTTrainer, SFTConfig, texts, {}),
+        "dpo, lora": (DPOTrainer, DPOConfig, pairs, {}),
+        "reward, lora": (RewardTrainer, RewardConfig, pairs, {}),
         "dpo": (DPOTrainer, DPOConfig, pairs, {}),
         "dpo, reference": (DPOTrainer, DPOConfig, pairs, {}),
         "reward": (RewardTrainer, RewardConfig, pairs, {}),
@@ -195,10 +199,14 @@ TRL = """
         per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
         logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5, **options,
     )
-    auto_class = AutoModelForSequenceClassification if mode == "reward" else AutoModelForCausalLM
+    auto_class = AutoModelForSequenceClassification if "reward" in mode else AutoModelForCausalLM
     models = {"model": auto_class.from_pretrained(path, dtype=torch.float32)}
     if "reference" in mode:
         models["ref_model"] = AutoModelForCausalLM.from_pretrained(path + "-reference", dtype=torch.float32)
+    if "lora" in mode:
+        models["peft_config"] = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
+        # Of the factors, which are made here.
+        torch.manual_seed(3)
     trainer = trainer_class(
         **models, args=arguments, train_dataset=Dataset.from_list(data), eval_dataset=Dataset.from_list(data[:8]),
         processing_class=tokenizer,
@@ -220,7 +228,7 @@ TRL_MODES = (
         "sft, assistant's turns",
         "sft, dft",
     ),
-    *("dpo, reference", "reward", "kto", "kto, reference"),
+    *("dpo, reference", "dpo, lora", "reward", "kto", "kto, reference"),
 )
 #: What no two runs have in common.
 TIMES = ("runtime", "per_second")
@@ -239,9 +247,11 @@ def trl_paths(paths):
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed")
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["dpo", *(pytest.param(mode, marks=pytest.mark.slow) for mode in TRL_MODES)])
+@pytest.mark.parametrize(
+    "mode", ["dpo", "sft, lora", *(pytest.param(mode, marks=pytest.mark.slow) for mode in TRL_MODES)]
+)
 def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, replicas):
-    script, start = trl_paths / "preferences.py", trl_paths / ("reward" if mode == "reward" else "start")
+    script, start = trl_paths / "preferences.py", trl_paths / ("reward" if "reward" in mode else "start")
     # As many processes as replicas, since some trainers pair the rows of a process's batch.
     plain = (script, start, trl_paths / "plain", "null", mode)
     expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))

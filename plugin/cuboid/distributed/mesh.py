@@ -339,6 +339,21 @@ class Mesh:
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
         self.spans_nodes = len({nodes[rank] for rank in self.mesh_ranks}) > 1
 
+    def compare_seed(self, seed: WeightSeed) -> None:
+        """Check that all ranks make new weights from the same number; at once, or when the ranks are connected.
+
+        Raises:
+            MeshError: they don't; on all ranks.
+        """
+        if not self._connected:
+            before = self.weight_seed
+            drawn = seed.drawn if before is None else hash((before.drawn, seed.drawn))
+            self.weight_seed = WeightSeed(drawn, seed.of_generator)
+        elif self.topology.world_size > 1 and not self.in_threads:
+            seeds: list[WeightSeed | None] = [None] * self.topology.world_size
+            dist.all_gather_object(seeds, seed)
+            _check_seeds(seeds)
+
     def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
         split = self.split_axes(AXES)
         subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))

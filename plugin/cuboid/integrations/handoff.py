@@ -12,7 +12,7 @@ from torch import nn
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.errors import ConfigError, OptimizerError
-from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of
+from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of, unwrap
 from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
@@ -36,9 +36,10 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     """
     if config.deterministic:
         use_deterministic()
-    if not isinstance(model, ShardedModel):
+    sharded = unwrap(model) if isinstance(model, nn.Module) else model
+    if not isinstance(sharded, ShardedModel):
         return shard(model, config)
-    _check_same(model, config)
+    _check_same(sharded, config)
     return model
 
 

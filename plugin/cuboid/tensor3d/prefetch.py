@@ -53,16 +53,8 @@ class LayerPrefetcher:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._weights: list[_Place] = []
-        small: list[_Place] = []
-        sharded = (module for module in layer.modules() if isinstance(module, ShardedModule) and module.is_prefetched)
-        for module in sharded:
-            for name, param in module.sharded_params.items():
-                if param.ranks > 1:
-                    # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
-                    is_small = len(param.layout.shape) == 1 or name in module.gathered_once
-                    (small if is_small else self._weights).append(_Place(module, name, param))
-        self._groups = [ParamGroup(members) for members in _alike(small)]
+        self._layer = layer
+        self.collect()
         self._has_begun = False
         self._started: list[ParamGroupUnshard] = []
         self._next: LayerPrefetcher | None = None
@@ -72,6 +64,19 @@ class LayerPrefetcher:
         if self._groups or self._weights:
             layer.register_forward_pre_hook(self._before)
             layer.register_forward_hook(self._after)
+
+    def collect(self) -> None:
+        """Find the layer's sharded parameters; again after adapters came into it or went."""
+        self._weights: list[_Place] = []
+        small: list[_Place] = []
+        sharded = (m for m in self._layer.modules() if isinstance(m, ShardedModule) and m.is_prefetched)
+        for module in sharded:
+            for name, param in module.sharded_params.items():
+                if param.ranks > 1:
+                    # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
+                    is_small = len(param.layout.shape) == 1 or name in module.gathered_once
+                    (small if is_small else self._weights).append(_Place(module, name, param))
+        self._groups = [ParamGroup(members) for members in _alike(small)]
 
     def follow(self, previous: LayerPrefetcher) -> None:
         """Set the layer that runs before this one."""
@@ -160,11 +165,25 @@ class ModelPrefetcher:
                 layer.follow(previous)
             self._layers += own
 
+    def collect(self) -> None:
+        """See :meth:`LayerPrefetcher.collect`."""
+        for layer in self._layers:
+            layer.reset()
+            layer.collect()
+
     @uncompiled
     def __call__(self, *_: Any) -> None:
         """Reset all layers before a forward, since the one before may have failed half-way."""
         for layer in self._layers:
             layer.reset()
+
+
+def collect_prefetched(model: nn.Module) -> None:
+    """Let a model's prefetchers find its sharded parameters again, after modules came into its layers or went."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, ModelPrefetcher):
+                hook.collect()
 
 
 def _alike(places: Sequence[_Place]) -> Iterator[list[_Place]]:

@@ -205,10 +205,12 @@ def _sample_checksums(model: nn.Module) -> dict[str, int]:
 def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
     """Write a sharded model, or an engine's, as a Hugging Face checkpoint. All ranks call it; each writes its share.
 
+    If the model has adapters, they are written, as PEFT's folder.
+
     Args:
         model: the model or the engine.
         directory: of the checkpoint.
         kwargs: passed to ``PreTrainedModel.save_pretrained``.
     """
-    sharding_of(model)
-    save_sharded(unwrap(model), directory, **kwargs)  # type: ignore[arg-type]
+    inner: Any = unwrap(model)
+    (sharding_of(model).save or save_sharded)(inner, directory, **kwargs)

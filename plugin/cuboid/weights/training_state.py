@@ -43,7 +43,12 @@ def make_save_plan(
     """
     inner: Any = unwrap(model)
     state = None if adapter is None else adapter.state()
-    items = model_items(inner) if weights else []
+    adapters = inner.cuboid.adapters if weights else None
+    items = model_items(inner) if weights and adapters is None else []
+    write = functools.partial(write_auxiliary_files, inner)
+    if adapters is not None:
+        # Small, and gathered at once, so that training may go on while they are written.
+        write = functools.partial(adapters.write, inner, adapters.state(inner))
     if state is not None:
         items += _optimizer_items(inner, state)
     return SavePlan(
@@ -52,7 +57,7 @@ def make_save_plan(
         optimizer=state,
         random=capture(_device(inner)),
         document={**document, "layout": describe_layout(inner)},
-        auxiliary_files=functools.partial(write_auxiliary_files, inner) if weights else lambda _: None,
+        auxiliary_files=write if weights else lambda _: None,
     )
 
 
@@ -93,6 +98,9 @@ def load_model(model: nn.Module, folder: Path) -> None:
         CheckpointError: on every rank, if any of them can't read its part. Other ranks may have loaded theirs by then.
     """
     inner: Any = unwrap(model)
+    if inner.cuboid.adapters is not None:
+        run_on_all_ranks(lambda: inner.cuboid.adapters.load(inner, folder), mesh_of(inner))
+        return
     own = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
 
     def load() -> None:

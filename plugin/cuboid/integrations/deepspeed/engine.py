@@ -14,7 +14,7 @@ from cuboid.errors import CheckpointError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
-from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.models.sharded.sharded_model import mesh_of, sharding_of
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.weights.save import export_model, full_state_dict
 
@@ -142,6 +142,9 @@ class CuboidEngine(CheckpointedEngine):
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         # Called by accelerate and the HF Trainer to save. Collective; only the first rank gets the tensors.
+        adapters = sharding_of(self.module).adapters
+        if adapters is not None:
+            return adapters.state(self.module)
         state = full_state_dict(self.module)
         if not exclude_frozen_parameters:
             return state

@@ -27,8 +27,8 @@ def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def adapters_refused(what: str) -> UnsupportedModelError:
     """The error for PEFT adapters."""
     return UnsupportedModelError(
-        f"{what}, for which there are no rules on a mesh or in a pipeline: their weights aren't split as the model's. "
-        "Merge them first with PEFT's merge_and_unload() in plain transformers, save the model, and train all of it"
+        f"{what}: they came before the model was sharded, which can't cut them. Load the model without them, and then "
+        "take PEFT's get_peft_model(model, LoraConfig(…)) or PeftModel.from_pretrained(model, folder)"
     )
 
 

@@ -414,7 +414,7 @@ class AsSharded:
     """
 
     def __init__(self, model: nn.Module, *, is_cut: bool, has_segments: bool = False) -> None:
-        self.is_cut, self._is_first = is_cut, True
+        self.is_cut, self._has_segments, self._is_first = is_cut, has_segments, True
         self._parts = {
             module: _part_of(name, module, has_segments=has_segments) for name, module in model.named_modules()
         }
@@ -423,6 +423,12 @@ class AsSharded:
         self.taken_by: str | None = None
         #: The code that was certified; set by what has certified it.
         self.code: WatchedCode | None = None
+
+    def anew(self, model: nn.Module) -> AsSharded:
+        """The model as it is after a library has put modules into it that are known here, such as adapters."""
+        noted = AsSharded(model, is_cut=self.is_cut, has_segments=self._has_segments)
+        noted.taken_by, noted.code = self.taken_by, self.code
+        return noted
 
     def check(self, model: nn.Module) -> None:
         """Check that nothing was changed; in every forward, which takes 1 µs a module and 0.1 ms for the code.

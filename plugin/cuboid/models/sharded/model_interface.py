@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.architectures.refusals import adapters_refused, compiling_refused
+from cuboid.models.architectures.refusals import compiling_refused
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
@@ -175,21 +175,16 @@ class WholeInterface:
         """
         raise compiling_refused(self)
 
-    def add_adapter(self, *_: Any, **__: Any) -> None:
-        """Not supported on a sharded model.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
-        raise adapters_refused(f"add_adapter was asked for adapters of PEFT around {type(self).__name__}")
-
     def load_adapter(self, *_: Any, **__: Any) -> None:
         """Not supported on a sharded model.
 
         Raises:
             UnsupportedModelError: always.
         """
-        raise adapters_refused(f"load_adapter was asked for adapters of PEFT around {type(self).__name__}")
+        raise UnsupportedModelError(
+            f"load_adapter isn't supported on a sharded {type(self).__name__}; PEFT's PeftModel.from_pretrained(model, "
+            "folder, is_trainable=True) loads an adapter into it"
+        )
 
 
 class _RefusesDraws(TorchFunctionMode):

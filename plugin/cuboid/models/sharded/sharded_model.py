@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +128,19 @@ class GradientOwner(Protocol):
         """Clear the gradients."""
 
 
+class Adapters(Protocol):
+    """The files of the adapters in a sharded model, which has frozen weights beside them."""
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole tensors of the adapters by their names in the library's files, on the first rank; collective."""
+
+    def write(self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path) -> None:
+        """Write the result of :meth:`state` into a folder."""
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Load the adapters from such a folder into the model."""
+
+
 @dataclass
 class Sharding:
     """Everything that a sharded model keeps about its sharding."""
@@ -146,6 +160,8 @@ class Sharding:
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
+    #: The files of the model's adapters; None if it has none.
+    adapters: Adapters | None = None
     #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
     #: the model doesn't copy the optimizer.
     optimizer: weakref.ref[GradientOwner] | None = None
@@ -367,9 +383,14 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The sharded model inside engines and wrappers that keep it as ``module``."""
-    while not isinstance(model, ShardedModel) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
+    """The sharded model inside engines and wrappers that keep it as ``module``, and in models of PEFT."""
+    while not isinstance(model, ShardedModel):
+        if callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()  # type: ignore[operator]
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]
+        else:
+            break
     return model
 
 

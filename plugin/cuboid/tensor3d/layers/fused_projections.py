@@ -73,7 +73,11 @@ class FusedProjections:
         for each in self._down_projections:
             each.next_backward = None if node is None else weakref.ref(node)
         # On one rank of `sequence` the input is already whole.
-        full = shard if whole is None else whole
+        full = shard
+        if whole is not None:
+            full = whole
+            # What low-rank updates of the projections take: they gather their own few features.
+            full.cuboid_shard = shard  # type: ignore[attr-defined]
         attach_results(full, self._projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 
@@ -108,7 +112,7 @@ class LatentProjections:
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         ((own,), _) = self._latents(module, (shard,), {})
         # Taken, because the graphs of these refer to the input in turn: a cycle that isn't collected.
-        results = {key: _GatherPositions.apply(x, self._along) for key, x in take_results(own).items()}
+        results = {key: GatherPositions.apply(x, self._along) for key, x in take_results(own).items()}
         if self._fused is not None:
             args, kwargs = self._fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]
@@ -116,11 +120,14 @@ class LatentProjections:
             # The block's code uses only its shape. Should it compute with the values, NaN reveals that.
             positions = shard.shape[1] * self._along.size
             full = shard.new_full((), torch.nan).expand(shard.shape[0], positions, shard.shape[2])
+            full.cuboid_shard = shard  # type: ignore[attr-defined]
         full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 
 
-class _GatherPositions(torch.autograd.Function):
+class GatherPositions(torch.autograd.Function):
+    """All-gather of the sequence, ``[B/b, S/s, R]`` to ``[B/b, S, R]``; the ranks' gradients are partial sums."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
         ctx.along = along

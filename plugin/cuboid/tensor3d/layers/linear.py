@@ -13,7 +13,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
-from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence, SumFeatures
+from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SumFeatures
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -66,6 +66,13 @@ class ShardedLinear(ShardedModule, nn.Linear):
         self._linear_op = LinearOp(input_gather, [product])
         self._is_alone = self.mesh.shape.size == 1
         self.next_backward: weakref.ref[Node] | None = None
+
+    @property
+    def takes_gathered(self) -> bool:
+        """Whether the input has been gathered along the sequence by the block's fused projections."""
+        return isinstance(self._linear_op.input_gather, NoGather) and not isinstance(
+            self.product.output_reduce, NoReduce
+        )
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,11 @@ class ShardedParam:
         #: With "gradient_sync": "step": sums gradients until a step's last one. None to reduce each separately.
         self.gradient_sync: GradientSync | None = None
 
+    def follow(self, other: ShardedParam) -> None:
+        """Unshard and reduce as another parameter of the model is set to; for one that came into the model later."""
+        self.optimizer_steps, self.copies_of_step = other.optimizer_steps, other.copies_of_step
+        self.gradient_reduce, self.gradient_sync = other.gradient_reduce, other.gradient_sync
+
     def set_parameter(self, parameter: torch.Tensor) -> None:
         """Set the model's own parameter, of which the shards of the next calls are views or casts."""
         self._parameter = weakref.ref(parameter)
@@ -349,13 +354,20 @@ def _subclass(kind: Any, own: Any) -> type[nn.Module]:
 _knows_of_shards: ContextVar[bool] = ContextVar("cuboid_knows_of_shards", default=False)
 
 
-def local_state(model: nn.Module) -> dict[str, Any]:
-    """A model's ``state_dict(keep_vars=True)`` on this rank: shards, under the names of the whole tensors."""
+@contextmanager
+def knowing_of_shards() -> Iterator[None]:
+    """In the ``with`` block, whoever asks for a state dict expects shards, under the names of the whole tensors."""
     token = _knows_of_shards.set(True)
     try:
-        return dict(model.state_dict(keep_vars=True))
+        yield
     finally:
         _knows_of_shards.reset(token)
+
+
+def local_state(model: nn.Module) -> dict[str, Any]:
+    """A model's ``state_dict(keep_vars=True)`` on this rank: shards, under the names of the whole tensors."""
+    with knowing_of_shards():
+        return dict(model.state_dict(keep_vars=True))
 
 
 def check_knows_of_shards(module: nn.Module) -> None:

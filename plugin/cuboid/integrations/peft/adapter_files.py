@@ -1,0 +1,196 @@
+"""PEFT's own files for adapters in a sharded model: one folder, written once, which plain PEFT loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import nn
+
+from cuboid.checkpoint.format.bounded_files import read_object
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.weights.save import full_values
+from cuboid.weights.state_dict_map import sharded_layouts
+
+#: What PEFT's files put before the names of a model's parameters.
+_PREFIX = "base_model.model."
+#: Options that decide which tensors an adapter has, and what they mean.
+_IDENTITY = ("r", "lora_alpha", "use_rslora", "lora_bias", "bias", "rank_pattern", "alpha_pattern")
+
+
+class AdapterFiles:
+    """Writes and reads the adapters of a sharded model; see ``Sharding.adapters``."""
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole tensors of all adapters, by their names in PEFT's model, on the first rank; collective."""
+        inner: Any = unwrap(model)
+        kept = {id(parameter) for _, _, parameter in _parameters(inner)}
+
+        def value(parameter: torch.Tensor) -> torch.Tensor | None:
+            return parameter.detach() if id(parameter) in kept else None
+
+        return {f"{_PREFIX}{name}": tensor for name, tensor in full_values(inner, value).items()}
+
+    def write(
+        self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path, selected: Sequence[str] | None = None
+    ) -> None:
+        """Write adapters as PEFT does; on the rank that has their state.
+
+        Args:
+            model: sharded.
+            state: the result of :meth:`state`.
+            folder: exists. Adapters with another name than "default" get folders of their own in it.
+            selected: names of adapters; by default all.
+
+        Raises:
+            CheckpointError: the model has no adapter of such a name.
+        """
+        inner: Any = unwrap(model)
+        for name in inner.peft_config if selected is None else selected:
+            if name not in inner.peft_config:
+                raise CheckpointError(f"there is no adapter {name!r}; there are {', '.join(inner.peft_config)}")
+            config = inner.peft_config[name]
+            target = _folder_of(folder, name)
+            target.mkdir(exist_ok=True)
+            # Not by PEFT's own function, which asks the Hub about the model's vocabulary.
+            tensors = {
+                key.replace(f".{name}.", "."): x.contiguous()
+                for key, x in state.items()
+                if ".lora_" not in key or f".{name}." in key
+            }
+            save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+            saved = copy.copy(config)
+            saved.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
+            saved.inference_mode = True
+            saved.save_pretrained(str(target))
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Load the model's adapters from a folder of PEFT. Each rank reads its own shards; nothing is sent.
+
+        Raises:
+            CheckpointError: the folder has no such adapters, or they don't fit the model's.
+        """
+        inner: Any = unwrap(model)
+        layouts, mesh = sharded_layouts(inner), mesh_of(inner)
+        read: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for adapter, config in inner.peft_config.items():
+            source = _folder_of(folder, adapter)
+            _check_same(config, source)
+            with TensorFile(source / SAFETENSORS_WEIGHTS_NAME) as file:
+                for own, name, parameter in _parameters(inner):
+                    if own not in (adapter, None):
+                        continue
+                    key = f"{_PREFIX}{name}".replace(f".{adapter}.", ".")
+                    layout, found = layouts.get(name), file.specs.get(key)
+                    shape = tuple(parameter.shape) if layout is None else layout.shape
+                    if found is None or tuple(found.shape) != shape:
+                        has = "nothing" if found is None else f"a tensor of shape {list(found.shape)}"
+                        raise CheckpointError(
+                            f"{file.path}: for {key}, of shape {list(shape)} in the model, it has {has}; make the "
+                            "adapter with the same options and target_modules"
+                        )
+                    full = file.read(key)
+                    read.append((parameter, full if layout is None else take_shard(full, layout, mesh)))
+        with torch.no_grad():
+            for parameter, value in read:
+                parameter.copy_(value)
+
+
+#: Arguments of ``PeftModel.save_pretrained`` that have one value here.
+_FIXED = {"safe_serialization": True, "save_embedding_layers": False, "path_initial_model_for_weight_conversion": None}
+
+
+def save_adapters(peft_model: Any, folder: str | Path, arguments: Mapping[str, Any]) -> None:
+    """``PeftModel.save_pretrained`` around a sharded model; all ranks call it, and the first one writes.
+
+    Args:
+        peft_model: of PEFT.
+        folder: made if missing.
+        arguments: further arguments of the call. If there is a ``state_dict`` of whole tensors, or an empty one on
+            other ranks, as trainers pass it, then the rank that has the tensors writes them, without communication.
+
+    Raises:
+        CheckpointError: on every rank, if the first one can't write.
+        UnsupportedModelError: an argument has no rule.
+    """
+    for name, value in _FIXED.items():
+        if arguments.get(name, value) not in (value, "auto"):
+            raise UnsupportedModelError(
+                f"PeftModel.save_pretrained({name}={arguments[name]!r}) has no rule for a model on a mesh or in a "
+                "pipeline; leave it out"
+            )
+    mesh, files, path = mesh_of(peft_model), AdapterFiles(), Path(folder)
+
+    def write(state: dict[str, torch.Tensor]) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if hasattr(peft_model, "create_or_update_model_card"):
+                peft_model.create_or_update_model_card(str(path))
+            files.write(peft_model, state, path, arguments.get("selected_adapters"))
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error
+
+    given = arguments.get("state_dict")
+    if given is not None and _is_whole(peft_model, given):
+        if given and arguments.get("is_main_process", mesh.rank == 0):
+            write(given)
+        return
+    mesh.connect()
+    state = files.state(peft_model)
+    mesh.connect_host()
+    # All ranks return only when the files are complete, so that each can read them.
+    run_on_all_ranks(lambda: write(state) if mesh.rank == 0 else None, mesh, what="PeftModel.save_pretrained")
+
+
+def save_inside(model: Any, directory: str | Path, **kwargs: Any) -> None:
+    """``save_pretrained`` of a sharded model with adapters in it; like transformers, it writes the adapters."""
+    save_adapters(model, directory, kwargs)
+
+
+def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a state dict has whole tensors of adapters."""
+    shapes = {f"{_PREFIX}{name}": layout.shape for name, layout in sharded_layouts(unwrap(model)).items()}
+    return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
+
+
+def _parameters(inner: Any) -> Iterator[tuple[str | None, str, nn.Parameter]]:
+    """What adapters' files hold: the adapter (None for trained biases of the model), the name and the parameter."""
+    trains_biases = any(config.bias != "none" for config in inner.peft_config.values())
+    for name, parameter in inner.named_parameters():
+        parts = name.split(".")
+        factor = next((number for number, part in enumerate(parts) if part.startswith("lora_")), None)
+        if factor is not None:
+            yield parts[factor + 1], name, parameter
+        elif trains_biases and parts[-1] == "bias":
+            yield None, name, parameter
+
+
+def _folder_of(folder: Path, adapter: str) -> Path:
+    """Where PEFT keeps an adapter's files."""
+    return folder if adapter == "default" else folder / adapter
+
+
+def _check_same(config: LoraConfig, folder: Path) -> None:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: has no {CONFIG_NAME}, but the model has adapters of PEFT; load a checkpoint of a run with the "
+            "same adapters"
+        )
+    saved = read_object(path)
+    for key in _IDENTITY:
+        if saved.get(key) != getattr(config, key):
+            raise CheckpointError(
+                f"{path}: {key} is {saved.get(key)!r}, and {getattr(config, key)!r} in the model's adapter; make the "
+                "adapter with the same options"
+            )

@@ -1,0 +1,182 @@
+"""Put adapters into a sharded model: what is accepted, and what the model then notes of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraConfig
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from cuboid.distributed.mesh import WeightSeed
+from cuboid.errors import UnsupportedModelError
+from cuboid.integrations.peft.adapter_files import AdapterFiles, save_inside
+from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, seeded_by
+from cuboid.models.sharded.customizations import guard_hooks
+from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.low_rank import LowRankLayout
+from cuboid.tensor3d.prefetch import collect_prefetched
+from cuboid.tensor3d.sharding.sharded_param import knowing_of_shards
+from cuboid.weights.save import save_sharded
+from cuboid.weights.state_dict_map import sharded_layouts
+
+#: Fields of a ``LoraConfig`` that have any value here. Others must have their default.
+_FREE = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "bias", "fan_in_fan_out"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
+        *("alpha_pattern", "init_lora_weights", "runtime_config"),
+    }
+)
+#: Values of ``init_lora_weights`` that don't compute with the layer's weight, of which a rank has a part.
+_INITIAL = (True, False, "gaussian", "orthogonal")
+
+#: Whether the initial values of a new adapter don't matter, since it is being read from files.
+_is_loading: ContextVar[bool] = ContextVar("cuboid_adapter_is_loading", default=False)
+
+
+def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Callable[[], Any]) -> Any:
+    """Put an adapter into a sharded model as ``BaseTuner.inject_adapter`` does.
+
+    Args:
+        tuner: of PEFT, which has the adapter's config.
+        model: sharded.
+        adapter_name: of the adapter.
+        action: calls PEFT's own ``inject_adapter``.
+
+    Raises:
+        UnsupportedModelError: before the model is changed, if an option or a layer of the adapter has no rule.
+    """
+    config = tuner.peft_config[adapter_name]
+    check_adapter(config)
+    with _giving_head(model):
+        _check_targets(tuner, model, config)
+        config._register_custom_module({ShardedLinear: ShardedLora, nn.Linear: SeededLora, Conv1D: SeededLora})
+        if not _is_loading.get():
+            # Each rank makes the whole factors, so all must draw the same.
+            state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+            model.cuboid.mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
+        with structure_changes(model), seeded_by(_seeds_by_name(model)):
+            return action()
+
+
+def _seeds_by_name(model: Any) -> Callable[[nn.Module], int] | None:
+    """The seeds of layers' new adapters in a pipeline, where each stage makes its own layers' only; else None."""
+    names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
+    if not isinstance(model, StageModel):
+        return None
+    seed = int(torch.randint(2**32, (), device="cpu"))
+    return lambda base: seed + zlib.crc32(names[id(base)].encode())
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """In the ``with`` block, PEFT reads an adapter from files: the factors take their shards of it."""
+    token = _is_loading.set(True)
+    try:
+        # PEFT compares the names in the files with those of a state dict.
+        with knowing_of_shards():
+            yield
+    finally:
+        _is_loading.reset(token)
+
+
+@contextmanager
+def _giving_head(model: Any) -> Iterator[None]:
+    """In the ``with`` block, the model's head is the module itself, whose name PEFT looks up."""
+    # Otherwise scripts are given the whole head.
+    model.get_output_embeddings = lambda: model.cuboid.head
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings
+
+
+def check_adapter(config: Any) -> None:
+    """Check an adapter's options.
+
+    Raises:
+        UnsupportedModelError: names one that has no rule.
+    """
+    kind = type(config).__name__
+    if type(config) is not LoraConfig:
+        raise UnsupportedModelError(
+            f"{kind}: of PEFT's adapters, LoRA (LoraConfig) is cut over a mesh; others have no rules"
+        )
+    default = LoraConfig()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _FREE and value != getattr(default, field.name) and value not in ([], {}, False):
+            raise UnsupportedModelError(
+                f"{kind}({field.name}={value!r}) has no rule on a mesh; leave it out, or train this adapter in plain "
+                "transformers"
+            )
+    if config.init_lora_weights not in _INITIAL:
+        raise UnsupportedModelError(
+            f"{kind}(init_lora_weights={config.init_lora_weights!r}) computes with the layers' weights, of which a "
+            f"rank has parts; take one of {', '.join(map(repr, _INITIAL))}"
+        )
+
+
+def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
+    """Check the modules that an adapter is for.
+
+    Raises:
+        UnsupportedModelError: names one that has no rule.
+    """
+    # PEFT does the same to the same config again, with the same result.
+    prepared = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
+    prepared = _maybe_include_all_linear_layers(prepared, model)
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not name or not tuner._check_target_module_exists(prepared, name):
+            continue
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        # A stage of one rank splits no layer, so that its layers have PEFT's own adapters.
+        is_whole = model.cuboid.mesh.shape.size == 1 and isinstance(base, nn.Linear | Conv1D) and base is not head
+        if not is_whole and (not isinstance(base, ShardedLinear) or LowRankLayout.of(base) is None):
+            raise UnsupportedModelError(
+                f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
+                "layers of attention and of dense MLPs have adapters; name those in target_modules, or this one in "
+                "exclude_modules"
+            )
+
+
+@contextmanager
+def structure_changes(model: Any) -> Iterator[None]:
+    """Around a method of PEFT that replaces modules of a sharded model: it is checked before, and noted after.
+
+    Raises:
+        UnsupportedModelError: before, if a script has changed the model since it was sharded.
+    """
+    sharding = model.cuboid
+    sharding.made.check(model)
+    before = {name for name, _ in model.named_parameters()}
+    yield
+    if sharding.made.is_cut:
+        guard_hooks(model, runs_whole=not isinstance(model, StageModel))
+    sharding.made = sharding.made.anew(model)
+    layouts = sharded_layouts(model)
+    counts = {
+        name: math.prod(layouts[name].shape if name in layouts else p.shape) for name, p in model.named_parameters()
+    }
+    others = {name: count for name, count in sharding.whole.parameters.items() if name not in before}
+    sharding.whole = dataclasses.replace(sharding.whole, parameters={**others, **counts})
+    sharding.adapters, sharding.save = (AdapterFiles(), save_inside) if has_adapters(model) else (None, save_sharded)
+    collect_prefetched(model)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether there are layers with adapters in a model."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())

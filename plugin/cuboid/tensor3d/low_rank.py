@@ -1,0 +1,187 @@
+"""The two factors of a low-rank update (LoRA, arXiv 2106.09685) of a linear layer, cut as finely as the layer.
+
+Y = X Wᵀ + Z Bᵀ with Z = X Aᵀ, where A is ``[r, I]``, B is ``[O, r]``, and r is small. So what is sent for the update
+are Z's r features, never the layer's own; A and B are cut where X's and Y's features are, and their shards over all
+axes that are left. Per rank, with r never cut in Z:
+
+============  ==================  ====================  ====================  ==============  =======================
+layer         input of A          block of A            Z before B            block of B      what gives Z
+============  ==================  ====================  ====================  ==============  =======================
+up            [B/b, S/s, I/h]     [r, I/h]              [B/b, S, r]           [O/(s·h), r]    sum over `hidden`, gather
+down          [B/b, S, I/(s·h)]   [r, I/(s·h)]          [B/b, S/s, r]         [O/h, r]        scatter, sum over `hidden`
+to latents    [B/b, S/s, I/h]     [r, I/h]              [B/b, S, r]           [O, r]          sum over `hidden`, gather
+from latents  [B/b, S, I]         [r, I]                [B/b, S, r]           [O/(s·h), r]    –
+============  ==================  ====================  ====================  ==============  =======================
+
+"Gather" and "scatter" are along the sequence, over `sequence`. The input of A in an "up" layer is what its block was
+given, before the sequence is gathered: that shard is saved for the layer's own backward anyway.
+
+Each rank's gradient of Z is a partial sum, over the ranks with other rows of B. So the backward of a sum over `hidden`
+is a sum again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, scatter_dim
+from cuboid.distributed.mesh import AxisGroup, Mesh
+from cuboid.distributed.topology import AXES, Axis
+from cuboid.tensor3d.layers.fused_projections import GatherPositions
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SelectHeads, SumFeatures
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
+
+#: How Z becomes what B is multiplied with.
+ZReduce = Literal["sum and gather", "scatter and sum", "none"]
+
+
+@dataclass(frozen=True)
+class LowRankLayout:
+    """How the factors of a layer's update are cut.
+
+    Args:
+        in_axes: axes that cut A's in features.
+        out_axes: axes that cut B's out features.
+        parts: number of parts of the out features that are cut separately, as in GPT-2's fused query, key and value.
+        reduce: how Z becomes what B is multiplied with.
+        input_axes: axes along which ranks have different elements of A's input.
+    """
+
+    in_axes: tuple[Axis, ...]
+    out_axes: tuple[Axis, ...]
+    parts: int
+    reduce: ZReduce
+    input_axes: tuple[Axis, ...] = AXES
+
+    @classmethod
+    def of(cls, linear: ShardedLinear) -> LowRankLayout | None:
+        """The layout for a layer; None for one whose update has no rule, such as a head over the vocabulary."""
+        reduce = linear.product.output_reduce
+        weight = linear.layout("weight")
+        if isinstance(reduce, ScatterFeatures):
+            return cls(("hidden",), ("sequence", "hidden"), reduce.parts[0], "sum and gather")
+        if isinstance(reduce, SelectHeads):
+            # Fewer key/value heads than ranks: the rank takes the rows of its heads out of the block, as of a bias.
+            out = weight.tp_axes[1 if linear.product.in_first else 0]
+            return cls(("hidden",), out, 1, "sum and gather")
+        if isinstance(reduce, SumFeatures):
+            return cls(("hidden",), (), 1, "sum and gather")
+        if isinstance(reduce, NoReduce):
+            return cls((), ("sequence", "hidden"), 1, "none", ("batch",))
+        if isinstance(reduce, ScatterSequence) and not weight.ragged:
+            return cls(("sequence", "hidden"), ("hidden",), 1, "scatter and sum")
+        return None
+
+
+class FactorA(ShardedModule, nn.Linear):
+    """A of a low-rank update: the rank's input ``[B/b, …, I/…]`` to Z, whole in its r features.
+
+    Args:
+        whole: the factor as one process has it.
+        layout: how it is cut.
+        mesh: this rank's mesh.
+    """
+
+    #: Blocks are small: unsharded together with those of norms, once per forward.
+    gathered_once = ("weight",)
+
+    def __init__(self, whole: nn.Linear, layout: LowRankLayout, mesh: Mesh) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.register_parameter("bias", None)
+        spec = ShardingSpec(tuple(whole.weight.shape), ((), layout.in_axes))
+        _take_shards(self, whole, {"weight": spec}, mesh)
+        self._reduce = layout.reduce
+        self._sequence, self._hidden = mesh.along("sequence"), mesh.along("hidden")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the table in :mod:`cuboid.tensor3d.low_rank`."""
+        z = nn.functional.linear(x, self.unsharded("weight"))
+        if self._reduce == "sum and gather":
+            return GatherPositions.apply(_Sum.apply(z, self._hidden), self._sequence)
+        if self._reduce == "scatter and sum":
+            return _Sum.apply(_ScatterPositions.apply(z, self._sequence), self._hidden)
+        return z
+
+
+class FactorB(ShardedModule, nn.Linear):
+    """B of a low-rank update: Z to the update of the rank's part of the layer's output.
+
+    Args:
+        whole: the factor as one process has it, perhaps with a bias.
+        layout: how it is cut.
+        mesh: this rank's mesh.
+        rows: indices of the block's out features that the rank's output has; None for all of them.
+    """
+
+    gathered_once = ("weight",)
+    rows: torch.Tensor | None
+
+    def __init__(self, whole: nn.Linear, layout: LowRankLayout, mesh: Mesh, rows: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        shape, parts = tuple(whole.weight.shape), layout.parts
+        specs = {"weight": ShardingSpec(shape, (layout.out_axes, ()), (parts, 1))}
+        self.register_parameter("bias", None)
+        if whole.bias is not None:
+            specs["bias"] = ShardingSpec(shape[:1], (layout.out_axes,), (parts,))
+        _take_shards(self, whole, specs, mesh)
+        self.register_buffer("rows", rows, persistent=False)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """See the table in :mod:`cuboid.tensor3d.low_rank`."""
+        weight = self.unsharded("weight")
+        bias = None if self.bias is None else self.unsharded("bias")
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        return nn.functional.linear(z, weight, bias)
+
+
+def _take_shards(module: FactorA | FactorB, whole: nn.Linear, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
+    for name, spec in specs.items():
+        full = whole.get_parameter(name)
+        shard = take_shard(full.detach(), spec, mesh)
+        module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
+    module.init_sharding(mesh, specs)
+    # A state dict of whole factors, as PEFT's files have them, is loaded into the shards.
+    module.register_load_state_dict_pre_hook(_take_whole)
+
+
+def _take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module.sharded_params.items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == param.layout.shape:
+            state[f"{prefix}{name}"] = take_shard(value, param.layout, module.mesh)
+
+
+class _Sum(torch.autograd.Function):
+    """Sums over the ranks of an axis; so does the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+        ctx.along = along
+        # Not in place: autograd may have the argument for other uses.
+        return x if along.size == 1 else all_reduce(x.clone(), along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient if ctx.along.size == 1 else all_reduce(gradient.clone(), ctx.along), None
+
+
+class _ScatterPositions(torch.autograd.Function):
+    """Partial sums ``[B/b, S, r]`` to the rank's positions of the sum, ``[B/b, S/s, r]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+        ctx.along = along
+        return scatter_dim(x, SEQUENCE_DIM, along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_dim(gradient, SEQUENCE_DIM, ctx.along), None

@@ -1,0 +1,147 @@
+"""LoRA under DeepSpeed's engine, on meshes and in pipelines: training, checkpoints, and PEFT's own folder."""
+
+import json
+import sys
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cuboid
+from cuboid.verify import SmallModel
+from launching import ROOT, run, world
+from training import _batches, ranks_of, settings, train
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import LoraConfig, PeftModel, get_peft_model
+
+TIMEOUT_S = 120.0
+SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=4)
+RATE, DECAY, EPS, STEPS = 1e-2, 0.1, 1e-4, 3
+TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+def config_of(mesh, stages, zero, data, schedule=None):
+    pipeline = {"schedule": schedule} if schedule else {}
+    config = settings(mesh, stages, zero=zero, data=data, learning_rate=RATE, pipeline=pipeline)
+    del config["scheduler"]
+    # Large, so that an update doesn't depend on the rounding of a gradient that is about zero.
+    config["optimizer"]["params"]["eps"] = EPS
+    return config
+
+
+def engine_of(path, adapter, config):
+    model = cuboid.from_pretrained(path, config, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def trained_sharded(path, adapter, config, other, root):
+    """Losses, the last norm, the adapter; one more step is from a checkpoint, perhaps on another layout."""
+    engine = engine_of(path, adapter, config)
+    losses = train(engine, STEPS)
+    norm = float(engine.get_global_grad_norm())
+    engine.save_checkpoint(root)
+    engine.module.save_pretrained(f"{root}/adapter")
+    again = engine_of(path, adapter, other)
+    again.load_checkpoint(root)
+    return (
+        losses + train(again, 1, skip=STEPS),
+        norm,
+        sum(p.numel() for p in engine.module.parameters() if p.requires_grad),
+    )
+
+
+def trained_plain(path, adapter):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY, eps=EPS)
+    batches, losses, state = _batches(0, 1), [], None
+    for step in range(STEPS + 1):
+        losses.append(0.0)
+        for _ in range(2):
+            loss = model(**next(batches)).loss / 2
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        if step == STEPS:
+            break
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: x.detach().clone() for name, x in model.named_parameters() if x.requires_grad}
+    return losses, norm, state
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint, tmp_path_factory):
+    """An adapter of plain PEFT whose factors have values."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL), dtype=torch.float32)
+    torch.manual_seed(3)
+    options = LoraConfig(r=4, init_lora_weights=False, target_modules=TARGETS, task_type="CAUSAL_LM")
+    get_peft_model(model, options).save_pretrained(folder)
+    return str(folder)
+
+
+CASES = [
+    ("1x2x1", None, 1, 1, None, ("1x1x2", None)),
+    ("1x1x1", 2, 1, 1, None, ("1x1x1", None)),
+    ("1x2x1", 2, 0, 1, "zero_bubble", ("1x2x1", 2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "stages", "zero", "data", "schedule", "other"), CASES)
+def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
+    pool, checkpoint, adapter, tmp_path, mesh, stages, zero, data, schedule, other
+):
+    config = config_of(mesh, stages, zero, data, schedule)
+    ranks = ranks_of(config, data)
+    resumed = config_of(*other, zero, ranks // ranks_of(config_of(*other, zero, 1)))
+    path = checkpoint(SMALL)
+    results = pool.run(ranks, trained_sharded, path, adapter, config, resumed, str(tmp_path), timeout_s=TIMEOUT_S)
+    losses, norm, state = trained_plain(path, adapter)
+    for found, last_norm, _ in results:
+        assert found == pytest.approx(losses, rel=2e-6)
+        assert last_norm == pytest.approx(norm, rel=1e-5)
+    if data == 1:
+        # Every element of the factors has one owner.
+        assert sum(count for *_, count in results) == sum(x.numel() for x in state.values())
+    folders = [tmp_path / "adapter", next(tmp_path.glob("global_step*"))]
+    for folder in folders:
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved.keys() == {name.replace(".default.", ".") for name in state}
+        for name, value in state.items():
+            torch.testing.assert_close(saved[name.replace(".default.", ".")], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert not list(folder.glob("model*.safetensors"))
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[1])
+    assert plain.peft_config["default"].base_model_name_or_path == path
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [({"sequence": 2}, None), ({}, 2)])
+def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, stages):
+    status, output = run(sys.executable, "-m", "cuboid.cli", "prepare", "--out", tmp_path)
+    assert status == 0, output
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh},
+    }
+    if stages:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    text, start, out = ROOT / "README.md", tmp_path / "start", tmp_path / "adapter"
+    status, output = world(2, ROOT / "docs/examples/lora.py", start, text, out, tmp_path / "ds_config.json")
+    assert status == 0, output
+    losses = [float(line.partition("loss ")[2]) for line in output.splitlines() if "loss " in line]
+    assert len(losses) == 20
+    ids = AutoTokenizer.from_pretrained(start)(text.read_text(), return_tensors="pt").input_ids[:, :512].view(4, 128)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    with torch.no_grad():
+        assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(losses[0], rel=1e-4)
+        adapted = PeftModel.from_pretrained(model, out)
+        assert float(adapted(input_ids=ids, labels=ids).loss) < losses[0] - 0.1

@@ -1,0 +1,246 @@
+"""LoRA by PEFT on meshes: every gradient of the factors is plain PEFT's, and what scripts do with adapters works."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from test_attention_layouts import CHECKPOINTING, EXPERTS, LATENT
+from test_attention_layouts import small as latent_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.tensor3d.sharding.sharding_spec import put_shard
+from cuboid.verify import SmallModel
+from cuboid.weights.state_dict_map import sharded_layouts
+from threaded import Threaded, step_of
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import LoraConfig, PeftModel, get_peft_model
+
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def built(architecture, **options):
+    torch.manual_seed(0)
+    small = SmallModel(architecture, **{"heads": 4, **options})
+    model = AutoModelForCausalLM.from_config(small.config(), dtype=torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if architecture == "gpt2":
+        model.eval()
+    return model
+
+
+def batch(rows=4, length=12, vocabulary=100):
+    ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "labels": torch.where(mask.bool(), ids, -100), "attention_mask": mask}
+
+
+def adapted(model, **options):
+    # Without PEFT's initial zeros in B, A would have no gradient.
+    torch.manual_seed(7)
+    options = {"r": 3, "lora_alpha": 6, "init_lora_weights": False, "target_modules": DENSE, **options}
+    return get_peft_model(model, LoraConfig(**options))
+
+
+class Adapted(Threaded):
+    """A model on a mesh, with an adapter."""
+
+    def __init__(self, model, mesh, **options):
+        super().__init__(model, mesh)
+        self.models = [adapted(own, **options) for own in self.models]
+
+    def whole(self, value_of):
+        """By the names of the model's parameters, put together from all ranks."""
+        wholes = {}
+        for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
+            inner = model.get_base_model()
+            layouts = sharded_layouts(inner)
+            for name, parameter in inner.named_parameters():
+                value = value_of(parameter)
+                if value is not None:
+                    whole = wholes.setdefault(name, value.new_zeros(layouts[name].shape))
+                    put_shard(whole, value, layouts[name], mesh.shape, mesh.coordinate)
+        return wholes
+
+
+def inner_names(model):
+    return {name.removeprefix("base_model.model."): x for name, x in model.named_parameters()}
+
+
+def assert_as_plain(model, mesh, micro_batch=None, **options):
+    micro_batch = micro_batch or batch()
+    plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, mesh, **options)
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+    for loss in threaded.run(step_of(**micro_batch)):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients, trained = threaded.whole(lambda parameter: parameter.grad), 0
+    for name, parameter in inner_names(plain).items():
+        assert (name in gradients) == parameter.requires_grad, name
+        if parameter.requires_grad:
+            trained += 1
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+    assert trained
+    return plain, threaded
+
+
+CASES = [
+    ("llama", {"kv_heads": 2}, "1x2x1", {}),
+    ("llama", {"kv_heads": 2}, "1x1x2", {"use_rslora": True}),
+    ("llama", {"kv_heads": 2}, "2x1x1", {"target_modules": ["q_proj", "v_proj"]}),
+    ("llama", {"kv_heads": 2}, "2x2x2", {"target_modules": "all-linear", "r": 5}),
+    ("llama", {"kv_heads": 1}, "1x2x2", {"bias": "all"}),
+    (
+        "qwen2",
+        {"kv_heads": 2},
+        "1x4x1",
+        {"lora_bias": True, "bias": "lora_only", "target_modules": ["q_proj", "k_proj"]},
+    ),
+    ("mistral", {"kv_heads": 4}, "3x1x2", {"rank_pattern": {"q_proj": 7}, "layers_to_transform": [1]}),
+    ("gpt2", {}, "1x2x2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "lora_bias": True}),
+    ("gpt2", {}, "2x1x2", {"target_modules": ["c_attn"]}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), CASES)
+def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
+    assert_as_plain(built(architecture, **sizes), mesh, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x4x1", "1x1x4", "4x1x1", "2x2x2", "3x2x1"])
+@pytest.mark.parametrize(("architecture", "sizes", "options"), [(a, s, o) for a, s, _, o in CASES])
+def test_every_option_on_every_mesh(architecture, sizes, options, mesh):
+    assert_as_plain(built(architecture, **sizes), mesh, batch(rows=6), **options)
+
+
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x2x1"])
+def test_projections_to_and_from_latents(mesh):
+    model = latent_model("deepseek_v3", **LATENT, **EXPERTS, first_k_dense_replace=1)
+    micro_batch = batch(vocabulary=model.config.vocab_size)
+    assert_as_plain(model.train(), mesh, micro_batch, target_modules=LATENTS)
+
+
+def test_activation_checkpointing_changes_nothing():
+    model = built("llama", kv_heads=2)
+    # The recomputation leaves the mode that keeps float64.
+    model.gradient_checkpointing_enable(CHECKPOINTING)
+    model.enable_input_require_grads()
+    assert_as_plain(model, "1x2x2")
+
+
+def test_a_rank_keeps_its_part_of_the_factors_and_nothing_for_what_is_frozen():
+    _, threaded = assert_as_plain(built("llama", kv_heads=2), "2x2x2", r=8)
+    inner = threaded.models[0].get_base_model()
+    layouts = sharded_layouts(inner)
+    for name, parameter in inner.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        assert ".lora_" not in name or parameter.numel() * 8 == math.prod(layouts[name].shape)
+        assert ".lora_" in name or parameter.grad is None
+
+
+def losses(threaded, micro_batch):
+    return [float(loss) for loss in threaded.run(lambda model: model(**micro_batch, use_cache=False).loss.detach())]
+
+
+def assert_losses(plain, threaded):
+    with KeepFloat64(), torch.no_grad():
+        expected = float(plain(**batch(), use_cache=False).loss)
+    assert losses(threaded, batch()) == pytest.approx([expected] * len(threaded.models), abs=1e-12)
+    return expected
+
+
+def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
+    model = built("gpt2")
+    plain = adapted(copy.deepcopy(model), target_modules=["c_attn", "c_proj"])
+    threaded = Adapted(model, "1x2x2", target_modules=["c_attn", "c_proj"])
+    first = assert_losses(plain, threaded)
+
+    def both(change):
+        def seeded(own):
+            torch.manual_seed(11)
+            change(own)
+
+        seeded(plain)
+        threaded.run(seeded)
+        return assert_losses(plain, threaded)
+
+    other = LoraConfig(r=2, init_lora_weights=False, target_modules=["c_fc"])
+    both(lambda own: own.add_adapter("other", copy.deepcopy(other)))
+    second = both(lambda own: own.set_adapter("other"))
+    assert abs(first - second) > 1e-6
+    assert both(lambda own: own.set_adapter("default")) == pytest.approx(first, abs=1e-12)
+    with plain.disable_adapter(), KeepFloat64():
+        expected = float(plain(**batch(), use_cache=False).loss)
+
+    def disabled(own):
+        with own.disable_adapter():
+            return own(**batch(), use_cache=False).loss.detach()
+
+    assert [float(x) for x in threaded.run(disabled)] == pytest.approx([expected] * 4, abs=1e-12)
+    assert both(lambda own: own.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda own: own.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    both(lambda own: own.delete_adapter("other"))
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda own: own.merge_and_unload())
+    assert assert_losses(plain, threaded) == pytest.approx(first, abs=1e-9)
+    assert not [name for name, _ in threaded.models[0].named_parameters() if "lora" in name or "base_layer" in name]
+
+
+def test_an_adapter_from_disk_is_cut(tmp_path):
+    model = built("llama", kv_heads=2)
+    plain = adapted(copy.deepcopy(model), lora_bias=False)
+    plain.save_pretrained(tmp_path)
+    threaded = Threaded(model, "2x2x1")
+    threaded.models = [PeftModel.from_pretrained(own, tmp_path, is_trainable=True) for own in threaded.models]
+    assert_losses(plain, threaded)
+    assert threaded.models[0].get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+
+
+def test_transformers_own_add_adapter_is_the_same():
+    model = built("llama", kv_heads=2)
+    plain, threaded = copy.deepcopy(model), Threaded(model, "1x2x2")
+    for own in (plain, *threaded.models):
+        torch.manual_seed(7)
+        own.add_adapter(LoraConfig(r=3, init_lora_weights=False, target_modules=DENSE))
+    assert_losses(plain, threaded)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"target_modules": ["lm_head"]}, "lm_head"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"layer_replication": [(0, 1)]}, "layer_replication"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_has_no_rule_is_refused_by_name_before_the_model_is_changed(options, named):
+    threaded = Threaded(built("llama", kv_heads=2), "1x2x1")
+    before = [name for name, _ in threaded.models[0].named_modules()]
+    with pytest.raises(UnsupportedModelError, match=re.escape(named)):
+        adapted(threaded.models[0], **options)
+    assert [name for name, _ in threaded.models[0].named_modules()] == before
+
+
+def test_other_kinds_of_adapters_are_refused_by_name():
+    from peft import IA3Config, PromptTuningConfig
+
+    model = Threaded(built("llama", kv_heads=2), "1x2x1").models[0]
+    for config in (IA3Config(task_type="CAUSAL_LM"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)):
+        with pytest.raises(UnsupportedModelError, match=type(config).__name__):
+            get_peft_model(model, config)
