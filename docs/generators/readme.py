@@ -115,7 +115,7 @@ def _stage_on_gpu() -> list[str]:
     own, plain = "4 segments", "plain transformers"
     return [
         f"[one stage](docs/nccl.md#what-an-h200-has-shown), two layers of an 8B Llama, 128k tokens: {own}",
-        f"{plain}, with {memory[plain]:.0f} GiB of activations instead of {memory[own]:.0f}",
+        f"{plain} ({memory[plain]:.0f} GiB of activations; here {memory[own]:.0f})",
         f"{speed[own] / speed[plain]:.2f}",
         "1 H200, bfloat16",
     ]
