@@ -327,7 +327,7 @@ def test_a_criterions_factor_is_exact(factor):
 EXPECTED = {
     "boost again": "has boosted a model already",
     "a closure": "call step without it",
-    "lora": "LoRA has no rule",
+    "lora": "booster.enable_lora isn't supported",
     "another model": "isn't what this booster's boost gave",
     "not a checkpoint": "is not a folder",
     "prefix": "prefix has no meaning",

@@ -55,11 +55,16 @@ def trained_sharded(path, adapter, config, other, root):
     )
 
 
+def adamw(model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY, eps=EPS)
+
+
 def trained_plain(path, adapter):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY, eps=EPS)
+    optimizer = adamw(model)
     batches, losses, state = _batches(0, 1), [], None
     for step in range(STEPS + 1):
         losses.append(0.0)
@@ -74,6 +79,33 @@ def trained_plain(path, adapter):
         optimizer.zero_grad()
     state = {name: x.detach().clone() for name, x in model.named_parameters() if x.requires_grad}
     return losses, norm, state
+
+
+def boosted(path, adapter, config, folder):
+    """Losses of a Booster's steps; the adapter is saved."""
+    from colossalai.booster import Booster
+
+    model = PeftModel.from_pretrained(
+        cuboid.from_pretrained(path, config, dtype=torch.float32), adapter, is_trainable=True
+    )
+    optimizer = adamw(model.train())
+    booster, batches, losses = Booster(plugin=cuboid.CuboidPlugin(config)), _batches(0, 1), []
+    inside, optimizer, *_ = booster.boost(model, optimizer)
+    for _ in range(STEPS):
+        micro_batches = [next(batches) for _ in range(2)]
+        if "pipeline" in config:
+            whole = {name: torch.cat([each[name] for each in micro_batches]) for name in micro_batches[0]}
+            losses.append(float(booster.execute_pipeline(iter([whole]), inside, None, optimizer)["loss"]))
+        else:
+            losses.append(0.0)
+            for batch in micro_batches:
+                loss = inside(**batch).loss / 2
+                booster.backward(loss, optimizer)
+                losses[-1] += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +151,23 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
         assert not list(folder.glob("model*.safetensors"))
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[1])
     assert plain.peft_config["default"].base_model_name_or_path == path
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x1x2", None), ("1x1x1", 2)])
+def test_a_booster_trains_an_adapter_as_plain_peft(pool, checkpoint, adapter, tmp_path, mesh, stages):
+    pytest.importorskip("colossalai.booster", reason="ColossalAI isn't installed")
+    config = {
+        key: value
+        for key, value in config_of(mesh, stages, 0, 1).items()
+        if key not in ("optimizer", "zero_optimization")
+    }
+    results = pool.run(2, boosted, checkpoint(SMALL), adapter, config, str(tmp_path), timeout_s=TIMEOUT_S)
+    losses, _, state = trained_plain(checkpoint(SMALL), adapter)
+    for found in results:
+        assert found == pytest.approx(losses[:STEPS], rel=2e-5)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    for name, value in state.items():
+        torch.testing.assert_close(saved[name.replace(".default.", ".")], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("mesh", "stages"), [({"sequence": 2}, None), ({}, 2)])

@@ -140,7 +140,7 @@ class CuboidCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: always.
         """
-        raise CheckpointError("LoRA has no rule on a sharded model")
+        raise CheckpointError("save adapters with save_pretrained of PEFT's model, or with booster.save_model")
 
     def _save(self, model: CuboidModel, checkpoint: str | Path, part: Part) -> None:
         folder, self._opened = Path(checkpoint).absolute(), None

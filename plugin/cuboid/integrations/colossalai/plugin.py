@@ -31,7 +31,7 @@ from cuboid.integrations.colossalai.plugin_config import PluginConfig
 from cuboid.integrations.handoff import adopt_model, adopt_optimizer, align_with_stages, check_schedule, check_trains
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import read_micro_batch, split_rows
-from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.optim.data_parallel_optimizer import is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
 from cuboid.weights.checkpointing import Origin
@@ -81,7 +81,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
     def _boost(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> CuboidModel:
         if self._model is not None:
             raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
-        sharded = adopt_model(model, self.config)
+        # The sharded model inside of PEFT's, if it has adapters: they are in its layers.
+        sharded: Any = unwrap(adopt_model(model, self.config))
         self.mesh = mesh_of(sharded)
         self.mesh.connect()
         self.mesh.connect_host()
@@ -291,7 +292,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         Raises:
             UnsupportedModelError: always.
         """
-        raise UnsupportedModelError("LoRA has no rule on a sharded model")
+        raise UnsupportedModelError(
+            "booster.enable_lora isn't supported; give booster.boost a sharded model with adapters, which PEFT's "
+            "get_peft_model(model, LoraConfig(…)) returns"
+        )
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
