@@ -8,7 +8,10 @@ from comparing import describe
 from conftest import TIMEOUT_S
 from cuboid.verify import PassReport, Plan, SmallModel, verify
 from launching import ROOT
-from mutations import BY_NAME, MUTATIONS, PUBLISHED, Layout, MutatedPool, Mutation, published_table
+from mutations import BY_NAME, MUTATIONS
+from mutations.mutation import Layout, Mutation
+from mutations.pool import MutatedPool
+from mutations.reported import PUBLISHED, published_table
 
 #: A few that once went unnoticed; `-m slow` has all.
 SAMPLE = (

@@ -1,14 +1,10 @@
-"""Mistakes that could be made in Cuboid, each of which can be put into the processes of a verification.
-
-A mutation changes the sharded side only: plain transformers runs in the same processes, before and after.
-"""
+"""Mistakes like those that were made: found late in Cuboid, or reported of other trainers (:data:`PUBLISHED`)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -46,125 +42,26 @@ from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterSequence
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding import param_group, sharded_param
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam, ShardedState, UnshardedCopy
-from cuboid.verify import SmallModel, WorkerPool, sharded
+from cuboid.verify import SmallModel, sharded
 from cuboid.verify.compare import ComparedKind
-from cuboid.verify.report import Pass
-from cuboid.verify.sharded import run_core, run_engine
 from cuboid.weights import checkpointing, training_state
-
-Mutate = Callable[[], AbstractContextManager[Any]]
-SHARDED = (run_core, run_engine)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a model runs: a mesh, or stages, or both; so many replicas of it."""
-
-    mesh: str | None = None
-    stages: int = 0
-    replicas: int = 1
-    weight_gather: str = "layer"
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Sections of a config."""
-        config: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-        if self.mesh is not None:
-            axes = dict(zip(("batch", "sequence", "hidden"), map(int, self.mesh.split("x")), strict=True))
-            config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes, "weight_gather": self.weight_gather}
-        if self.stages:
-            config["pipeline"] = {"engine": "seq1f1b", "stages": self.stages, "segments": 3}
-        return config
-
-
-HIDDEN, SEQUENCE, BATCH = Layout("1x1x2"), Layout("1x2x1"), Layout("2x1x1")
-STAGES, SEGMENTS = Layout(stages=2), Layout(stages=1)
-LLAMA = SmallModel("llama", kv_heads=4)
-ROUTERS = SmallModel("mixtral", router_loss=0.5)
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A mistake.
-
-    Args:
-        name: what is wrong.
-        mutate: puts it into this process for as long as the context lasts.
-        layout, small: where it can show at all.
-        found_by: the kinds of checks of which one must find it.
-        name_of_pass: the pass that is to find it.
-        dtype: of the core pass.
-        published: which kind of bug that others shipped it is an example of, a number of :data:`PUBLISHED`.
-    """
-
-    name: str
-    mutate: Mutate
-    layout: Layout
-    small: SmallModel = LLAMA
-    found_by: tuple[ComparedKind, ...] = ("gradient",)
-    name_of_pass: Pass = "core"
-    dtype: str = "float64"
-    published: int | None = None
-
-
-@dataclass
-class MutatedPool(WorkerPool):
-    """A pool whose processes make a mistake in everything that runs on shards. ``mutation`` is its name, if any."""
-
-    mutation: str = ""
-
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list:
-        """As always, but for the sharded side."""
-        if self.mutation and function in SHARDED:
-            function, arguments = run_mutated, (self.mutation, function, *arguments)
-        return super().run(world_size, function, *arguments, timeout_s=timeout_s)
-
-
-def run_mutated(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """In a worker process: the job, with a mistake."""
-    with BY_NAME[name].mutate():
-        return function(*arguments)
-
-
-def around(owner: Any, name: str, wrap: Callable[..., Any]) -> Mutate:
-    """Replace a function by ``wrap``, which is given the original before the arguments."""
-
-    def mutate() -> AbstractContextManager[Any]:
-        original = getattr(owner, name)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return wrap(original, *args, **kwargs)
-
-        return mock.patch.object(owner, name, replacement)
-
-    return mutate
-
-
-def instead(owner: Any, name: str, value: Any) -> Mutate:
-    """Replace something."""
-    return lambda: mock.patch.object(owner, name, value)
-
-
-def after_loading(change: Callable[[Any], None]) -> Mutate:
-    """Change the model on shards as soon as it is there."""
-
-    def load(original: Any, *args: Any) -> Any:
-        model = original(*args)
-        change(model)
-        return model
-
-    return around(sharded, "_load", load)
-
-
-def found(model: nn.Module, ending: str) -> list[nn.Parameter]:
-    """Parameters of this rank whose names end so."""
-    return [parameter for name, parameter in model.named_parameters() if name.endswith(ending)]
-
-
-def rank() -> int:
-    """Of this process."""
-    return dist.get_rank()
-
+from mutations.mutation import (
+    BATCH,
+    HIDDEN,
+    LLAMA,
+    ROUTERS,
+    SEGMENTS,
+    SEQUENCE,
+    STAGES,
+    Layout,
+    Mutate,
+    Mutation,
+    after_loading,
+    around,
+    found,
+    instead,
+    rank,
+)
 
 # --- embeddings, the head, and the loss --------------------------------------------------------------------------
 
@@ -658,7 +555,7 @@ def longer(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient * 1.02
 
 
-MUTATIONS = (
+REPORTED = (
     Mutation("padding_idx ignored", around(ShardedEmbedding, "__init__", no_padding_idx), SEQUENCE),
     Mutation("labels wrong in the second chunk", CHUNKS, HIDDEN, found_by=("loss",)),
     Mutation("labels wrong in the second chunk, in a pipeline", CHUNKS, STAGES, found_by=("loss",)),
@@ -1071,11 +968,8 @@ def published_table() -> list[str]:
     """Rows of the table in docs/verify.md: each kind of bug that others shipped, as what it is planted, who sees it."""
     rows = []
     for number, kind in PUBLISHED.items():
-        planted = [mutation for mutation in MUTATIONS if mutation.published == number]
+        planted = [mutation for mutation in REPORTED if mutation.published == number]
         names = "; ".join(mutation.name for mutation in planted)
         seen = dict.fromkeys(f"{SEEN_BY[by]} ({each.name_of_pass})" for each in planted for by in each.found_by)
         rows.append(f"| {number} | {kind} | {names} | {', '.join(seen)} |")
     return rows
-
-
-BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
