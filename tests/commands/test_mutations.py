@@ -70,6 +70,13 @@ def test_what_plain_transformers_does_not_show_is_found(run: Run, name: str) -> 
     check(run(BY_NAME[name]), BY_NAME[name])
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_every_mistake_can_be_made(mutation: Mutation) -> None:
+    """What it replaces is still there, so that the slow tests find a mistake and not a name that is gone."""
+    with mutation.mutate():
+        pass
+
+
 def test_the_page_says_of_each_published_kind_what_sees_it() -> None:
     assert {mutation.published for mutation in MUTATIONS} - {None} == set(PUBLISHED)
     page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")

@@ -380,13 +380,13 @@ def one_draw_off(original: Any, *args: Any) -> None:
     torch.rand(1)
 
 
-def boundary_lost_at_a_cut(original: Any, arguments: dict[str, Any], batch: Any) -> Any:
+def boundary_lost_at_a_cut(original: Any, positions: torch.Tensor) -> torch.Tensor | None:
     """Where ranks have parts of the sequence, later ones begin with the sequence that the row began with."""
-    positions, packed = original(arguments, batch)
+    packed: torch.Tensor | None = original(positions)
     if packed is not None:
         packed = packed.clone()
         packed[:, packed.shape[1] // 2 :] = packed[:, packed.shape[1] // 2 :][:, :1]
-    return positions, packed
+    return packed
 
 
 def boundary_lost_in_a_segment(
@@ -876,7 +876,7 @@ REPORTED = (
     ),
     Mutation(
         "a packed sequence's end lost where the row is cut",
-        around(sharded_model, "_packing_of", boundary_lost_at_a_cut),
+        around(sharded_model, "find_packed_sequence_indices", boundary_lost_at_a_cut),
         SEQUENCE,
         published=8,
     ),
