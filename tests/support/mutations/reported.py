@@ -946,7 +946,7 @@ REPORTED = (
     ),
     Mutation(
         "latents' gradients without their sum",
-        instead(fused_projections._GatherPositions, "backward", staticmethod(own_positions_of_latents)),
+        instead(fused_projections.GatherPositions, "backward", staticmethod(own_positions_of_latents)),
         SEQUENCE,
         SmallModel("deepseek_v3"),
         published=14,
