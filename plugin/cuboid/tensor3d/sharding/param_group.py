@@ -51,10 +51,13 @@ class ParamGroup:
 
     def start(self) -> ParamGroupUnshard:
         """Start the all-gather of all of them."""
-        shards = [member.shard for member in self._members]
-        if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
-            return ParamGroupUnshard(self, *deferred_shards(shards))
-        return ParamGroupUnshard(self, shards, None)
+        shards, trained = [], []
+        for member in self._members:
+            shards.append(member.shard)
+            trained.append(shards[-1].requires_grad)
+        if torch.is_grad_enabled() and any(trained):
+            return ParamGroupUnshard(self, *deferred_shards(shards), trained)
+        return ParamGroupUnshard(self, shards, None, trained)
 
     def put(self, blocks: Sequence[torch.Tensor]) -> None:
         """Give the modules the unsharded parameters."""
@@ -68,10 +71,23 @@ class ParamGroup:
 
 
 class ParamGroupUnshard:
-    """One all-gather of a group, from its start until the modules have their unsharded parameters."""
+    """One all-gather of a group, from its start until the modules have their unsharded parameters.
 
-    def __init__(self, group: ParamGroup, shards: Sequence[torch.Tensor], deferred: DeferredReduce | None) -> None:
-        self._group, self._shards, self.deferred = group, shards, deferred
+    Args:
+        group: the parameters.
+        shards: of the parameters, in a graph if there is anything to wait for in backward.
+        deferred: waits for their gradients' reduction; None without one.
+        trained: which parameters aren't frozen.
+    """
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        shards: Sequence[torch.Tensor],
+        deferred: DeferredReduce | None,
+        trained: Sequence[bool],
+    ) -> None:
+        self._group, self._shards, self.deferred, self._trained = group, shards, deferred, trained
         self.params = group.params
         first = self.params[0]
         self._along = first.along
@@ -96,19 +112,29 @@ class ParamGroupUnshard:
         pairs = zip(self.params, gradients, strict=True)
         return [None if gradient is None else param.to_reduce(gradient) for param, gradient in pairs]
 
-    def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Reduce-scatter the blocks' gradients; results are complete once the deferred reduce was waited for."""
-        ranks = self.params[0].ranks
-        slots = self._shards[0].new_zeros((ranks, sum(self._sizes)))
-        for param, gradient, slot in zip(self.params, gradients, slots.split(self._sizes, 1), strict=True):
-            if gradient is not None:
+    def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Reduce-scatter the blocks' gradients; results are complete once the deferred reduce was waited for.
+
+        Frozen parameters send nothing and get None, as norms do beside adapters.
+        """
+        # By what is frozen, not by which gradients there are: all ranks must send as much.
+        sizes = []
+        for trains, size in zip(self._trained, self._sizes, strict=True):
+            sizes.append(size if trains else 0)
+        slots = self._shards[0].new_zeros((self.params[0].ranks, sum(sizes)))
+        for trains, param, gradient, slot in zip(
+            self._trained, self.params, gradients, slots.split(sizes, 1), strict=True
+        ):
+            if trains and gradient is not None:
                 slot.copy_(param.stacked(gradient).flatten(1))
         exchange = slots.dtype.itemsize < FULL_ITEMSIZE and self.params[0].exchanges
         reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)
-        own = reducing.incomplete().split(self._sizes)
-        return list(map(torch.Tensor.view_as, own, self._shards))
+        results: list[torch.Tensor | None] = []
+        for trains, shard, part in zip(self._trained, self._shards, reducing.incomplete().split(sizes), strict=True):
+            results.append(part.view_as(shard) if trains else None)
+        return results
 
 
 class _Blocks(torch.autograd.Function):
