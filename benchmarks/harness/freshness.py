@@ -21,14 +21,15 @@ HAS_CHANGED = ": the code that it measures has changed since.**"
 
 _CUBOID = "plugin/cuboid"
 #: What sharded layers do, without the planner's formulas beside it in tables: tests compare these with counters.
-MESHES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("distributed", "tensor3d", "models/sharded"))
+MESHES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("distributed", "tensor3d", "models/sharded", "models/kinds"))
 LOSS = (f"{_CUBOID}/models/cross_entropy/**/*.py",)
 #: The schedules and what runs them.
 SCHEDULES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("seq1f1b/schedule", "seq1f1b/runtime", "distributed"))
 SEQ1F1B = (*SCHEDULES, f"{_CUBOID}/seq1f1b/attention/**/*.py")
 #: Stages and segments of Hugging Face's models.
 STAGES = tuple(
-    f"{_CUBOID}/models/{name}/**/*.py" for name in ("attention", "batch", "cross_entropy", "pipeline", "stages")
+    f"{_CUBOID}/models/{name}/**/*.py"
+    for name in ("attention", "batch", "cross_entropy", "kinds", "pipeline", "stages")
 )
 #: A training step under DeepSpeed.
 ENGINE = (

@@ -57,7 +57,7 @@ def batch(small, seed=1, rows=ROWS, length=LENGTH):
 
 
 def gradients_of(model):
-    if isinstance(getattr(model, "cuboid", None), cuboid.models.sharded.sharded_model.Sharding):
+    if isinstance(getattr(model, "cuboid", None), cuboid.models.kinds.sharding.Sharding):
         return cuboid.full_gradients(model)
     # Tied parameters have two names, in a sharded model too.
     named = model.named_parameters(remove_duplicate=False)

@@ -25,8 +25,9 @@ from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.kinds.registry import auto_class_of, check_model, kind_of_class
+from cuboid.models.kinds.sharding import FormerParameters
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
-from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, sharding_of, unwrap
+from cuboid.models.sharded.sharded_model import ShardedModel, sharding_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.model_folder import CONFIG, folder_of, has_config, read_config, without_own_code
 from cuboid.weights.resolve import resolve

@@ -25,10 +25,12 @@ from cuboid.models.attention.whole_sequence import Replay
 from cuboid.models.batch.broadcast import ReplicasInStep
 from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
-from cuboid.models.kinds import model_kind
+from cuboid.models.kinds import forward, model_kind
+from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.pipeline import training_pipeline as pipeline
 from cuboid.models.pipeline.training_pipeline import Pipeline
-from cuboid.models.sharded import parallelize, router_logits, sharded_model
+from cuboid.models.routers import router_logits
+from cuboid.models.sharded import parallelize
 from cuboid.models.stages import units
 from cuboid.models.stages.router_loss import RouterSums
 from cuboid.models.stages.stage_runner import StageRunner
@@ -203,12 +205,12 @@ def stale_weights() -> Iterator[None]:
 # --- masks, positions, segments ----------------------------------------------------------------------------------
 
 
-def without_mask(original: Any, model: Any, batch: Any) -> Any:
-    return {name: value for name, value in original(model, batch).items() if name != "attention_mask"}
+def without_mask(original: Any, kind: Any, model: Any, batch: Any) -> Any:
+    return {name: value for name, value in original(kind, model, batch).items() if name != "attention_mask"}
 
 
-def counted_positions(original: Any, model: Any, batch: Any) -> Any:
-    arguments = original(model, batch)
+def counted_positions(original: Any, kind: Any, model: Any, batch: Any) -> Any:
+    arguments = original(kind, model, batch)
     positions = arguments["position_ids"]
     return {**arguments, "position_ids": torch.arange(positions.shape[1]).expand_as(positions)}
 
@@ -667,7 +669,7 @@ REPORTED = (
     ),
     Mutation(
         "the mask ignored",
-        around(sharded_model, "_local_arguments", without_mask),
+        around(ModelKind, "local_arguments", without_mask),
         BATCH,
         LLAMA,
         ("loss",),
@@ -681,7 +683,7 @@ REPORTED = (
     ),
     Mutation(
         "packed positions ignored",
-        around(sharded_model, "_local_arguments", counted_positions),
+        around(ModelKind, "local_arguments", counted_positions),
         HIDDEN,
         LLAMA,
     ),
@@ -876,7 +878,7 @@ REPORTED = (
     ),
     Mutation(
         "a packed sequence's end lost where the row is cut",
-        around(sharded_model, "find_packed_sequence_indices", boundary_lost_at_a_cut),
+        around(forward, "find_packed_sequence_indices", boundary_lost_at_a_cut),
         SEQUENCE,
         published=8,
     ),

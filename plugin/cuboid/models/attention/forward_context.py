@@ -6,7 +6,7 @@ mask functions, and transformers' search for packed rows, get no module. They re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, WholeSequence
+from cuboid.models.batch.batch_check import BatchCheck
+from cuboid.models.batch.local_batch import LocalBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 
@@ -137,6 +139,30 @@ class Recording:
     masks: Masks
 
 
+@dataclass
+class RunningHead:
+    """A head that every rank computes whole, and what the base model's forward tells it, which ends before it runs.
+
+    Args:
+        targets: of the micro-batch; there may be none.
+        batch: the rank's part of the micro-batch; None until the base model has run.
+        check: of the micro-batch, which has compared the ranks' generators; None until then.
+    """
+
+    targets: dict[str, Any]
+    batch: LocalBatch | None = None
+    check: BatchCheck | None = None
+
+    def number_if_differing(self) -> int | None:
+        """See :class:`cuboid.tensor3d.layers.dropout.Generators`."""
+        return None if self.check is None else self.check.number_if_differing()
+
+    def require_equal(self) -> None:
+        """See :class:`cuboid.tensor3d.layers.dropout.Generators`."""
+        if self.check is not None:
+            self.check.require_equal()
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """What is known of the forward that this thread runs; all None outside of a sharded model's.
@@ -147,12 +173,18 @@ class ForwardContext:
             argument with the whole length.
         packing: of the micro-batch, so that nobody reads positions back from the device.
         recording: the forward only records a whole sequence, so that masks need no values.
+        check: of the micro-batch's numbers.
+        loss: what a forward that computes its loss in parts finds as its model's ``loss_function``.
+        head: around the base model that is running, or has run.
     """
 
     slot: UnitSlot | None = None
     lengths: Lengths | None = None
     packing: Packing | None = None
     recording: Recording | None = None
+    check: BatchCheck | None = None
+    loss: Callable[..., torch.Tensor] | None = None
+    head: RunningHead | None = None
 
     @property
     def unit(self) -> Unit | None:
@@ -164,9 +196,8 @@ _OUTSIDE = ForwardContext()
 _context: ContextVar[ForwardContext] = ContextVar("cuboid_forward", default=_OUTSIDE)
 
 
-def forward_context() -> ForwardContext:
-    """What is known of the forward that this thread runs."""
-    return _context.get()
+#: Returns what is known of the forward that this thread runs.
+forward_context: Callable[[], ForwardContext] = _context.get
 
 
 def is_in_forward() -> bool:

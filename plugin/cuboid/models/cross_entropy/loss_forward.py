@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ def forward_with_bounded_loss(
     model: PreTrainedModel,
     forward: Callable[[], Any],
     *,
-    set_loss: Callable[[Any], None],
+    running: Callable[..., AbstractContextManager[None]],
     unbound: Callable[..., Any],
     mesh: Mesh,
     chunk_bytes: int | None,
@@ -39,7 +39,7 @@ def forward_with_bounded_loss(
     Args:
         model: a sharded model that contains a base model.
         forward: calls the model's own forward, with labels.
-        set_loss: makes that forward find another ``loss_function``; given None, its own again.
+        running: makes the context in which that forward finds another ``loss_function``, given as ``loss``.
         unbound: that forward as its class has it, unbound.
         mesh: the model's mesh.
         chunk_bytes: see :class:`~cuboid.models.cross_entropy.chunked.ChunkedCrossEntropy`.
@@ -54,8 +54,7 @@ def forward_with_bounded_loss(
         ending = _Ending(model, unbound, mesh, chunk_bytes, stack)
         hook = model.base_model.register_forward_hook(ending.cut)
         stack.callback(hook.remove)
-        set_loss(ending.loss)
-        stack.callback(set_loss, None)
+        stack.enter_context(running(loss=ending.loss))
         output = forward()
     if not ending.is_done:
         raise UnsupportedModelError(

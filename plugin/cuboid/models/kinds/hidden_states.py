@@ -9,8 +9,11 @@ from transformers import AutoModel
 
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
+from cuboid.models.kinds.forward import FOR_HEAD, pop_tuple, sharded_batch, whole_extras, whole_for_head
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.probe_rows import RowsOf
+from cuboid.models.kinds.sharding import Sharding
+from cuboid.tensor3d.layers.whole_block import LateSplit
 
 
 class HiddenStates(ModelKind):
@@ -21,6 +24,11 @@ class HiddenStates(ModelKind):
     endings = ("Model",)
     auto_class = AutoModel
     targets = ()
+
+    def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+        """See :meth:`ModelKind.forward`."""
+        self.check(arguments)
+        return forward_of_base(model, base_forward, arguments)
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`."""
@@ -34,6 +42,23 @@ class HiddenStates(ModelKind):
         pooled = getattr(output, "pooler_output", None)
         parts = [hidden] if pooled is None else [hidden, pooled]
         return torch.stack([(part * _weights(part)).mean() for part in parts]).sum()
+
+
+def forward_of_base(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Forward of a base model that isn't called by a language model: ``[B, S, H]`` hidden states, whole on every rank.
+
+    They stay split if a sharded head follows.
+    """
+    sharding: Sharding = model.cuboid
+    as_tuple = pop_tuple(model, arguments)
+    with sharded_batch(model, arguments) as batch:
+        output = base_forward(**sharding.kind.local_arguments(model, batch), return_dict=True)
+    if isinstance(sharding.late, LateSplit):
+        # The base model's hook does the same, but runs only after this function.
+        output = sharding.late.end(model, None, output)
+    whole_for_head(sharding, output, batch)
+    whole_extras(model, output, batch, known=FOR_HEAD)
+    return output.to_tuple() if as_tuple else output
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,12 @@ from cuboid.distributed.axis_collectives import own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import LocalBatch, with_rows
 from cuboid.models.kinds.hidden_states import HiddenStates
-from cuboid.models.kinds.label_heads import RowClassifier
+from cuboid.models.kinds.label_heads import LabelHead, RowClassifier
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.probe_rows import ROWS, CannotProbe, RowsOf
 
@@ -74,6 +75,14 @@ class _OfImages(ModelKind):
         options = {name: x for name, x in arguments.items() if name == "num_items_in_batch" and x is not None}
         return LocalBatch(local, rows, 0, options)
 
+    def local_arguments(self, model: Any, batch: LocalBatch) -> dict[str, Any]:  # noqa: ARG002
+        """See :meth:`ModelKind.local_arguments`."""
+        return {**batch.options, **batch.tensors}
+
+    def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:  # noqa: ARG002
+        """See :meth:`ModelKind.lengths_of`."""
+        return WHOLE_IMAGES
+
     def options_of(self, model: Any) -> dict[str, Any]:  # noqa: ARG002
         """See :meth:`ModelKind.options_of`."""
         return {}
@@ -102,7 +111,7 @@ class ImageClassifier(_OfImages, RowClassifier):
         return {**batch, "labels": self.random_labels(ROWS, generator)}
 
 
-class MaskedImages(_OfImages):
+class MaskedImages(_OfImages, LabelHead):
     """A model that reconstructs masked patches of images. ``bool_masked_pos`` ``[B, P]`` says which are masked."""
 
     name = "masked images"
@@ -110,7 +119,6 @@ class MaskedImages(_OfImages):
     endings = ("ForMaskedImageModeling",)
     auto_class = AutoModelForMaskedImageModeling
     targets = ()
-    has_new_head = True
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
         """See :meth:`ModelKind.micro_batch`."""

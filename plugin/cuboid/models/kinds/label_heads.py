@@ -16,11 +16,14 @@ from transformers import (
     PretrainedConfig,
 )
 
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.models.attention.forward_context import RunningHead, forward_context, knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TENSORS
-from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.models.kinds.model_kind import TARGETS, ModelKind
 from cuboid.models.kinds.probe_rows import RowsOf
+from cuboid.tensor3d.layers.dropout import compared_by
 
 
 class LabelHead(ModelKind):
@@ -29,6 +32,14 @@ class LabelHead(ModelKind):
     in_pipeline = True
     runs_own_head = True
     has_new_head = True
+
+    def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+        """See :meth:`ModelKind.forward`. The code around the base model runs on whole micro-batches on all ranks."""
+        self.check(arguments)
+        model.cuboid.made.check(model)
+        head = RunningHead({name: arguments[name] for name in TARGETS if arguments.get(name) is not None})
+        with knowing(head=head), compared_by(head):
+            return base_forward(**arguments)
 
     def items(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """See :meth:`ModelKind.items`."""
@@ -121,6 +132,15 @@ class QuestionAnswering(LabelHead):
         rows, length = batch.pop("labels").shape
         answers = {name: torch.randint(0, length, (rows,), generator=generator) for name in self.targets}
         return {**batch, **answers}
+
+
+@uncompiled
+def without_padding(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head with whole logits that removes padding rows and positions."""
+    head = forward_context().head
+    assert head is not None
+    assert head.batch is not None
+    return logits[: head.batch.rows, : head.batch.length].contiguous()
 
 
 def shapes_of_rows(given: torch.Size) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.attention.forward_context import Lengths
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TENSORS, TOKEN_TYPES, LocalBatch, check_ids, check_tensors, take_local_batch
@@ -157,6 +158,37 @@ class ModelKind:
             CuboidError: the shapes contradict each other.
         """
         return take_local_batch(arguments, config, mesh, inputs=verdict.inputs, token_types=verdict.token_types)
+
+    def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+        """Forward of a sharded model: of a whole micro-batch, with whole results.
+
+        Args:
+            model: the sharded model.
+            base_forward: the plain class's forward of it.
+            arguments: as the user gave them, by name.
+        """
+        raise NotImplementedError
+
+    def check_base_call(self, model: Any) -> None:
+        """Check that a model of this kind may have its base model, ``model``, called by itself.
+
+        Raises:
+            UnsupportedModelError: it may not.
+        """
+
+    def local_arguments(self, model: Any, batch: LocalBatch) -> dict[str, Any]:
+        """The arguments of a plain class's forward for this rank's part of a micro-batch."""
+        # A sharded embedding takes the whole sequence's ids and returns the rank's part. Given ids, the model's own
+        # code would derive all later shapes from theirs, so look them up here and give it embeddings instead.
+        tensors = dict(batch.tensors)
+        if model.cuboid.verdict.inputs != "embeddings":
+            return {**batch.options, **tensors, "use_cache": False}
+        embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
+        return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
+
+    def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:
+        """The lengths of a micro-batch's sequences, for the functions that make masks."""
+        return Lengths(batch.length, batch.padded, makes_masks=makes_masks)
 
     def inputs_of(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ARG002
         """The arguments of a forward that computes a micro-batch's outputs without a loss."""

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.transformers_names import decoder_ids
+from cuboid.models.attention.forward_context import Lengths, knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TENSORS, LocalBatch, check_tensors, take_local_batch
-from cuboid.models.kinds.language_models import LanguageModel
+from cuboid.models.kinds.forward import (
+    gathering_logits,
+    pop_tuple,
+    replaced_loss,
+    sharded_batch,
+    whole_extras,
+    whole_logits,
+)
+from cuboid.models.kinds.language_models import LanguageModel, loss_in_place
 from cuboid.models.kinds.probe_rows import RowsOf
+from cuboid.models.kinds.sharding import Sharding
+from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden
+from cuboid.tensor3d.layers.whole_block import LateSplit
 
 #: The decoder's tensors, each ``[B, T]``; ``input_ids`` and ``attention_mask`` ``[B, S]`` are the encoder's.
 _TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
@@ -83,6 +97,54 @@ class SequenceToSequence(LanguageModel):
             raise CuboidError(f"input_ids has {source.rows} rows, but decoder_input_ids has {batch.rows}")
         return replace(batch, source=source)
 
+    def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+        """See :meth:`ModelKind.forward`. The encoder runs first, then the model's own forward with its output."""
+        sharding: Sharding = model.cuboid
+        as_tuple = pop_tuple(model, arguments)
+        self.check(arguments)
+        arguments = _with_decoder_ids(model, arguments)
+        own_loss = replaced_loss(model, arguments) if sharding.verdict.counts_items else None
+        with sharded_batch(model, arguments, own_loss=own_loss) as batch:
+            source = batch.source
+            assert source is not None
+            with knowing(lengths=Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
+                encoded = model.get_encoder()(**source.tensors, return_dict=True)
+            if isinstance(sharding.late, LateSplit):
+                encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
+            labels = batch.tensors.pop("labels", None)
+            seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
+            own = {f"decoder_{name}": x for name, x in batch.tensors.items()}
+            gathers = own_loss is not None
+            if gathers:
+                own["labels"] = arguments["labels"]
+            with gathering_logits(sharding, batch) if gathers else _vocabulary_parts(model):
+                output = base_forward(
+                    encoder_outputs=encoded, **seen, **own, **source.options, use_cache=False, return_dict=True
+                )
+            if labels is not None and not gathers:
+                output = type(output)(**{**output, "loss": loss_in_place(sharding, output.logits, labels, arguments)})
+        whole_extras(model, output, batch, known=("loss", "logits", "encoder_last_hidden_state"))
+        if not gathers:
+            output.logits = whole_logits(model, output.logits, batch, has_loss=labels is not None)
+        hidden = output.encoder_last_hidden_state
+        if hidden is not None and output.logits is not None:
+            hidden = gather_hidden(hidden, sharding.mesh, rows=source.rows, length=source.length)
+        output.encoder_last_hidden_state = None if output.logits is None else hidden
+        return output.to_tuple() if as_tuple else output
+
+    def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:
+        """See :meth:`ModelKind.lengths_of`."""
+        assert batch.source is not None
+        source = Lengths(batch.source.length, batch.source.padded)
+        return Lengths(batch.length, batch.padded, source, makes_masks)
+
+    def check_base_call(self, model: Any) -> None:
+        """See :meth:`ModelKind.check_base_call`."""
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
+            f"{model.cuboid.base.__name__} around it, with labels or decoder_input_ids"
+        )
+
     def inputs_of(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See :meth:`ModelKind.inputs_of`."""
         inputs = super().inputs_of(model, batch)
@@ -100,6 +162,37 @@ class SequenceToSequence(LanguageModel):
             ids = decoder_ids(model, target["labels"])
             batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
         return batch
+
+
+def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add ``decoder_input_ids`` to a forward's arguments if missing; the model's own code derives them from labels.
+
+    Raises:
+        CuboidError: there are neither ids nor labels, or the model's code for deriving them isn't found.
+    """
+    if arguments.get("decoder_input_ids") is not None:
+        return arguments
+    labels = arguments.get("labels")
+    ids = None if labels is None else decoder_ids(model, labels)
+    if ids is None:
+        also = "labels or " if labels is None else ""
+        raise CuboidError(f"{type(model).__name__} on a mesh needs {also}decoder_input_ids [batch, target length]")
+    return {**arguments, "decoder_input_ids": ids}
+
+
+@contextmanager
+def _vocabulary_parts(model: Any) -> Iterator[None]:
+    """In the ``with`` block, buffers with one element per logit (BART's logit bias) are cut to the rank's part."""
+    size, along = model.cuboid.whole.limits.tokens, model.cuboid.mesh.along("sequence")
+    rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
+    whole = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
+    for name, x in whole.items():
+        padded = nn.functional.pad(x, (0, rows * along.size - size))
+        model._buffers[name] = padded.narrow(-1, rows * along.index, rows)
+    try:
+        yield
+    finally:
+        model._buffers.update(whole)
 
 
 def target_case(case: Case) -> Case:

@@ -20,14 +20,13 @@ from cuboid.models.attention.segments import hang_record, record_of, use_segment
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
 from cuboid.models.kinds.model_kind import takes_token_types
+from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
 from cuboid.models.sharded.random_modules import ModelDraws
 from cuboid.models.sharded.sharded_model import (
     ShardedModel,
-    Sharding,
-    WholeModel,
     derived_class,
     first_position,
     hook_heads,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.attention.forward_context import Lengths, Packing, knowing
+from cuboid.models.attention.forward_context import Lengths, Packing, RunningHead, knowing
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
-from cuboid.models.sharded.sharded_model import whole_for_head
+from cuboid.models.kinds.forward import whole_for_head
 from cuboid.models.stages.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_cut import Chunk
 from cuboid.models.stages.stage_model import StageModel
@@ -291,15 +291,11 @@ class OwnHeadRunner(StageRunner):
         return output if late is None else late.end(self._model, None, output)
 
     def _own_loss(self, output: Any, batch: SegmentedBatch) -> torch.Tensor:
-        sharding = self._model.cuboid
-        try:
-            if self._mesh.shape.size > 1:
-                assert batch.local is not None
-                sharding.batch = batch.local
-                whole_for_head(sharding, output, batch.local)
+        assert batch.local is not None
+        if self._mesh.shape.size > 1:
+            whole_for_head(self._model.cuboid, output, batch.local)
+        with knowing(head=RunningHead(batch.arguments, batch.local)):
             loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
-        finally:
-            sharding.batch = None
         return loss * (batch.items * self._scale)
 
 

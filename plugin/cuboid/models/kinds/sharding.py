@@ -1,0 +1,155 @@
+"""What a sharded model keeps of its sharding, for its own forward and for all that is done with it later."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import TensorParallelConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.roles import takes_pixels
+from cuboid.models.batch.batch_check import Limits
+from cuboid.models.batch.generator_check import Library
+from cuboid.models.batch.length_cases import longest_sequence
+from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Facts about the whole model that a sharded one, or a stage, keeps.
+
+    Args:
+        parameters: number of elements of each parameter by name; tied ones are counted once.
+        embeddings: the names of embeddings' weights.
+        limits: which values a micro-batch may contain.
+    """
+
+    parameters: dict[str, int]
+    embeddings: frozenset[str]
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        kind: ModelKind,
+        positions: int | None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> WholeModel:
+        """Collect the facts from a model.
+
+        Args:
+            model: before its modules are sharded.
+            kind: of the model.
+            positions: number of learned positions, or None.
+            shapes: whole shapes by parameter name, if parameters are already shards.
+        """
+        shapes = shapes or {}
+        counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
+        tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
+        tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
+        limits = Limits(kind, tokens, kind.classes, positions, longest=longest_sequence(model.config))
+        return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
+
+
+class FormerParameters:
+    """Weak references to the parameters that a model had before it was sharded.
+
+    They identify the parameters of an optimizer that was created before.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], list[str]]] = {}
+        for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), (weakref.ref(parameter), []))[1].append(name)
+
+    def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
+        """The names that a parameter had, several if it was tied; empty if it wasn't the model's."""
+        reference, names = self._names.get(id(parameter), (None, []))
+        # Once an object is freed, another one may have its id.
+        return names if reference is not None and reference() is parameter else []
+
+
+class GradientOwner(Protocol):
+    """An optimizer that keeps a model's gradients outside of ``.grad``."""
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the gradients are this model's."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+
+class Adapters(Protocol):
+    """The files of the adapters in a sharded model, which has frozen weights beside them."""
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole tensors of the adapters by their names in the library's files, on the first rank; collective."""
+
+    def write(self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path) -> None:
+        """Write the result of :meth:`state` into a folder."""
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Load the adapters from such a folder into the model."""
+
+
+class Draws(Protocol):
+    """What a model's own code draws in training; see :class:`cuboid.models.sharded.random_modules.ModelDraws`."""
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules draw, so that each forward begins with :meth:`begin`."""
+
+    @property
+    def libraries(self) -> Collection[Library]:
+        """Whose generators the model draws from."""
+
+    def begin(self, rows: int, lengths: Sequence[int]) -> None:
+        """Begin a forward of this rank's rows and positions."""
+
+
+@dataclass
+class Sharding:
+    """Everything that a sharded model keeps about its sharding."""
+
+    mesh: Mesh
+    config: TensorParallelConfig
+    base: type[PreTrainedModel]
+    attention: dict[str, nn.Module]
+    whole: WholeModel
+    kind: ModelKind
+    #: The model after sharding, to detect what a script changes on it later.
+    made: Any = field(init=False)
+    #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
+    chunk_bytes: int | None = None
+    former: FormerParameters = field(default_factory=FormerParameters)
+    #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
+    save: Callable[..., None] | None = None
+    #: The files of the model's adapters; None if it has none.
+    adapters: Adapters | None = None
+    #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
+    #: the model doesn't copy the optimizer.
+    optimizer: weakref.ref[GradientOwner] | None = None
+    #: Result of the architecture's probe on a mesh.
+    verdict: MeshVerdict = field(default_factory=MeshVerdict)
+    #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
+    splits_routers: bool = False
+    #: Whether the model gets masks of the whole sequence; see :class:`Lengths`.
+    makes_masks: bool = True
+    #: The language model's head.
+    head: nn.Module | None = None
+    #: Splits activations at the first layer, if the embedding doesn't.
+    late: LateSplit | ImageSplit | None = None
+    #: What the model's own code draws in training; None if it isn't split.
+    draws: Draws | None = None
