@@ -29,7 +29,7 @@ SEQ1F1B = (*SCHEDULES, f"{_CUBOID}/seq1f1b/attention/**/*.py")
 #: Stages and segments of Hugging Face's models.
 STAGES = tuple(
     f"{_CUBOID}/models/{name}/**/*.py"
-    for name in ("attention", "batch", "cross_entropy", "kinds", "pipeline", "stages")
+    for name in ("attention", "batch", "cross_entropy", "kinds", "pipeline", "routers", "stages")
 )
 #: A training step under DeepSpeed.
 ENGINE = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.models.kinds.registry import kind_of
-from cuboid.models.stages.router_loss import exact_router_loss
+from cuboid.models.routers.router_loss import exact_router_loss
 from cuboid.verify.plan import Plan, tokens_of
 from cuboid.verify.task_inputs import micro_batches, token_share
 

@@ -28,7 +28,7 @@ from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.layer_kinds import layer_kinds
 from cuboid.models.certification.small_config import LONGEST, small_config
 from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
-from cuboid.models.stages.router_loss import RouterSums, exact_router_loss
+from cuboid.models.routers.router_loss import RouterSums, exact_router_loss
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 

@@ -30,9 +30,9 @@ from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.pipeline import training_pipeline as pipeline
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.routers import router_logits
+from cuboid.models.routers.router_loss import RouterSums
 from cuboid.models.sharded import parallelize
 from cuboid.models.stages import units
-from cuboid.models.stages.router_loss import RouterSums
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache

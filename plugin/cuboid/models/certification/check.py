@@ -31,9 +31,9 @@ from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
+from cuboid.models.routers.router_loss import exact_router_loss
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.models.stages.stage_cut import StageLayout, draw_outline
 from cuboid.models.stages.stage_model import StagePlan
 from cuboid.models.stages.stage_runner import make_runner

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +16,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import LABELLED, BatchKind, HeadPlan, Inputs, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import LABELLED, BatchKind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -47,7 +47,6 @@ from cuboid.models.certification.check import (
     words_of,
 )
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.kinds.images import ImageStates
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of, kind_of_class
@@ -171,8 +170,7 @@ class _Probe:
     def _comparable(self, group: tuple[tuple[BatchKind, Case], ...]) -> tuple[tuple[BatchKind, Case], ...]:
         """Those of some cases that make sense for the kind."""
         left_out: set[BatchKind] = set()
-        if self.kind.name == "seq2seq":
-            # An encoder-decoder gets no positions, which would tell packed sequences apart.
+        if not self.kind.takes_positions:
             left_out.add("packed sequences")
         if not self.kind.labels_each_token:
             left_out.update(LABELLED.values())
@@ -200,7 +198,8 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     blocks = split_blocks(probe.model)
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
     reason: str | None = None
-    for found in _choices(probe):
+    for way in probe.kind.mesh_choices(has_own_loss=probe.has_own_loss):
+        found = replace(way, token_types=probe.takes_types)
         choice, reason = _checked(probe, found)
         if reason is None:
             return _verdict(probe, choice, gives_cache=gives_cache)
@@ -213,32 +212,6 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     # The last choice assumes the least about the model, so its reason is the most informative.
     assert reason is not None
     return MeshVerdict({"whole rows": reason})
-
-
-def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
-    """Candidates for how to run a model with its layers split, the best first."""
-    ways: list[dict[str, Any]] = [
-        *({"inputs": inputs} for inputs in get_args(Inputs) if inputs != "pixels"),
-        {"splits_late": True},
-    ]
-    heads: list[dict[str, Any]] = [{"head": "labels"}, {"head": "whole"}]
-    if probe.has_images:
-        plan: HeadPlan = "split" if isinstance(probe.kind, ImageStates) else "whole"
-        yield MeshVerdict(inputs="pixels", splits_late=True, head=plan)
-        return
-    if probe.kind.name == "causal":
-        heads = [{"gathers_logits": probe.has_own_loss}]
-    elif probe.kind.name == "seq2seq":
-        # Encoders and decoders may use ids for more than the lookup, and count positions by themselves.
-        ways = [{"inputs": "only ids"}, {"inputs": "only ids", "splits_late": True}]
-        heads = [{"counts_items": not probe.has_own_loss}]
-    elif probe.kind.name == "masked":
-        heads = [{"counts_items": not probe.has_own_loss}, {"gathers_logits": True}]
-    elif probe.kind.name == "hidden":
-        heads = [{}]
-    for way in ways:
-        for head in heads:
-            yield MeshVerdict(**way, **head, token_types=probe.takes_types)
 
 
 def _checked(probe: _Probe, choice: MeshVerdict) -> tuple[MeshVerdict, str | None]:

@@ -44,6 +44,9 @@ class Causal(LanguageModel):
         """See :meth:`ModelKind.options_of`."""
         return {"use_cache": False}
 
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:
+        return [{"gathers_logits": has_own_loss}]
+
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`."""
         return rows_of(case, 0)

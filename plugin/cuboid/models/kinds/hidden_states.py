@@ -30,6 +30,9 @@ class HiddenStates(ModelKind):
         self.check(arguments)
         return forward_of_base(model, base_forward, arguments)
 
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        return [{}]
+
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`."""
         return {name: x for name, x in rows_of(case, 0).items() if name != "labels"}

@@ -31,6 +31,7 @@ class _OfImages(ModelKind):
     tensors = (*_IMAGE_TENSORS, "labels")
     in_pipeline = False
     runs_own_head = False
+    inputs_on_mesh = (MeshVerdict(inputs="pixels", splits_late=True),)
 
     def local_batch(
         self,
@@ -83,6 +84,9 @@ class _OfImages(ModelKind):
         """See :meth:`ModelKind.lengths_of`."""
         return WHOLE_IMAGES
 
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        return [{"head": "whole"}]
+
     def options_of(self, model: Any) -> dict[str, Any]:  # noqa: ARG002
         """See :meth:`ModelKind.options_of`."""
         return {}
@@ -132,6 +136,9 @@ class MaskedImages(_OfImages, LabelHead):
 
 class ImageStates(_OfImages, HiddenStates):
     """A model that returns hidden states of images' patches."""
+
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        return [{}]
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:

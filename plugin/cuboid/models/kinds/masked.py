@@ -44,6 +44,9 @@ class Masked(LanguageModel):
         whole_extras(model, output, batch, known=("loss", "logits"))
         return output.to_tuple() if as_tuple else output
 
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:
+        return [{"counts_items": not has_own_loss}, {"gathers_logits": True}]
+
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`: half of the labels are kept."""
         batch = rows_of(case, 0)

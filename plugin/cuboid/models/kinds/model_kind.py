@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -50,6 +50,8 @@ class ModelKind:
             sequences. If not, it computes a language model's loss itself.
         has_new_head: whether its head may be new, where a checkpoint is fine-tuned for another task.
         labels_each_token: whether padding can have labels.
+        takes_positions: whether a micro-batch may have positions, by which packed sequences are told apart.
+        inputs_on_mesh: what the probe tries to give a model on a mesh, the best first.
         reads_last_token: whether its head may look for the last token of each row that isn't padding.
     """
 
@@ -70,6 +72,13 @@ class ModelKind:
     runs_own_head: ClassVar[bool] = False
     has_new_head: ClassVar[bool] = False
     labels_each_token: ClassVar[bool] = False
+    takes_positions: ClassVar[bool] = True
+    inputs_on_mesh: ClassVar[tuple[MeshVerdict, ...]] = (
+        MeshVerdict(inputs="embeddings"),
+        MeshVerdict(inputs="ids"),
+        MeshVerdict(inputs="only ids"),
+        MeshVerdict(splits_late=True),
+    )
     reads_last_token: ClassVar[bool] = False
 
     @classmethod
@@ -237,6 +246,18 @@ class ModelKind:
             return batch
 
         return self.micro_batch(case, model, rows_of, generator)
+
+    def mesh_choices(self, *, has_own_loss: bool) -> list[MeshVerdict]:
+        """Ways to run a model with its layers split, which the probe tries in this order.
+
+        Args:
+            has_own_loss: whether a plain model computes its loss without its ``loss_function``.
+        """
+        return [replace(way, **head) for way in self.inputs_on_mesh for head in self._head_choices(has_own_loss)]
+
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        """What those ways have of the head, as fields of a verdict."""
+        return [{"head": "labels"}, {"head": "whole"}]
 
     def probe_loss(self, output: Any, batch: MicroBatch) -> torch.Tensor:  # noqa: ARG002
         """A scalar of a probe's output whose gradients are compared: the model's own loss, if it has one."""

@@ -48,6 +48,9 @@ class SequenceToSequence(LanguageModel):
     auto_class = AutoModelForSeq2SeqLM
     tensors = (*TENSORS, "decoder_input_ids", "decoder_attention_mask")
     ordinary_loss = "ForMaskedLMLoss"
+    takes_positions = False
+    # Encoders and decoders may use ids for more than the lookup, and count positions by themselves.
+    inputs_on_mesh = (MeshVerdict(inputs="only ids"), MeshVerdict(inputs="only ids", splits_late=True))
 
     @classmethod
     def includes(cls, model: Any) -> bool:
@@ -152,6 +155,9 @@ class SequenceToSequence(LanguageModel):
             ids = decoder_ids(model, batch["labels"])
             inputs["decoder_input_ids"] = batch["labels"].clamp(min=0) if ids is None else ids
         return inputs
+
+    def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:
+        return [{"counts_items": not has_own_loss}]
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`. Without padding, the model makes decoder ids from labels itself."""

@@ -23,11 +23,11 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.plain_construction import plain_construction
+from cuboid.models.routers.router_loss import RouterLoss
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.layer_list import layer_list
 from cuboid.models.stages.module_flow import ForwardLog
 from cuboid.models.stages.random_layers import check_all_layers_run
-from cuboid.models.stages.router_loss import RouterLoss
 
 _TRACED_LENGTH = 8
 #: Not the default dtype: a hidden state that is float32 in the trace is kept in float32 on purpose.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.sharded.random_code import libraries_drawn_from
-from cuboid.models.stages.module_flow import Flow
+from cuboid.models.tensor_flow import Flow
 
 
 def check_all_layers_run(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> None:

@@ -20,9 +20,9 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.batch.local_batch import TOKEN_TYPES
 from cuboid.models.cross_entropy.lm_head import Head
-from cuboid.models.stages.module_flow import Flow
 from cuboid.models.stages.outline import Outline, outline_on_meta
 from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule, StageInput, StageOutput
+from cuboid.models.tensor_flow import Flow
 from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 

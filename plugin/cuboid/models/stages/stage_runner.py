@@ -17,7 +17,7 @@ from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.kinds.forward import whole_for_head
-from cuboid.models.stages.router_loss import AddGradient, RouterSums
+from cuboid.models.routers.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_cut import Chunk
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.units import SegmentedBatch
@@ -300,7 +300,7 @@ class OwnHeadRunner(StageRunner):
 
 
 class RoutedStageRunner(StageRunner):
-    """A stage of a model with a router loss; see :mod:`cuboid.models.stages.router_loss`.
+    """A stage of a model with a router loss; see :mod:`cuboid.models.routers.router_loss`.
 
     In each message, the routers' sums precede the hidden state or its gradient.
     """

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from cuboid.distributed.axis_collectives import all_reduce, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.stages.module_flow import Flow
+from cuboid.models.tensor_flow import Flow
 
 #: The sums in front of a hidden state are padded to so many bytes, so that the hidden state stays aligned for kernels.
 _ALIGNMENT_BYTES = 256
