@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from cuboid.verify import SmallModel, WorkerPool
+from fork_server import start_fork_server
 
 # No deadline per example: machines are shared and slow at times.
 settings.register_profile("no deadline", deadline=None)
@@ -22,10 +23,15 @@ TIMEOUT_S = 120.0
 #: Files that take longest. They begin first, so that the processes of ``make test`` end together: each takes a whole
 #: file at a time.
 _LONGEST_FILES = (
-    *("tensor3d/test_parity.py", "models/test_sharded_model.py", "checkpoint/test_checkpoints.py"),
-    *("seq1f1b/test_pipeline_parity.py", "frameworks/test_colossalai.py", "commands/test_train_launch.py"),
-    *("tensor3d/test_chunked_loss.py", "tensor3d/test_prefetch.py", "checkpoint/test_stage_checkpoints.py"),
+    *("tensor3d/test_parity.py", "seq1f1b/test_pipeline_parity.py", "frameworks/test_deterministic.py"),
+    *("commands/test_train_launch.py", "checkpoint/test_checkpoints.py", "models/test_sharded_model.py"),
+    *("models/certification/test_mesh_certification.py", "frameworks/test_colossalai.py", "commands/test_planner.py"),
+    *("checkpoint/test_checkpoint_crash.py", "failures/test_failing_together.py", "docs/test_readme.py"),
+    *("tensor3d/test_chunked_loss.py", "tensor3d/test_prefetch.py", "tensor3d/test_host_sync.py"),
+    *("seq1f1b/test_split_backward.py", "checkpoint/test_stage_checkpoints.py", "tensor3d/test_optimizers.py"),
 )
+#: Of fixtures, and of what the modules import, where they start processes.
+_NAMES_OF_RANKS = frozenset({"pool", "alone", "WorkerPool", "as_ranks", "world", "reports_of", "endings_of"})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
     place_of = {TESTS / name: place for place, name in enumerate(_LONGEST_FILES)}
     items.sort(key=lambda item: place_of.get(item.path, len(place_of)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where a test has ranks, start what they are forked from, beside the first tests."""
+    if not session.config.option.collectonly and any(map(_has_ranks, session.items)):
+        start_fork_server()
+
+
+def _has_ranks(item: pytest.Item) -> bool:
+    named = vars(getattr(item, "module", item)).keys() | {*getattr(item, "fixturenames", ())}
+    return not named.isdisjoint(_NAMES_OF_RANKS)
 
 
 @pytest.fixture(scope="module")

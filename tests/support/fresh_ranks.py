@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuboid.verify.workers.worker import environment
+from fork_server import VARIABLES, start_fork_server
 from launching import free_port
 
 
@@ -34,14 +35,14 @@ def endings_of(ranks, function, *arguments, timeout_s=90.0):
 
     A rank's process ends as soon as its function has. Time counts from when all processes are there.
     """
+    start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cuboid.verify.workers.preload"])
     variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes, endings = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        arguments_ = (theirs, {**own, "DS_ACCELERATOR": "cpu"}, function, arguments)
+        own = {**VARIABLES, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments_ = (theirs, own, function, arguments)
         process = context.Process(target=_serve, args=arguments_, daemon=True)
         process.start()
         theirs.close()

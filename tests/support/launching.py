@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cuboid.verify.workers.worker import environment
+from fork_server import VARIABLES, start_fork_server
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -108,18 +108,15 @@ def world(ranks, script, *arguments, timeout_s=240, **variables):
 
 
 def _run_forked(arguments, variables, timeout_s):
+    start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cuboid.verify.workers.preload"])
     argv = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as folder:
         outputs, processes = [Path(folder) / str(rank) for rank in range(len(variables))], []
-        # For the imports of the server, which is started by its first process.
-        shared = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         try:
             for own, output in zip(variables, outputs, strict=True):
-                process = context.Process(target=_run_script, args=(argv, {**shared, **own}, str(output)))
-                with environment(shared):
-                    process.start()
+                process = context.Process(target=_run_script, args=(argv, {**VARIABLES, **own}, str(output)))
+                process.start()
                 processes.append(process)
             deadline = time.monotonic() + timeout_s
             for process in processes:

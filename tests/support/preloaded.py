@@ -1,0 +1,42 @@
+"""What a rank's first load does, for the models of most tests. The tests' fork server alone imports this."""
+
+import torch
+import transformers.generation.utils
+import transformers.modeling_layers
+import transformers.trainer  # noqa: F401
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.verify import SmallModel
+
+SMALL = (
+    *(SmallModel("llama"), SmallModel("llama", kv_heads=4), SmallModel("llama", tied=True)),
+    *map(SmallModel, ("gpt2", "qwen2", "qwen3", "mistral", "mixtral")),
+)
+#: What a class of transformers answers at a first load, and then remembers as an attribute.
+REMEMBERED = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+
+
+def models():
+    """The models, without tensors."""
+    with torch.device("meta"):
+        return [AutoModelForCausalLM.from_config(small.config()) for small in SMALL]
+
+
+def warm_up():
+    """First all that transformers adds to classes and lists at a first load: code has a new identity then."""
+    made = models()
+    made[0].initialize_weights()
+    for model in made:
+        for kind in {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}:
+            for name in REMEMBERED:
+                getattr(kind, name)()
+        get_checkpoint_conversion_mapping(model.config.model_type)
+    for model in made:
+        mesh_verdict(type(model), model.config)
+        certificate_of(type(model), model.config)
+
+
+warm_up()
