@@ -26,7 +26,7 @@ SEQUENCE_DIM = 1
 def start_all_gather(
     x: torch.Tensor, along: AxisGroup, change: Callable[[torch.Tensor], Any] | None = None, *, in_place: bool = False
 ) -> AsyncResult[Any]:
-    """Stack the ranks' tensors: ``[...]`` on each to ``[ranks, ...]`` on all, in rank order.
+    """Stack the ranks' tensors: ``[...]`` on each rank to ``[ranks, ...]`` on all of them, in rank order.
 
     Args:
         x: this rank's tensor.
@@ -41,6 +41,7 @@ def start_all_gather(
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
     if in_place:
+        # The collective reads this rank's tensor from its slot of the output.
         x = out[group.rank()].copy_(x)
     along.counted["all_gather", out.nbytes] += 1
     return start_gather_into(out, x, group, direct=along.mesh.spans_networks, change=change)
@@ -48,8 +49,8 @@ def start_all_gather(
 
 def all_gather(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
     """:func:`start_all_gather`, waited for."""
-    whole: torch.Tensor = start_all_gather(x, along).wait()
-    return whole
+    stacked: torch.Tensor = start_all_gather(x, along).wait()
+    return stacked
 
 
 def start_reduce_scatter_parts(
@@ -128,12 +129,13 @@ def scatter_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
     if along.size == 1:
         return x
     dim %= x.dim()
+    # [..., ranks · n, ...] -> [ranks, ..., n, ...]
     stacked = x.unflatten(dim, (along.size, x.shape[dim] // along.size)).movedim(dim, 0)
     return reduce_scatter(stacked, along)
 
 
 def own_slice(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
-    """This rank's slice of a dim that every rank has whole. A view."""
+    """This rank's slice of a dim that isn't split yet. A view."""
     length = x.shape[dim] // along.size
     return x.narrow(dim, along.index * length, length)
 

@@ -45,11 +45,11 @@ def start_gather_into(
     ranks = group.size()
     if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
         return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x, change=change)
-    places = out.view(ranks, -1)
-    own = places[group.rank()]
-    if own.data_ptr() != x.data_ptr():
-        own.copy_(x.view(-1))
-    return AsyncResult(out, _exchange(places, [own] * ranks, group), change=change)
+    slots = out.view(ranks, -1)
+    slot = slots[group.rank()]
+    if slot.data_ptr() != x.data_ptr():
+        slot.copy_(x.view(-1))
+    return AsyncResult(out, _exchange(slots, [slot] * ranks, group), change=change)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
@@ -72,8 +72,8 @@ def start_reduce_scatter_into(
         x: contiguous, of ranks·n elements; it may be overwritten.
         group: the ranks.
         direct: as for :func:`start_gather_into`.
-        exchange: whether backends other than gloo exchange slices too (all-to-all), and each rank sums its own. Else
-            they add in x's dtype on the way, which rounds a sum of bfloat16 once for each rank but the first.
+        exchange: whether backends other than gloo exchange slices too (all-to-all), so that each rank sums its own.
+            Otherwise they add in x's dtype on the way, which rounds a sum of bfloat16 once for each rank but the first.
 
     Returns:
         ``outs``.
@@ -88,38 +88,40 @@ def start_reduce_scatter_into(
     # needed, and `sum` adds them in its accumulation dtype rather than in bfloat16.
     ranks, rank = group.size(), group.rank()
     slices = x.view(ranks, -1)
-    own = slices[rank]
-    direct = direct and own.nbytes >= _DIRECT_BYTES
+    own_slice = slices[rank]
+    direct = direct and own_slice.nbytes >= _DIRECT_BYTES
     is_single = len(outs) == 1
     finish: Callable[[], object]
     if ranks == 2:
         # A single result receives the peer's slice directly, and this rank's own slice is added to it.
-        sent = slices[1 - rank]
-        received = outs[0].view(-1) if is_single else torch.empty_like(own)
-        finish = partial(received.add_, own) if is_single else partial(_add_up, outs, received, own)
+        peer_slice = slices[1 - rank]
+        recv_buffer = outs[0].view(-1) if is_single else torch.empty_like(own_slice)
+        finish = partial(recv_buffer.add_, own_slice) if is_single else partial(_add_up, outs, recv_buffer, own_slice)
         if direct:
-            return AsyncResult(outs, _exchange((received, received), (sent, sent), group), finish, holds=x)
-        counts = [0, sent.numel()] if rank == 0 else [sent.numel(), 0]
-        work = dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)
+            return AsyncResult(
+                outs, _exchange((recv_buffer, recv_buffer), (peer_slice, peer_slice), group), finish, holds=x
+            )
+        counts = [0, peer_slice.numel()] if rank == 0 else [peer_slice.numel(), 0]
+        work = dist.all_to_all_single(recv_buffer, peer_slice, counts, counts, group=group, async_op=True)
         return AsyncResult(outs, (work,), finish, holds=x)
     pieces = torch.empty_like(slices)
     finish = partial(torch.sum, pieces, 0, out=outs[0].view(-1)) if is_single else partial(_add_up, outs, pieces)
     if direct:
-        pieces[rank].copy_(own)
+        pieces[rank].copy_(own_slice)
         return AsyncResult(outs, _exchange(pieces, slices, group), finish, holds=x)
     work = dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group, async_op=True)
     return AsyncResult(outs, (work,), finish, holds=x)
 
 
-def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor, own: torch.Tensor | None = None) -> None:
-    """Write a sum to ``outs``, in order: of the rows of ``pieces``, or of ``pieces`` and ``own``."""
+def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor, own_slice: torch.Tensor | None = None) -> None:
+    """Write a sum to ``outs``, in order: that of the rows of ``pieces`` ``[ranks, n]``, or of two tensors ``[n]``."""
     start = 0
     for out in outs:
         place = slice(start, start + out.numel())
-        if own is None:
+        if own_slice is None:
             torch.sum(pieces[:, place], 0, out=out.view(-1))
         else:
-            torch.add(pieces[place], own[place], out=out.view(-1))
+            torch.add(pieces[place], own_slice[place], out=out.view(-1))
         start = place.stop
 
 
@@ -129,13 +131,13 @@ def _own_reduce_scatter(
     """The backend's own reduce-scatter, which has a single output."""
     if len(outs) == 1:
         return AsyncResult(outs, [_reduce_scatter(outs[0].view(-1), x.view(-1), group=group, async_op=True)], holds=x)
-    whole = x.new_empty(sum(out.numel() for out in outs))
+    total = x.new_empty(sum(out.numel() for out in outs))
 
-    def hand_out() -> None:
-        for out, part in zip(outs, whole.split([out.numel() for out in outs]), strict=True):
+    def copy_out() -> None:
+        for out, part in zip(outs, total.split([out.numel() for out in outs]), strict=True):
             out.view(-1).copy_(part)
 
-    return AsyncResult(outs, [_reduce_scatter(whole, x.view(-1), group=group, async_op=True)], hand_out, holds=x)
+    return AsyncResult(outs, [_reduce_scatter(total, x.view(-1), group=group, async_op=True)], copy_out, holds=x)
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
@@ -144,14 +146,14 @@ def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessG
 
 
 def _exchange(
-    received: Sequence[torch.Tensor] | torch.Tensor,
-    sent: Sequence[torch.Tensor] | torch.Tensor,
+    recv_buffers: Sequence[torch.Tensor] | torch.Tensor,
+    send_buffers: Sequence[torch.Tensor] | torch.Tensor,
     group: dist.ProcessGroup,
 ) -> list[dist.Work | None]:
-    """Send ``sent[r]`` to every other rank r, and receive ``received[r]`` from it, both ways at once.
+    """Send ``send_buffers[r]`` to every other rank r and receive ``recv_buffers[r]`` from it, both ways at once.
 
     gloo's own all-to-all often does one after the other. Receives come first, so that it never waits for a slow peer.
     """
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
-    return works + [dist.isend(sent[rank], group=group, group_dst=rank) for rank in others]
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    works = [dist.irecv(recv_buffers[rank], group=group, group_src=rank) for rank in peers]
+    return works + [dist.isend(send_buffers[rank], group=group, group_dst=rank) for rank in peers]

@@ -45,9 +45,9 @@ class CommCounter:
         self._collectives.append((label, ranks, counted))
         return counted
 
-    def record_send(self, label: str, sent: int) -> None:
-        """Count ``sent`` bytes to one other rank."""
-        self._sent[label] += sent
+    def record_send(self, label: str, nbytes: int) -> None:
+        """Count a message of ``nbytes`` bytes to one other rank."""
+        self._sent[label] += nbytes
         self._sends[label] += 1
 
     def snapshot(self) -> dict[str, int]:

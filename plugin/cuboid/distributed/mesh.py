@@ -24,11 +24,9 @@ from cuboid.errors import MeshError
 
 @dataclasses.dataclass(frozen=True)
 class WeightSeed:
-    """What a rank made the model's new weights from.
+    """What a rank made the model's new weights from: a number drawn from torch's CPU generator.
 
-    Args:
-        drawn: the number that it drew from torch's CPU generator.
-        of_generator: that generator's seed, for messages.
+    The generator's own seed is for messages only.
     """
 
     drawn: int
@@ -36,7 +34,7 @@ class WeightSeed:
 
 
 class AxisGroup:
-    """The ranks that differ from this one only along some axes, with everything constant about them.
+    """The ranks that differ from this one only along some axes, and what is constant about them.
 
     :meth:`Mesh.along` makes one object for each tuple of axes. Layers keep it, so that steps compute none of this
     again. Groups compare by identity.
@@ -122,15 +120,15 @@ class Mesh:
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks along the axes together."""
-        found = self._along.get(axes)
-        return self.along(*axes).size if found is None else found.size
+        axis_group = self._along.get(axes)
+        return self.along(*axes).size if axis_group is None else axis_group.size
 
     def along(self, *axes: Axis) -> AxisGroup:
         """The ranks along the axes together; the same object for the same axes."""
-        found = self._along.get(axes)
-        if found is None:
-            found = self._along[axes] = AxisGroup(self, axes)
-        return found
+        axis_group = self._along.get(axes)
+        if axis_group is None:
+            axis_group = self._along[axes] = AxisGroup(self, axes)
+        return axis_group
 
     def index(self, *axes: Axis) -> int:
         """This rank's position along the axes together, the first varying slowest."""
@@ -156,15 +154,15 @@ class Mesh:
             self._check_world()
             self._find_nodes()
             timeout = group_timeout()
-            made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+            by_partition: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
             for names, axes in self._group_axes().items():
                 ranks = self.topology.groups(axes)
                 key = tuple(map(tuple, ranks))
                 # Two names may have the same partition, such as "mesh" and all axes that are split.
-                if key not in made:
+                if key not in by_partition:
                     purpose: Purpose = "axis" if set(axes) <= set(AXES) else "other"
-                    made[key] = make_groups(ranks, purpose=purpose, timeout=timeout)
-                group = made[key]
+                    by_partition[key] = make_groups(ranks, purpose=purpose, timeout=timeout)
+                group = by_partition[key]
                 if group is not None:
                     self._groups[names] = group
             for channels in self._disjoint_channels():
@@ -287,8 +285,8 @@ class Mesh:
         return self.placement[-1] == self.coordinate.pipe
 
     def _group(self, name: str) -> dist.ProcessGroup:
-        found = self._groups.get(frozenset({name}))
-        return self._lone_group if found is None else found
+        group = self._groups.get(frozenset({name}))
+        return self._lone_group if group is None else group
 
     @cached_property
     def _lone_group(self) -> dist.ProcessGroup:
@@ -312,11 +310,11 @@ class Mesh:
 
     def _find_nodes(self) -> None:
         """Find out which ranks share a node, and check that all ranks have the same mesh and weights."""
-        own = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
-        # One for all tensors, because those of each are many: they are gathered only for the error.
+        node = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
+        # One digest of all tensors' checksums. The checksums themselves are many, and gathered only for the error.
         digest = hashlib.sha256(repr(sorted(self.weight_checksums.items())).encode()).hexdigest()
         gathered = [("", "", self.placement, self.weight_seed, digest)] * self.topology.world_size
-        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed, digest))
+        dist.all_gather_object(gathered, (node, str(self.shape), self.placement, self.weight_seed, digest))
         nodes, shapes, placements, seeds, digests = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
@@ -355,8 +353,8 @@ class Mesh:
             _check_seeds(seeds)
 
     def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
-        split = self.split_axes(AXES)
-        subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))
+        split_axes = self.split_axes(AXES)
+        subsets = chain.from_iterable(combinations(split_axes, count) for count in range(1, len(split_axes) + 1))
         named: dict[frozenset[str], tuple[str, ...]] = {frozenset(subset): subset for subset in subsets}
         copy = ("pipe", *AXES)
         sets: dict[str, tuple[str, ...]] = {"data": ("data",), "mesh": AXES, "pipe": ("pipe",), "model": copy}
@@ -366,17 +364,17 @@ class Mesh:
         """The (source, target) stages of all channels, in lists that use no rank twice: each can be one partition."""
         last = len(self.placement) - 1
         forward: list[list[tuple[int, int]]] = []
-        taken: list[set[int]] = []
+        used_places: list[set[int]] = []
         for ends in pairwise(range(last + 1)):
             places = {self.placement[stage] for stage in ends}
             if len(places) == 1:
                 continue
-            number = next((n for n, others in enumerate(taken) if not places & others), len(taken))
-            if number == len(taken):
+            number = next((n for n, used in enumerate(used_places) if not places & used), len(used_places))
+            if number == len(used_places):
                 forward.append([])
-                taken.append(set())
+                used_places.append(set())
             forward[number].append(ends)
-            taken[number] |= places
+            used_places[number] |= places
         backward = [[(target, source) for source, target in channels] for channels in forward]
         around = [[(0, last)]] if last > 1 and self.placement[0] != self.placement[last] else []
         return [*forward, *backward, *around]
@@ -411,40 +409,37 @@ def group_timeout() -> timedelta | None:
 
 
 def _check_seeds(seeds: Sequence[WeightSeed | None]) -> None:
-    """Check that all ranks made the model's weights from the same number.
-
-    Raises:
-        MeshError: they didn't.
-    """
-    other = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
-    if other is None:
+    """Raise an error unless all ranks made the model's weights from the same number."""
+    other_rank = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
+    if other_rank is None:
         return
-    here, there = (None if seed is None else seed.of_generator for seed in (seeds[0], seeds[other]))
-    how = f"rank 0's generator has the seed {here}, rank {other}'s has {there}"
-    if here == there:
-        how = f"rank 0 and rank {other} have the seed {here}, but one drew more before it made the model"
+    first_seed, other_seed = (None if seed is None else seed.of_generator for seed in (seeds[0], seeds[other_rank]))
+    difference = f"rank 0's generator has the seed {first_seed}, rank {other_rank}'s has {other_seed}"
+    if first_seed == other_seed:
+        both = f"rank 0 and rank {other_rank} have the seed {first_seed}"
+        difference = f"{both}, but one drew more before it made the model"
     raise MeshError(
-        f"ranks made the model's new weights from different random numbers, so that these don't belong together: {how}."
-        " Call torch.manual_seed with the same number on all ranks right before the model is made; a seed for each rank"
-        " may follow after that"
+        "ranks made the model's new weights from different random numbers, so that these don't belong together: "
+        f"{difference}. Call torch.manual_seed with the same number on all ranks right before the model is made; a "
+        "seed for each rank may follow after that"
     )
 
 
 def _weight_difference(checksums: Sequence[Mapping[str, int]]) -> str:
     """Which tensor of a model in memory differs between ranks, for an error."""
     first = checksums[0]
-    other = next(rank for rank, found in enumerate(checksums) if found != first)
-    theirs = checksums[other]
-    for rank, own, others in ((0, first, theirs), (other, theirs, first)):
-        lacking = next((name for name in others if name not in own), None)
+    other_rank = next(rank for rank, by_name in enumerate(checksums) if by_name != first)
+    other = checksums[other_rank]
+    for rank, names, peer_names in ((0, first, other), (other_rank, other, first)):
+        lacking = next((name for name in peer_names if name not in names), None)
         if lacking is not None:
             return f"ranks sharded different models: rank {rank}'s has no {lacking}. Give all ranks the same one"
-    differing = [name for name in first if first[name] != theirs[name]]
+    differing = [name for name in first if first[name] != other[name]]
     return (
         f"ranks sharded a model with different weights in memory: {differing[0]} differs between rank 0 and rank "
-        f"{other}, and so do {len(differing) - 1} more of {len(first)} tensors. Every rank must have the same weights: "
-        "load them on all ranks, or call torch.manual_seed with the same number on all ranks right before the model is "
-        "made. cuboid.from_pretrained and cuboid.from_config make them alike"
+        f"{other_rank}, and so do {len(differing) - 1} more of {len(first)} tensors. Every rank must have the same "
+        "weights: load them on all ranks, or call torch.manual_seed with the same number on all ranks right before the "
+        "model is made. cuboid.from_pretrained and cuboid.from_config make them alike"
     )
 
 

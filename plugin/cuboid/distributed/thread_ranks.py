@@ -30,9 +30,7 @@ _TIMEOUT_S = 120.0
 class _Meeting:
     """Slots for each rank's tensor, and a barrier: where the ranks of a group exchange tensors.
 
-    Args:
-        count: number of ranks.
-        turn: held by the one rank that computes; a rank gives it up while it waits here.
+    The lock ``turn`` is held by the one rank that computes; a rank releases it while it waits here.
     """
 
     def __init__(self, count: int, turn: threading.Lock) -> None:
@@ -48,12 +46,12 @@ class _Meeting:
         self.barrier.reset()
         self._exchanges = [0] * len(self._exchanges)
 
-    def exchange(self, own: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def exchange(self, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Copies of all ranks' tensors, by rank."""
         slots = self._slots[self._exchanges[rank] % 2]
         self._exchanges[rank] += 1
         # A copy: the caller may change its tensor while other ranks still read.
-        slots[rank] = own.detach().clone()
+        slots[rank] = x.detach().clone()
         self._turn.release()
         try:
             self.barrier.wait()
@@ -88,20 +86,20 @@ class ThreadGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """``dist.all_reduce``, of sums and maxima. It adds in rank order, so that all ranks get bitwise the same."""
-        (own,) = tensors if isinstance(tensors, list | tuple) else (tensors,)
+        (x,) = tensors if isinstance(tensors, list | tuple) else (tensors,)
         is_max = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
-        stacked = torch.stack(self._exchange(own))
-        own.copy_(stacked.amax(0) if is_max else stacked.sum(0))
+        stacked = torch.stack(self._exchange(x))
+        x.copy_(stacked.amax(0) if is_max else stacked.sum(0))
         return _Done()
 
-    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, _: Any = None) -> Any:
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, _: Any = None) -> Any:
         """``dist.all_gather_into_tensor``."""
-        torch.cat([each.reshape(-1) for each in self._exchange(own)], out=output.view(-1))
+        torch.cat([copy.reshape(-1) for copy in self._exchange(x)], out=output.view(-1))
         return _Done()
 
-    def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, _: Any = None) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, _: Any = None) -> Any:
         """``dist.reduce_scatter_tensor``, of sums."""
-        shards = [each.view(self._size, -1)[self._rank] for each in self._exchange(own)]
+        shards = [copy.view(self._size, -1)[self._rank] for copy in self._exchange(x)]
         output.view(-1).copy_(torch.stack(shards).sum(0))
         return _Done()
 
@@ -109,8 +107,8 @@ class ThreadGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
-        return self._meeting.exchange(own, self._rank)
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return self._meeting.exchange(x, self._rank)
 
 
 class ThreadRanks:
@@ -199,6 +197,6 @@ def _connect(meshes: list[Mesh], turn: threading.Lock) -> list[_Meeting]:
             meetings.append(meeting)
             for index, rank in enumerate(ranks):
                 groups[rank][frozenset(axes)] = ThreadGroup(meeting, index, len(ranks))
-    for mesh, own in zip(meshes, groups, strict=True):
-        mesh.connect_threads(own)
+    for mesh, rank_groups in zip(meshes, groups, strict=True):
+        mesh.connect_threads(rank_groups)
     return meetings

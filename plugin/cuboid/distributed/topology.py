@@ -142,8 +142,8 @@ class Topology:
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinate(rank)
-            rest = [n for n in ("pipe", "data", *RANK_ORDER) if n not in names]
-            sets.setdefault(tuple(getattr(at, name) for name in rest), []).append(rank)
+            fixed_names = [n for n in ("pipe", "data", *RANK_ORDER) if n not in names]
+            sets.setdefault(tuple(getattr(at, name) for name in fixed_names), []).append(rank)
         return list(sets.values())
 
     def columns(self, stages: Sequence[int]) -> list[list[int]]:

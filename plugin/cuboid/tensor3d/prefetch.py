@@ -47,9 +47,6 @@ class LayerPrefetcher:
     """Hooks of a layer that unshard its parameters, and prefetch those of its neighbours.
 
     Before a layer's forward, the next layer's all-gathers are started; before its backward, the previous layer's.
-
-    Args:
-        layer: the module that the model calls.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -76,7 +73,7 @@ class LayerPrefetcher:
                     # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
                     is_small = len(param.layout.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
-        self._groups = [ParamGroup(members) for members in _alike(small)]
+        self._groups = [ParamGroup(members) for members in _by_axes_and_dtype(small)]
 
     def follow(self, previous: LayerPrefetcher) -> None:
         """Set the layer that runs before this one."""
@@ -136,13 +133,15 @@ class LayerPrefetcher:
         if self._weights and hidden.requires_grad and not is_recomputing():
             self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
             # Another layer's weights may differ in number and dtype (an encoder's before a decoder's).
-            before = [] if self._previous is None else self._previous._dtypes
-            hidden.register_hook(partial(self._before_backward, self._dtypes, before))
+            previous_dtypes = [] if self._previous is None else self._previous._dtypes
+            hidden.register_hook(partial(self._before_backward, self._dtypes, previous_dtypes))
 
-    def _before_backward(self, dtypes: Sequence[torch.dtype], before: Sequence[torch.dtype], _: torch.Tensor) -> None:
+    def _before_backward(
+        self, dtypes: Sequence[torch.dtype], previous_dtypes: Sequence[torch.dtype], _: torch.Tensor
+    ) -> None:
         self._begin_backward(dtypes)
-        if self._previous is not None and before:
-            self._previous._begin_backward(before)
+        if self._previous is not None and previous_dtypes:
+            self._previous._begin_backward(previous_dtypes)
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to unshard the weights for a backward, which needs the last one first."""
@@ -153,17 +152,16 @@ class LayerPrefetcher:
 class ModelPrefetcher:
     """The prefetchers of all layers of a model, and a forward pre-hook of the module that runs the layers.
 
-    Args:
-        runs: lists of layers that run one after another, in order.
+    ``runs`` has lists of layers, such as an encoder's and a decoder's, each in the order in which they run.
     """
 
     def __init__(self, runs: Sequence[Sequence[nn.Module]]) -> None:
         self._layers: list[LayerPrefetcher] = []
         for layers in runs:
-            own = [LayerPrefetcher(layer) for layer in layers]
-            for previous, layer in pairwise(own):
+            prefetchers = [LayerPrefetcher(layer) for layer in layers]
+            for previous, layer in pairwise(prefetchers):
                 layer.follow(previous)
-            self._layers += own
+            self._layers += prefetchers
 
     def collect(self) -> None:
         """See :meth:`LayerPrefetcher.collect`."""
@@ -186,10 +184,10 @@ def collect_prefetched(model: nn.Module) -> None:
                 hook.collect()
 
 
-def _alike(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """Group parameters that one collective can gather: same dtype, same axes."""
-    found: dict[Any, list[_Place]] = {}
+def _by_axes_and_dtype(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """Group parameters that one collective can gather."""
+    groups: dict[Any, list[_Place]] = {}
     for place in places:
         key = place.module.layout(place.name).fsdp_axes, place.shard.dtype
-        found.setdefault(key, []).append(place)
-    yield from found.values()
+        groups.setdefault(key, []).append(place)
+    yield from groups.values()

@@ -33,10 +33,8 @@ class _Unsplit(ShardingSpec):
 class UnshardedParam:
     """A parameter that an unsharded block replaces in its module, inside :func:`unshard_modules`.
 
-    Args:
-        parameter: the shard, or a parameter that isn't sharded.
-        block: the unsharded parameter, a leaf of autograd in the dtype of the multiplication.
-        param: the shard's life cycle; None if the parameter isn't sharded.
+    ``block`` is a leaf of autograd in the dtype of the multiplication. For a parameter that isn't sharded, ``param`` is
+    None.
     """
 
     def __init__(self, parameter: nn.Parameter, block: nn.Parameter, param: ShardedParam | None) -> None:
@@ -45,7 +43,7 @@ class UnshardedParam:
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, *, alone: bool) -> None:
-        """Add the block's gradient of one multiplication. ``alone``: it is the only one."""
+        """Add the block's gradient of one multiplication; ``alone`` says that there are no others to sum."""
         if self._sum is not None:
             self._sum += gradient
         elif alone:

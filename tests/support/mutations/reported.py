@@ -189,9 +189,9 @@ def stale_weights() -> Iterator[None]:
 
     def reuse(self: ShardedParam, shard: Any) -> bool:
         copy = None if self._copy is None else self._copy()
-        if copy is None or self.state is not ShardedState.SHARDED or copy.whole.dtype != shard.dtype:
+        if copy is None or self.state is not ShardedState.SHARDED or copy.block.dtype != shard.dtype:
             return needs_unshard(self, shard)
-        self._block, self._dtype, self.state = copy.whole, shard.dtype, ShardedState.UNSHARDED
+        self._block, self._dtype, self.state = copy.block, shard.dtype, ShardedState.UNSHARDED
         return False
 
     with (

@@ -33,15 +33,15 @@ class Dispatch:
     per_token: int
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, count: int) -> Dispatch:
+    def of(cls, indices: torch.Tensor, count: int) -> Dispatch:
         """From expert indices ``[T, k]`` in 0 … count - 1. Equal indices give the same order on every rank."""
         # Stable: collectives sum rows by position, so ranks must order an expert's rows alike.
-        experts, choices = chosen.flatten().sort(stable=True)
+        experts, choices = indices.flatten().sort(stable=True)
         places = torch.empty_like(choices)
-        places[choices] = torch.arange(len(choices), device=chosen.device)
-        each = torch.arange(count, dtype=experts.dtype, device=chosen.device)
-        ends = torch.searchsorted(experts, each, right=True, out_int32=True)
-        return cls(choices, places, experts, ends, chosen.shape[1])
+        places[choices] = torch.arange(len(choices), device=indices.device)
+        numbers = torch.arange(count, dtype=experts.dtype, device=indices.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        return cls(choices, places, experts, ends, indices.shape[1])
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -75,8 +75,8 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, dispatch: Dispatch) -> 
     if has_kernel(x, weight):
         return torch.nn.functional.grouped_mm(x, weight, offs=dispatch.ends)
     out = x.new_empty((x.shape[0], weight.shape[2]))
-    for expert, own in _in_use(dispatch):
-        torch.mm(x[own], weight[expert], out=out[own])
+    for expert, rows in _in_use(dispatch):
+        torch.mm(x[rows], weight[expert], out=out[rows])
     return out
 
 
@@ -88,8 +88,8 @@ def multiply_transposed(a: torch.Tensor, b: torch.Tensor, dispatch: Dispatch) ->
         starts = torch.nn.functional.pad(dispatch.ends, (1, 0))[:-1]
         return products.masked_fill_((starts == dispatch.ends).view(-1, 1, 1), 0)
     out = a.new_zeros((len(dispatch.ends), a.shape[1], b.shape[1]))
-    for expert, own in _in_use(dispatch):
-        torch.mm(a[own].t(), b[own], out=out[expert])
+    for expert, rows in _in_use(dispatch):
+        torch.mm(a[rows].t(), b[rows], out=out[expert])
     return out
 
 
@@ -102,7 +102,7 @@ def has_kernel(*operands: torch.Tensor) -> bool:
     # Elsewhere, grouped_mm multiplies expert by expert, and each call copies the row counts from the device again.
     if not hasattr(torch.nn.functional, "grouped_mm") or major not in (9, 10):
         return False
-    return all(_is_aligned(each) for each in operands)
+    return all(_is_aligned(operand) for operand in operands)
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

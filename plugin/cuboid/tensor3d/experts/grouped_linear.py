@@ -74,6 +74,7 @@ class Features:
         return start_all_gather(x, self.along, self._together)
 
     def _together(self, stacked: torch.Tensor) -> torch.Tensor:
+        # [h, R, parts · F] -> [R, parts, h, F] -> [R, parts · h · F]
         return stacked.unflatten(-1, (self.parts, -1)).movedim(0, 2).flatten(1)
 
     def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
@@ -86,14 +87,9 @@ class Features:
 class GroupedProduct:
     """One product with the weights of all experts, and its collectives.
 
-    Args:
-        weight: unshards the experts' weights.
-        in_first: whether they are stored ``[E, in, out]`` instead of ``[E, out, in]``.
-        dispatch: the order of the tokens' rows.
-        source: gathers the input.
-        target: reduces the output.
-        deferred: waits for the reduction of the shard's gradient; None if the gradient must be complete when backward
-            returns it.
+    ``source`` gathers the input, ``target`` reduces the output. With ``in_first``, weights are stored ``[E, in, out]``
+    instead of ``[E, out, in]``. ``deferred`` waits for the reduction of the shard's gradient; without it, the gradient
+    is complete when backward returns it.
     """
 
     weight: ShardedParam
@@ -132,7 +128,8 @@ class _GroupedLinear(torch.autograd.Function):
         start_unshards([product.weight], [shard])
         rows = multiply_rows(gathering.wait(), product.in_out(shard), product.dispatch)
         scattering = product.target.start_scatter(rows)
-        ctx.kept = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
+        # With "weight_gather": "step", keeps the block for backward.
+        ctx.copy = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
         return scattering.wait()
 
     @staticmethod
@@ -159,7 +156,7 @@ class _GroupedLinear(torch.autograd.Function):
             product.deferred.defer(reducing)
             dweight = reducing.incomplete()
         product.weight.discard()
-        ctx.kept = None
+        ctx.copy = None
         return None if scattering is None else scattering.wait(), dweight, None
 
 
@@ -174,10 +171,10 @@ class _AllTokens(torch.autograd.Function):
         return start_reduce_scatter(gradient.unflatten(0, (ctx.along.size, -1)), ctx.along).wait(), None
 
 
-def gather_routing(chosen: torch.Tensor, weights: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_routing(index: torch.Tensor, weights: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """All-gather the router's choices and weights of a rank's own tokens, ``[T/s, k]``, to those of all, ``[T, k]``.
 
     The weights' gradients are summed over the ranks, which multiply them with different features.
     """
-    indices: torch.Tensor = start_all_gather(chosen.int(), along).wait().flatten(0, 1)
-    return indices, _AllTokens.apply(weights, along)
+    all_indices: torch.Tensor = start_all_gather(index.int(), along).wait().flatten(0, 1)
+    return all_indices, _AllTokens.apply(weights, along)

@@ -84,16 +84,16 @@ class _Summed(torch.autograd.Function):
         ctx.along = along
         wide = statistics_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            own = nn.functional.linear(x.to(wide), weight.to(wide))
+            partial_sums = nn.functional.linear(x.to(wide), weight.to(wide))
         # Gather and sum locally: every rank adds in the same order, which no backend's all-reduce guarantees.
-        return all_gather(own, along).sum(0).to(x.dtype)
+        return all_gather(partial_sums, along).sum(0).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wide = statistics_dtype(x.dtype)
         # A copy: the all-reduce would overwrite the caller's gradient.
-        whole = all_reduce(gradient.to(wide, copy=True), ctx.along)
-        dx = (whole @ weight.to(wide)).to(x.dtype)
-        dweight = whole.flatten(0, -2).t() @ x.flatten(0, -2).to(wide)
+        dy = all_reduce(gradient.to(wide, copy=True), ctx.along)
+        dx = (dy @ weight.to(wide)).to(x.dtype)
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2).to(wide)
         return dx, dweight.to(weight.dtype), None

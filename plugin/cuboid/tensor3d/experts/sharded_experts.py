@@ -81,8 +81,8 @@ class ShardedExperts(ShardedModule):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         form, hidden = self.form, self.mesh.along("hidden")
         dtype = autocast_dtype(hidden_states)
-        chosen, weights = gather_routing(top_k_index, top_k_weights, self.mesh.along("sequence"))
-        dispatch = Dispatch.of(chosen, self.layout(form.up).shape[0])
+        indices, weights = gather_routing(top_k_index, top_k_weights, self.mesh.along("sequence"))
+        dispatch = Dispatch.of(indices, self.layout(form.up).shape[0])
         tokens = Tokens(dispatch, self.mesh.along("sequence"))
         rows = self._multiply(form.up, hidden_states.to(dtype), dispatch, tokens, Features(hidden, form.parts))
         if form.up_bias is not None:
@@ -131,16 +131,16 @@ class ShardedScaledExperts(ShardedExperts):
             return super(ShardedExperts, self).forward(hidden_states)
         assert self.form.given_all is not None
         count, width = self.layout(self.form.up).shape[0], hidden_states.shape[-1]
-        whole = hidden_states.view(count, -1, width)
-        # This rank's part of a token's features may happen to be zeros, so combine the parts.
-        given = (whole.detach() != 0).any(-1).to(torch.uint8)
-        given = all_reduce(given, self.mesh.along("hidden"), dist.ReduceOp.MAX)
+        by_expert = hidden_states.view(count, -1, width)
+        # [E, T/s]. This rank's part of a token's features may happen to be zeros, so combine those of all ranks.
+        is_routed = (by_expert.detach() != 0).any(-1).to(torch.uint8)
+        is_routed = all_reduce(is_routed, self.mesh.along("hidden"), dist.ReduceOp.MAX)
         # Stable: all ranks along `hidden` must choose the same, also among experts that get zeros.
-        chosen = (given > 0).t().sort(dim=-1, descending=True, stable=True).indices[:, : self.form.given_all]
-        tokens = torch.arange(len(chosen), device=chosen.device).repeat_interleave(self.form.given_all)
-        index = chosen.flatten()
-        out = super().forward(whole[index, tokens], index[:, None], hidden_states.new_ones((len(index), 1)))
-        return torch.zeros_like(whole).index_put((index, tokens), out).view(-1, width)
+        indices = (is_routed > 0).t().sort(dim=-1, descending=True, stable=True).indices[:, : self.form.given_all]
+        tokens = torch.arange(len(indices), device=indices.device).repeat_interleave(self.form.given_all)
+        index = indices.flatten()
+        out = super().forward(by_expert[index, tokens], index[:, None], hidden_states.new_ones((len(index), 1)))
+        return torch.zeros_like(by_expert).index_put((index, tokens), out).view(-1, width)
 
     def gate(self, features: torch.Tensor) -> torch.Tensor:
         """The experts' activation of the features of gate and up: ``[R, 2F]`` to ``[R, F]``."""

@@ -123,8 +123,8 @@ def _own_random_numbers(
     host = None if is_settled or outer is not None else torch.get_rng_state()
     # On the host, whatever the default device is: reading the seed must not wait for a device. A generator tells
     # `RandomDraws` that this isn't a number of the model's code.
-    own = torch.default_generator
-    seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=own))
+    generator = torch.default_generator
+    seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=generator))
     token = _region.set(_Region(seed, is_settled))
     has_drawn = True
     try:
@@ -195,11 +195,7 @@ class MaybeWhole(Protocol):
 class ShardedDropout(MeshDropout):
     """``nn.Dropout`` under :func:`own_random_numbers`, for activations that differ along ``axes``.
 
-    Args:
-        p: probability.
-        mesh: this rank's mesh.
-        axes: along which ranks have different elements.
-        late: if it says that activations are whole, ranks along `batch` only have different ones.
+    While ``late`` says that activations are whole, they differ along `batch` only.
     """
 
     def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES, *, late: MaybeWhole | None = None) -> None:
@@ -218,8 +214,8 @@ class CommonDropout(MeshDropout):
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         with own_random_numbers(self.mesh, x.device):
-            kept = torch.empty_like(x).bernoulli_(1 - self.p)
+            mask = torch.empty_like(x).bernoulli_(1 - self.p)
         if self.mesh.shape.size > 1:
-            kept = all_gather(kept, self.mesh.along(*AXES))[0]
-        # At p = 1, `kept` is zeros: divide by something else than zero.
-        return x * kept / max(1 - self.p, torch.finfo(x.dtype).tiny)
+            mask = all_gather(mask, self.mesh.along(*AXES))[0]
+        # At p = 1, the mask is zeros: divide by something else than zero.
+        return x * mask / max(1 - self.p, torch.finfo(x.dtype).tiny)

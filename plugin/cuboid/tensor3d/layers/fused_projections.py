@@ -43,7 +43,7 @@ class FusedProjections:
         self._projections = list(projections)
         self._down_projections = list(down_projections)
         gather = GatherSequence(projections[0].mesh) if gather is None else gather
-        self._linear_op = LinearOp(gather, [each.product for each in projections])
+        self._linear_op = LinearOp(gather, [layer.product for layer in projections])
         self._is_flat = False
 
     @uncompiled
@@ -60,22 +60,22 @@ class FusedProjections:
         if self._is_flat:
             shard = shard.unsqueeze(0)
         dtype = autocast_dtype(shard)
-        own, operands = self._linear_op, []
-        for layer, product in zip(self._projections, own.products, strict=True):
+        linear_op, operands = self._linear_op, []
+        for layer, product in zip(self._projections, linear_op.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
                 # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
-                own = LinearOp(own.input_gather, [each.product for each in self._projections])
-        self._linear_op = own
-        whole, results = own(shard.to(dtype), operands, returns_input=own.input_gather.reduces)
+                linear_op = LinearOp(linear_op.input_gather, [projection.product for projection in self._projections])
+        self._linear_op = linear_op
+        gathered, results = linear_op(shard.to(dtype), operands, returns_input=linear_op.input_gather.reduces)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
-        for each in self._down_projections:
-            each.next_backward = None if node is None else weakref.ref(node)
-        # On one rank of `sequence` the input is already whole.
+        for down_projection in self._down_projections:
+            down_projection.next_backward = None if node is None else weakref.ref(node)
+        # On one rank of `sequence`, the input has all positions already.
         full = shard
-        if whole is not None:
-            full = whole
+        if gathered is not None:
+            full = gathered
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         attach_results(full, self._projections, results)
@@ -110,9 +110,9 @@ class LatentProjections:
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        ((own,), _) = self._latents(module, (shard,), {})
-        # Taken, because the graphs of these refer to the input in turn: a cycle that isn't collected.
-        results = {key: GatherPositions.apply(x, self._along) for key, x in take_results(own).items()}
+        ((latent_input,), _) = self._latents(module, (shard,), {})
+        # Removed from the input, because the results' graphs refer to it in turn: a cycle that isn't collected.
+        results = {key: GatherPositions.apply(x, self._along) for key, x in take_results(latent_input).items()}
         if self._fused is not None:
             args, kwargs = self._fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]
@@ -170,5 +170,5 @@ class CrossProjections:
         source = kwargs.get(self._source)
         if source is None:
             return self._of_one(module, args, kwargs)
-        (whole,), _ = self._keys_and_values(module, (source,), {})
-        return self._queries(module, args, {**kwargs, self._source: whole})
+        (full_source,), _ = self._keys_and_values(module, (source,), {})
+        return self._queries(module, args, {**kwargs, self._source: full_source})

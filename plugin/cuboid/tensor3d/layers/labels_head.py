@@ -31,7 +31,7 @@ class _WholeSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A partial sum has the gradient of the sum, and every rank has that whole: nothing to reduce.
+        # A partial sum has the gradient of the sum, which every rank has for all positions: nothing to reduce.
         rows = own_slice(gradient, 0, ctx.mesh.along("batch"))
         return own_slice(rows, SEQUENCE_DIM, ctx.mesh.along("sequence")).contiguous(), None
 

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -53,19 +53,14 @@ _PARTS, _PART_BYTES = 4, 512 << 10
 
 @dataclass(frozen=True)
 class Product:
-    """The constants of one layer's product.
-
-    Args:
-        weight: unshards the layer's weight.
-        output_reduce: sums the partial results over the ranks.
-        in_first: whether the weight is stored ``[in, out]``, as in Hugging Face's Conv1D.
-        rows: first and last (exclusive) out row of the block to multiply; by default all. A block has more rows than a
-            rank needs where key/value heads are fewer than ranks.
-    """
+    """The constants of one layer's product."""
 
     weight: ShardedParam
     output_reduce: OutputReduce
+    #: Whether the weight is stored ``[in, out]``, as in Hugging Face's Conv1D.
     in_first: bool = False
+    #: First and last (exclusive) out row of the block to multiply; None for all. A block has more rows than a rank
+    #: needs where key/value heads are fewer than ranks.
     rows: tuple[int, int] | None = None
 
     @cached_property
@@ -75,17 +70,15 @@ class Product:
 
     def out_in(self, block: torch.Tensor) -> torch.Tensor:
         """View of a block as ``[out, in]``, restricted to ``rows``."""
-        whole = block.t() if self.in_first else block
-        return whole if self.rows is None else whole[slice(*self.rows)]
+        view = block.t() if self.in_first else block
+        return view if self.rows is None else view[slice(*self.rows)]
 
 
 @dataclass(frozen=True)
 class DeferredWeight:
-    """A weight whose gradient isn't part of this backward: a later W action of the schedule computes it.
+    """A shard whose gradient isn't part of this backward: a later W action of the schedule computes it.
 
-    Args:
-        weight: the shard.
-        store: collects the inputs and output gradients that W needs.
+    The store collects the inputs and output gradients that W needs.
     """
 
     weight: torch.Tensor
@@ -94,19 +87,13 @@ class DeferredWeight:
 
 @dataclass(frozen=True)
 class Operand:
-    """The operands of one call of a product.
-
-    Args:
-        weight: the shard.
-        deferred: waits for the reduction of the shard's gradient; None if the gradient must be complete when backward
-            returns it.
-        bias: added to the result, ``[O']``, or None.
-        deferred_weight: set if a later W action computes the weight's gradient; ``weight`` is detached then.
-    """
+    """The operands of one call of a product: the weight's shard, and a bias ``[O']`` or None."""
 
     weight: torch.Tensor
+    #: Waits for the reduction of the shard's gradient; None if the gradient must be complete when backward returns it.
     deferred: DeferredReduce | None = None
     bias: torch.Tensor | None = None
+    #: Set if a later W action computes the weight's gradient; ``weight`` is detached then.
     deferred_weight: DeferredWeight | None = None
 
 
@@ -124,7 +111,7 @@ class LinearOp:
         self.groups = share_reduces([product.output_reduce for product in products])
         #: For each product, the number of its group and its index in the group.
         self.places = [
-            next((group, own.index(number)) for group, (_, own) in enumerate(self.groups) if number in own)
+            next((group, numbers.index(number)) for group, (_, numbers) in enumerate(self.groups) if number in numbers)
             for number in range(len(products))
         ]
 
@@ -156,8 +143,8 @@ class LinearOp:
             deferred_weights.append(operand.deferred_weight)
         edge = new_edge(x) if any(deferred_weights) else None
         call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward)
-        given, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
-        return given, outs
+        gathered, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
+        return gathered, outs
 
     def parts(self, x: torch.Tensor) -> int:
         """Number of parts to cut the input's rows into: one part's collectives overlap with another's products."""
@@ -174,21 +161,24 @@ class LinearOp:
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
         """For each of some products, the block's columns for each piece of the input; waits for blocks lazily."""
         blocks = map(partial(self.block, weights), numbers)
-        pieces = self.input_gather.pieces
-        return zip(blocks, strict=True) if pieces == 1 else map(torch.chunk, blocks, repeat(pieces), repeat(1))
+        if self.input_gather.pieces == 1:
+            return zip(blocks, strict=True)
+        # [O, I] -> n of [O, I/n]. Not a generator, each step of which would be a Python call.
+        return map(partial(torch.chunk, chunks=self.input_gather.pieces, dim=1), blocks)
 
     def in_order(self, by_group: Sequence[AsyncResult[Sequence[T]]]) -> Sequence[T]:
         """Wait for the groups' collectives, and return their results in the order of the products."""
         if len(by_group) == 1:
             return by_group[0].wait()
-        found = [each.wait() for each in by_group]
-        return [found[group][place] for group, place in self.places]
+        results = [pending.wait() for pending in by_group]
+        return [results[group][place] for group, place in self.places]
 
     def input_gradient(
         self, weights: Sequence[torch.Tensor], dy: Sequence[torch.Tensor]
     ) -> AsyncResult[Sequence[torch.Tensor]]:
         """dx = Σ dy W over the products; starts the reduce-scatter that leaves the rank its own part of dx."""
-        # All products' terms go into one call, which sums them in its output buffer.
+        # The terms of all products, as pieces of one long row of features, go into one call, which sums them in its
+        # output buffer: dy n × [B/b, S, O/n], and the weights' rows, transposed, n × [I, O/n].
         pieces: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         for output_reduce, numbers in self.groups:
@@ -208,8 +198,8 @@ class LinearOp:
         product = self.products[number]
         group, place = self.places[number]
         shape = product.weight.block_shape
-        whole = x.new_empty(shape) if product.rows is None else x.new_zeros(shape)
-        block = whole if product.is_plain else product.out_in(whole)
+        dweight = x.new_empty(shape) if product.rows is None else x.new_zeros(shape)
+        block = dweight if product.is_plain else product.out_in(dweight)
         # [pieces, B/b, S, features] -> [pieces, tokens, features]
         dy, x = dy.flatten(1, -2), x.flatten(1, -2)
         if len(x) > 1:
@@ -221,18 +211,19 @@ class LinearOp:
         else:
             places = self.groups[group][0].places(block, place)
         for features, out in places:
-            own, inputs = dy[..., features].expand(len(out), -1, -1), x.expand(len(out), -1, -1)
+            # [pieces, tokens, features]: the factor that comes in one piece is used for all of them.
+            gradients, inputs = dy[..., features].expand(len(out), -1, -1), x.expand(len(out), -1, -1)
             # A block that is stored [in, out] gets the transposed product, so that it is written without a copy.
             if product.in_first:
-                multiply_batch((inputs.mT,), (own.mT,), out.mT)
+                multiply_batch((inputs.mT,), (gradients.mT,), out.mT)
             else:
-                multiply_batch((own.mT,), (inputs.mT,), out)
-        return whole
+                multiply_batch((gradients.mT,), (inputs.mT,), out)
+        return dweight
 
     def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
         """Start the reduce-scatters of block gradients, keyed by the products' numbers."""
         if self.params[0].gradient_sync is not None:
-            # "gradient_sync": "step": gradients are summed here, and only those that are complete are reduced.
+            # "gradient_sync": "step": gradients are summed here, and reduced once a sum is complete.
             totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
             blocks = {number: total for number, total in totals.items() if total is not None}
         reducing = start_reduce_scatters(list(map(self.params.__getitem__, blocks)), list(blocks.values()))
@@ -255,97 +246,101 @@ class _LinearFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         # It only makes outputs require a gradient, so that backward runs even if all weights are detached.
         del edge
-        own, count = call.linear_op, len(call.deferrals)
+        linear_op, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.started, ctx.copies = call, None, None
-        ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
+        ctx.parts = linear_op.parts(x) if linear_op.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
         # The input first, because weights have usually been prefetched. All ranks start collectives in this order.
-        gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
-        if own.is_sharded:
-            start_unshards(own.params, weights)
+        gathering = list(map(linear_op.input_gather.start, x.tensor_split(ctx.parts)))
+        if linear_op.is_sharded:
+            start_unshards(linear_op.params, weights)
         inputs, started = [], []
         for gathered in gathering:
             pieces = gathered.wait()
             if call.returns_input:
                 inputs.append(pieces[0])
             part = []
-            for output_reduce, numbers in own.groups:
+            for output_reduce, numbers in linear_op.groups:
                 # Blocks are waited for one by one: the first product starts as soon as the first weight is unsharded.
-                part.append(output_reduce.start(pieces, own.columns(weights, numbers)))
+                part.append(output_reduce.start(pieces, linear_op.columns(weights, numbers)))
             started.append(part)
-        if own.is_sharded:
+        if linear_op.is_sharded:
             # Reshards, unless "weight_gather": "step" keeps the blocks for backward and for other forwards.
             keep = any(ctx.needs_input_grad)
             ctx.copies = [
-                param.reshard_after_forward(w, keep=keep) for param, w in zip(own.params, weights, strict=True)
+                param.reshard_after_forward(w, keep=keep) for param, w in zip(linear_op.params, weights, strict=True)
             ]
-        outs = own.in_order(started[0]) if ctx.parts == 1 else _cat_rows(map(own.in_order, started))
+        outs = linear_op.in_order(started[0]) if ctx.parts == 1 else _cat_rows(map(linear_op.in_order, started))
+        ctx.shapes, ctx.dtype = [], x.dtype
         for out, bias in zip(outs, biases, strict=True):
             if bias is not None:
                 out.add_(bias)
-        ctx.shapes, ctx.dtype = list(map(torch.Tensor.size, outs)), x.dtype
-        whole = (inputs[0] if ctx.parts == 1 else torch.cat(inputs)) if call.returns_input else None
-        return (whole, *outs)
+            ctx.shapes.append(out.shape)
+        gathered_input = (inputs[0] if ctx.parts == 1 else torch.cat(inputs)) if call.returns_input else None
+        return (gathered_input, *outs)
 
     @staticmethod
-    def backward(ctx: Any, given: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        own: LinearOp = ctx.call.linear_op
+    def backward(ctx: Any, dgathered: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        linear_op: LinearOp = ctx.call.linear_op
         # 1. Start every gather: of the input (unless the previous backward has), the weights, and dy.
         early, ctx.started = _start_backward(ctx), None
         weights = early.weights
         needs_x, _, _, *needs = ctx.needs_input_grad
-        wanted = list(compress(range(len(weights)), needs))
-        dy, dbiases = [], []
+        # The numbers of the products whose weights need a gradient.
+        dw_numbers = list(compress(range(len(weights)), needs))
+        dy, dbiases, dy_parts = [], [], []
         for gradient, shape, needs_bias in zip(gradients, ctx.shapes, needs[len(weights) :], strict=True):
+            # An output that nothing used has no gradient.
             dy.append(weights[0].new_zeros(shape, dtype=ctx.dtype) if gradient is None else gradient)
             dbiases.append(dy[-1].flatten(0, -2).sum(0) if needs_bias else None)
-        if needs_x and own.is_sharded:
-            start_unshards(own.params, weights)
+            dy_parts.append(dy[-1].tensor_split(ctx.parts))
+        if needs_x and linear_op.is_sharded:
+            start_unshards(linear_op.params, weights)
         if any(ctx.call.deferred_weights):
             _DeferredWeights.add(ctx, early, dy)
         transposing = []
-        for part in zip(*map(torch.tensor_split, dy, repeat(ctx.parts)), strict=False):
+        for part in zip(*dy_parts, strict=True):
             started = []
-            for output_reduce, numbers in own.groups:
+            for output_reduce, numbers in linear_op.groups:
                 started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers))))
             transposing.append(started)
         reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
         blocks: dict[int, torch.Tensor] = {}
         # 2. Multiply, part by part.
         for index, started in enumerate(transposing):
-            whole = own.in_order(started)
+            full_dy = linear_op.in_order(started)
             # If dx is reduced, compute it before dW, so that its reduction overlaps with dW's product. Otherwise after
             # dW, which needs no weights and so overlaps with their all-gathers.
-            if needs_x and own.input_gather.reduces:
-                reducing.append(own.input_gradient(weights, whole))
+            if needs_x and linear_op.input_gather.reduces:
+                reducing.append(linear_op.input_gradient(weights, full_dy))
             if index == ctx.parts - 1:
                 # This backward waits for no collective started after this, so the next one's gather can't delay it.
                 _start_next_backward(ctx.call.next_backward)
-            for number in wanted:
-                block = own.block_gradient(number, whole[number], early.gathering[index].wait())
+            for number in dw_numbers:
+                block = linear_op.block_gradient(number, full_dy[number], early.gathering[index].wait())
                 if ctx.parts > 1:
                     # Sum the parts in float32.
                     block = block.to(statistics_dtype(block.dtype))
                 blocks[number] = blocks[number].add_(block) if number in blocks else block
-            if needs_x and not own.input_gather.reduces:
-                reducing.append(own.input_gradient(weights, whole))
+            if needs_x and not linear_op.input_gather.reduces:
+                reducing.append(linear_op.input_gradient(weights, full_dy))
         if ctx.parts > 1:
             blocks = {number: block.to(weights[number].dtype) for number, block in blocks.items()}
         # 3. Start dW's reduce-scatter, then wait for dx only: dW's is waited for by `deferred`, a layer later.
         scattering: dict[int, AsyncResult[torch.Tensor]] = {}
-        if own.is_sharded:
-            scattering = own.reduce(blocks)
+        if linear_op.is_sharded:
+            scattering = linear_op.reduce(blocks)
         dx = None
         if needs_x:
             (dx,) = reducing[0].wait() if ctx.parts == 1 else _cat_rows(map(AsyncResult.wait, reducing))
         dweights: list[torch.Tensor | None] = [None] * len(weights)
-        if not own.is_sharded:
+        if not linear_op.is_sharded:
             dweights = list(map(blocks.get, range(len(weights))))
         else:
             # Frees the blocks. An unused all-gather is waited for first: its buffer must outlive it.
-            for param in own.params:
+            for param in linear_op.params:
                 param.discard()
             # With "weight_gather": "step", frees the blocks unless another forward's graph or the step refers to them.
             ctx.copies = None
@@ -354,10 +349,10 @@ class _LinearFunction(torch.autograd.Function):
                 if deferred is not None:
                     deferred.defer(reduced)
                 dweights[number] = reduced.wait() if deferred is None else reduced.incomplete()
-        if given is not None and dx is not None:
+        if dgathered is not None and dx is not None:
             # The gathered input was used elsewhere too: reduce-scatter its gradient, and add it.
-            assert isinstance(own.input_gather, GatherSequence)
-            dx = dx + scatter_dim(given, SEQUENCE_DIM, own.input_gather.along)
+            assert isinstance(linear_op.input_gather, GatherSequence)
+            dx = dx + scatter_dim(dgathered, SEQUENCE_DIM, linear_op.input_gather.along)
         return dx, None, None, *dweights, *dbiases
 
 
@@ -365,18 +360,12 @@ class _LinearFunction(torch.autograd.Function):
 class _DeferredWeights:
     """The deferred weight gradients (W) of one backward, computed from the rank's own parts of x and dy.
 
-    A :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
-
-    Args:
-        linear_op: the products.
-        parts: number of parts that the rows are cut into.
-        weights: for each product, its weight and store, or None if its gradient isn't deferred.
-        x: the rank's part of the input.
-        dy: the rank's part of each output's gradient.
+    A :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`. The batch's rows are cut into ``parts``.
     """
 
     linear_op: LinearOp
     parts: int
+    #: For each product; None if its gradient isn't deferred.
     weights: Sequence[DeferredWeight | None]
     x: torch.Tensor
     dy: Sequence[torch.Tensor]
@@ -386,7 +375,7 @@ class _DeferredWeights:
         """Add what the weight gradients of a backward need to their store."""
         assert started.x is not None
         call: _ProductCall = ctx.call
-        store = next(each.store for each in call.deferred_weights if each is not None)
+        store = next(deferred.store for deferred in call.deferred_weights if deferred is not None)
         # `data`, because any view of the input would keep its whole graph alive, and all tensors saved in it.
         x, dy = started.x.data, [gradient.data for gradient in dy]
         store.add(cls(call.linear_op, ctx.parts, call.deferred_weights, x, dy))
@@ -394,46 +383,43 @@ class _DeferredWeights:
     @property
     def key(self) -> Hashable:
         """Equal for units with the same weights, whose gradients can be summed before they are reduced."""
-        return tuple(None if each is None else id(each.weight) for each in self.weights)
+        return tuple(None if deferred is None else id(deferred.weight) for deferred in self.weights)
 
     def gradients(self, others: Sequence[_DeferredWeights]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The gradients of this unit and others with the same key, summed as blocks and reduce-scattered once."""
-        own = self.linear_op
-        wanted = [number for number, each in enumerate(self.weights) if each is not None]
+        linear_op = self.linear_op
+        dw_numbers = [number for number, deferred in enumerate(self.weights) if deferred is not None]
         sums: dict[int, torch.Tensor] = {}
         is_sum = bool(others) or self.parts > 1
-        for each in (self, *others):
-            rows = zip(
-                each.x.tensor_split(each.parts), *map(torch.tensor_split, each.dy, repeat(each.parts)), strict=True
-            )
-            for x, *dy in rows:
-                gathered = own.input_gather.start(x)
-                started = [reduce.start_transpose([dy[number] for number in numbers]) for reduce, numbers in own.groups]
-                whole, pieces = own.in_order(started), gathered.wait()
-                for number in wanted:
-                    block = own.block_gradient(number, whole[number], pieces)
+        for unit in (self, *others):
+            dy_parts = [gradient.tensor_split(unit.parts) for gradient in unit.dy]
+            for x, *dy in zip(unit.x.tensor_split(unit.parts), *dy_parts, strict=True):
+                gathered = linear_op.input_gather.start(x)
+                started = [
+                    reduce.start_transpose([dy[number] for number in numbers]) for reduce, numbers in linear_op.groups
+                ]
+                full_dy, pieces = linear_op.in_order(started), gathered.wait()
+                for number in dw_numbers:
+                    block = linear_op.block_gradient(number, full_dy[number], pieces)
                     if is_sum:
                         block = block.to(statistics_dtype(block.dtype))
                     sums[number] = sums[number].add_(block) if number in sums else block
         blocks = {number: block.to(self.dy[number].dtype) for number, block in sums.items()}
-        if own.is_sharded:
-            blocks = {number: reduced.wait() for number, reduced in own.reduce(blocks).items()}
-        weights = {number: each.weight for number, each in enumerate(self.weights) if each is not None}
+        if linear_op.is_sharded:
+            blocks = {number: reduced.wait() for number, reduced in linear_op.reduce(blocks).items()}
+        weights = {number: deferred.weight for number, deferred in enumerate(self.weights) if deferred is not None}
         return [(weights[number], block.to(weights[number].dtype)) for number, block in blocks.items()]
 
 
 @dataclass(frozen=True)
 class _StartedBackward:
-    """The part of a backward that doesn't depend on dy, and so may start during the previous backward.
+    """The part of a backward that doesn't depend on dy, and so may start during the previous backward."""
 
-    Attributes:
-        weights: the saved shards.
-        gathering: the input's parts, in flight; empty if no weight needs a gradient.
-        x: the rank's own part of the input if weight gradients are deferred, else None.
-    """
-
+    #: The saved shards.
     weights: Sequence[torch.Tensor]
+    #: The input's parts, in flight; empty if no weight needs a gradient.
     gathering: Sequence[AsyncResult[torch.Tensor]]
+    #: The rank's own part of the input if weight gradients are deferred, else None.
     x: torch.Tensor | None
 
 
@@ -445,9 +431,9 @@ def _start_backward(ctx: Any) -> _StartedBackward:
         # Unless the graph is retained, this frees the rank's own part of the input as soon as it is copied into the
         # all-gather's buffer.
         ctx.maybe_clear_saved_tensors()
-        wanted = any(ctx.needs_input_grad[3 : 3 + len(weights)])
+        needs_dw = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
-        gathering = list(map(start, x.tensor_split(ctx.parts))) if wanted else []
+        gathering = list(map(start, x.tensor_split(ctx.parts))) if needs_dw else []
         ctx.started = _StartedBackward(weights, gathering, x if any(ctx.call.deferred_weights) else None)
     return ctx.started
 

@@ -50,8 +50,8 @@ class _RMSNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = x.to(statistics_dtype(x.dtype))
         # A feature that several ranks have counts once in the sum.
-        own = wide.pow(2) if copies is None else wide.pow(2) / copies
-        squares = all_reduce(own.sum(-1, keepdim=True), along)
+        terms = wide.pow(2) if copies is None else wide.pow(2) / copies
+        squares = all_reduce(terms.sum(-1, keepdim=True), along)
         rstd = torch.rsqrt(squares / hidden + eps)
         ctx.save_for_backward(x, weight, rstd, copies)
         ctx.offset, ctx.hidden, ctx.along = offset, hidden, along
@@ -68,8 +68,8 @@ class _RMSNorm(torch.autograd.Function):
         scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
         mean = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.along) / ctx.hidden
         # Each copy of a feature that several ranks have contributes a part of its gradient.
-        own = normed * mean if copies is None else normed * mean / copies
-        return (rstd * (scaled - own)).to(x.dtype), dweight, None, None, None, None, None
+        correction = normed * mean if copies is None else normed * mean / copies
+        return (rstd * (scaled - correction)).to(x.dtype), dweight, None, None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -57,9 +56,9 @@ class OutputReduce(Protocol):
         """
         ...
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
-        """Where dW's rows are written: pairs of a slice of every piece's features, and these features' rows of
-        ``whole``, ``[n, ..., in]``.
+    def places(self, dweight: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
+        """Where the rows of ``dweight`` ``[out, in]`` are written: pairs of a slice of every piece's features, and the
+        rows of these features, ``[n, ..., in]``, a view.
         """
         ...
 
@@ -94,20 +93,16 @@ def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
         if is_batch:
             out.baddbmm_(piece, weight.mT) if number else torch.bmm(piece, weight.mT, out=out)
         else:
-            for own, by_in, target in zip(piece.unbind(), weight.mT.unbind(), out.unbind(), strict=True):
-                target.addmm_(own, by_in) if number else torch.mm(own, by_in, out=target)
+            for factor, weight_t, target in zip(piece.unbind(), weight.mT.unbind(), out.unbind(), strict=True):
+                target.addmm_(factor, weight_t) if number else torch.mm(factor, weight_t, out=target)
 
 
 @dataclass(frozen=True)
 class ScatterFeatures:
-    """Reduce-scatter over one axis onto the features.
-
-    Args:
-        along: the ranks of that axis.
-        parts: for each product, the number of parts of its features that are cut separately (3 for GPT-2's fused qkv).
-    """
+    """Reduce-scatter over one axis onto the features."""
 
     along: AxisGroup
+    #: For each product, the number of parts of its features that are cut separately (3 for GPT-2's fused qkv).
     parts: tuple[int, ...] = (1,)
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
@@ -118,13 +113,18 @@ class ScatterFeatures:
         # For each product: the weight's rows by target rank, and the shape of one rank's result.
         rows, shapes = [], []
         for number, columns in enumerate(weights):
-            rows.append(list(map(self.rows, columns, repeat(number))))
+            by_piece = []
+            for weight in columns:
+                by_piece.append(self.rows(weight, number))
+            rows.append(by_piece)
             shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
         sizes = list(map(math.prod, shapes))
         # The reduce-scatter's send buffer: for each target rank, its pieces of all products, one after another.
         slots = x[0].new_empty((ranks, sum(sizes)))
-        # A batched product over the target ranks: all of them share the tokens, [ranks, tokens, I].
-        tokens = list(map(torch.Tensor.expand, map(torch.flatten, x, repeat(0), repeat(-2)), repeat((ranks, -1, -1))))
+        # A batched product over the target ranks: all of them share the tokens. [B/b, S, I] -> [ranks, tokens, I].
+        tokens = []
+        for piece in x:
+            tokens.append(piece.flatten(0, -2).expand(ranks, -1, -1))
         for by_piece, shape, slot in zip(rows, shapes, slots.split(sizes, 1), strict=True):
             multiply_batch(tokens, by_piece, slot.view(ranks, -1, shape[-1]))
         return start_reduce_scatter_parts(slots, shapes, self.along)
@@ -132,13 +132,13 @@ class ScatterFeatures:
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         if self.along.size == 1:
-            return AsyncResult(list(map(torch.unsqueeze, gradients, repeat(0))))
+            return AsyncResult([gradient.unsqueeze(0) for gradient in gradients])
         flat = list(map(torch.ravel, gradients))
 
         # The reverse of `start`: each rank's gradients of all products, flattened into one message.
         def cut(slots: torch.Tensor) -> Sequence[torch.Tensor]:
             parts = slots.split(list(map(len, flat)), 1)
-            return [part.view(-1, *own.shape) for own, part in zip(gradients, parts, strict=True)]
+            return [part.view(-1, *gradient.shape) for gradient, part in zip(gradients, parts, strict=True)]
 
         return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
@@ -148,13 +148,13 @@ class ScatterFeatures:
         by_part = weight.unflatten(0, (self.parts[product], self.along.size, -1))
         return by_part[0] if len(by_part) == 1 else by_part.transpose(0, 1).flatten(1, 2)
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
+    def places(self, dweight: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        by_part = whole.unflatten(0, (self.parts[product], self.along.size, -1))
+        by_part = dweight.unflatten(0, (self.parts[product], self.along.size, -1))
         if len(by_part) == 1:
             return ((slice(None), by_part[0]),)
         height = by_part.shape[2]
-        return [(slice(part * height, (part + 1) * height), own) for part, own in enumerate(by_part.unbind())]
+        return [(slice(part * height, (part + 1) * height), rows) for part, rows in enumerate(by_part.unbind())]
 
 
 class _InOnePiece:
@@ -164,9 +164,9 @@ class _InOnePiece:
         """See :class:`OutputReduce`."""
         return weight.unsqueeze(0)
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
+    def places(self, dweight: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
-        return ((slice(None), whole.unsqueeze(0)),)
+        return ((slice(None), dweight.unsqueeze(0)),)
 
 
 @dataclass(frozen=True)
@@ -181,17 +181,21 @@ class ScatterSequence(_InOnePiece):
         ranks, (batch, length) = self.along.size, x[0].shape[:2]
         if ranks == 1:
             return AsyncResult((multiply(x, columns),))
-        own = length // ranks
-        slots = x[0].new_empty((ranks, batch, own, columns[0].shape[0]))
+        own_length = length // ranks
+        slots = x[0].new_empty((ranks, batch, own_length, columns[0].shape[0]))
         if batch == 1:
             # With one row, positions lie in the order of the ranks.
             multiply(x, columns, slots.view(1, length, -1))
         else:
             # A rank's positions are contiguous within a row of the batch, but not across rows: a single product would
             # need a copy, so each row has a product of its own.
-            factors = list(map(torch.Tensor.expand, columns, repeat((batch, -1, -1))))
+            factors = []
+            for weight in columns:
+                factors.append(weight.expand(batch, -1, -1))
             for rank, slot in enumerate(slots.unbind()):
-                positions = list(map(torch.narrow, x, repeat(1), repeat(rank * own), repeat(own)))
+                positions = []
+                for piece in x:
+                    positions.append(piece.narrow(1, rank * own_length, own_length))
                 multiply_batch(positions, factors, slot)
         return start_reduce_scatter_parts(slots, (slots.shape[1:],), self.along)
 
@@ -203,6 +207,7 @@ class ScatterSequence(_InOnePiece):
         return start_all_gather(
             gradient,
             self.along,
+            # [ranks, B/b, S/ranks, rows] -> [1, B/b, S, rows], a view if B/b is 1
             lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0),),
         )
 
@@ -228,23 +233,23 @@ class SelectHeads(_InOnePiece):
         if x[0].device not in self._indices:
             self._indices[x[0].device] = torch.tensor(self.keep, device=x[0].device)
         shape = (*x[0].shape[:-1], self.heads * self.head_dim)
-        wholes = x[0].new_empty((len(weights), *shape))
-        for columns, whole in zip(weights, wholes, strict=True):
-            multiply(x, columns, whole)
-        return start_all_reduce(wholes, self.along, self._select)
+        sums = x[0].new_empty((len(weights), *shape))
+        for columns, out in zip(weights, sums, strict=True):
+            multiply(x, columns, out)
+        return start_all_reduce(sums, self.along, self._select)
 
-    def _select(self, wholes: torch.Tensor) -> Sequence[torch.Tensor]:
-        by_head = wholes.unflatten(-1, (self.heads, self.head_dim))
-        keep = self._indices[wholes.device]
-        return [whole.index_select(-2, keep).flatten(-2) for whole in by_head]
+    def _select(self, sums: torch.Tensor) -> Sequence[torch.Tensor]:
+        by_head = sums.unflatten(-1, (self.heads, self.head_dim))
+        keep = self._indices[sums.device]
+        return [product.index_select(-2, keep).flatten(-2) for product in by_head]
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        # A head that was kept several times gets the sum of its gradients.
-        kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
-        wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
-        wholes.index_add_(-2, self._indices[kept.device], kept)
-        return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: summed.unsqueeze(1).unbind())
+        # A head that is in `keep` several times gets the sum of its gradients.
+        dheads = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
+        dsums = dheads.new_zeros((*dheads.shape[:-2], self.heads, self.head_dim))
+        dsums.index_add_(-2, self._indices[dheads.device], dheads)
+        return start_all_reduce(dsums.flatten(-2), self.along, lambda summed: summed.unsqueeze(1).unbind())
 
 
 @dataclass(frozen=True)
@@ -257,23 +262,23 @@ class SumFeatures(_InOnePiece):
         """See :class:`OutputReduce`."""
         weights = list(weights)
         shapes = [(*x[0].shape[:-1], columns[0].shape[0]) for columns in weights]
-        together = x[0].new_empty(sum(map(math.prod, shapes)))
-        for columns, whole in zip(weights, _views(together, shapes), strict=True):
-            multiply(x, columns, whole)
-        return start_all_reduce(together, self.along, lambda summed: _views(summed, shapes))
+        buffer = x[0].new_empty(sum(map(math.prod, shapes)))
+        for columns, out in zip(weights, _views(buffer, shapes), strict=True):
+            multiply(x, columns, out)
+        return start_all_reduce(buffer, self.along, lambda summed: _views(summed, shapes))
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         shapes = [(1, *gradient.shape) for gradient in gradients]
-        together = gradients[0].new_empty(sum(map(math.prod, shapes)))
-        for gradient, own in zip(gradients, _views(together, shapes), strict=True):
-            own.copy_(gradient)
-        return start_all_reduce(together, self.along, lambda summed: _views(summed, shapes))
+        buffer = gradients[0].new_empty(sum(map(math.prod, shapes)))
+        for gradient, view in zip(gradients, _views(buffer, shapes), strict=True):
+            view.copy_(gradient)
+        return start_all_reduce(buffer, self.along, lambda summed: _views(summed, shapes))
 
 
-def _views(together: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+def _views(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
     """Consecutive views of a flat tensor, with the given shapes."""
-    return [part.view(shape) for part, shape in zip(together.split(list(map(math.prod, shapes))), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(buffer.split(list(map(math.prod, shapes))), shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -286,7 +291,7 @@ class NoReduce(_InOnePiece):
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        return AsyncResult(list(map(torch.unsqueeze, gradients, repeat(0))))
+        return AsyncResult([gradient.unsqueeze(0) for gradient in gradients])
 
 
 def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, list[int]]]:

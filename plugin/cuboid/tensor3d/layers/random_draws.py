@@ -80,12 +80,7 @@ class Place:
 
 
 class RandomDraws:
-    """Finds the seeds of what a sharded model's own code draws, on one rank.
-
-    Args:
-        mesh: this rank's mesh.
-        width: number of features of hidden states on this rank.
-    """
+    """Finds the seeds of what a sharded model's own code draws, on one rank, which has ``width`` features (H/h)."""
 
     def __init__(self, mesh: Mesh, width: int) -> None:
         self._mesh, self._width = mesh, width
@@ -244,5 +239,5 @@ def _shape(
 
 
 def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    found = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    return found or torch.device(kwargs.get("device") or torch.get_default_device())
+    device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    return device or torch.device(kwargs.get("device") or torch.get_default_device())

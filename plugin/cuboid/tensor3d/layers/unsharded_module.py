@@ -37,8 +37,8 @@ class UnshardedModule(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the template's forward."""
-        whole = {name: self.unsharded(name) for name in self.sharded_params}
-        return torch.func.functional_call(self._template[0], whole, args, kwargs)
+        parameters = {name: self.unsharded(name) for name in self.sharded_params}
+        return torch.func.functional_call(self._template[0], parameters, args, kwargs)
 
     def extra_repr(self) -> str:
         """The wrapped class and the mesh."""

@@ -47,8 +47,9 @@ class _TokenLosses(torch.autograd.Function):
         logits, local, log_total, ignored = ctx.saved_tensors
         # Recomputed, because forward would have to save it beside the logits.
         softmax = (_masked(logits, ctx.beyond) - log_total.unsqueeze(-1)).exp_()
-        here = local.clamp(min=0).unsqueeze(-1)
-        softmax.scatter_add_(-1, here, -(local >= 0).to(softmax.dtype).unsqueeze(-1))
+        column = local.clamp(min=0).unsqueeze(-1)
+        # softmax - 1 in the label's column, if this rank has it: the gradient of -log softmax.
+        softmax.scatter_add_(-1, column, -(local >= 0).to(softmax.dtype).unsqueeze(-1))
         softmax *= gradient.masked_fill(ignored, 0).unsqueeze(-1)
         return softmax.to(logits.dtype), None, None, None, None
 
@@ -92,8 +93,8 @@ def token_sum(
         vocabulary: V, without padding.
         ignore_index: label of tokens without a loss.
     """
-    own = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
-    return _TokenLosses.apply(logits, own, ignore_index, vocabulary, mesh).sum()
+    own_labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
+    return _TokenLosses.apply(logits, own_labels, ignore_index, vocabulary, mesh).sum()
 
 
 def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -144,7 +145,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
+        # All ranks compute the same from the full tensor, so that each has its full gradient: nothing to reduce.
         for dim, axis in reversed(ctx.cuts):
             gradient = own_slice(gradient, dim, ctx.mesh.along(axis))
         return gradient.contiguous(), None, None

@@ -29,14 +29,14 @@ class _LookUp(torch.autograd.Function):
             rows = block.shape[0]
             local = ids - along.index * rows
             elsewhere = (local < 0) | (local >= rows)
-            found = nn.functional.embedding(local.masked_fill(elsewhere, 0), block)
+            vectors = nn.functional.embedding(local.masked_fill(elsewhere, 0), block)
         # Backward adds the gradients of padding and of other ranks' ids to an extra row, `rows`, and drops it.
-        nobody = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
-        ctx.save_for_backward(local.masked_fill(nobody, rows))
+        without_row = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
+        ctx.save_for_backward(local.masked_fill(without_row, rows))
         ctx.param, ctx.rows = param, rows
         if along.size > 1:
-            found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return scatter_dim(found, SEQUENCE_DIM, along)
+            vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return scatter_dim(vectors, SEQUENCE_DIM, along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -75,18 +75,16 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
 
 def shard_embedding(old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec) -> nn.Embedding:
-    """The sharded version of an embedding. Its class may do more than look up, such as scale rows or shift ids.
+    """The sharded version of an embedding, with the shard ``weight``.
 
-    Args:
-        old: the embedding. An instance of a subclass is changed in place, and keeps its other attributes.
-        weight: the shard.
-        mesh, layout: of the shard.
+    An instance of a subclass, which may do more than look up, such as scale rows or shift ids, is changed in place and
+    keeps its other attributes.
     """
     if type(old) is nn.Embedding:
         return ShardedEmbedding(weight, mesh=mesh, layout=layout, padding_idx=old.padding_idx)
-    own = type(old)
+    cls = type(old)
     # Ours follows its own class in the MRO, so that its ``super().forward(ids)`` looks up in the shards.
-    old.__class__ = type(own.__name__, (own, ShardedEmbedding), {"__module__": own.__module__})
+    old.__class__ = type(cls.__name__, (cls, ShardedEmbedding), {"__module__": cls.__module__})
     new: Any = old
     new.register_parameter("weight", weight)
     new.init_sharding(mesh, {"weight": layout})

@@ -62,8 +62,8 @@ class LateSplit:
         if not self._is_split:
             return output
         self.is_whole = True
-        whole: torch.Tensor = _Whole.apply(output, self._mesh)
-        return whole
+        full: torch.Tensor = _GatherFull.apply(output, self._mesh)
+        return full
 
     @uncompiled
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ class LateSplit:
             return None
         self.is_whole = False
         stream = next(x for x in (*args, *kwargs.values()) if _is_activation(x))
-        # A part of a longer source may have the shape of a whole activation: leave it as it is.
+        # A part of an encoder's output, if that is longer, may have the shape of a whole activation of the decoder.
         source = None if self._source is None else self._source()
 
         def part(x: Any) -> Any:
@@ -88,8 +88,8 @@ class LateSplit:
             return output
         self.is_whole = True
         if isinstance(output, tuple):
-            return _Whole.apply(output[0], self._mesh), *output[1:]
-        return _Whole.apply(output, self._mesh)
+            return _GatherFull.apply(output[0], self._mesh), *output[1:]
+        return _GatherFull.apply(output, self._mesh)
 
     def whole_shape(self, part: torch.Tensor) -> tuple[int, int, int]:
         """The shape of the activations of which a rank has a part."""
@@ -170,13 +170,13 @@ class ImageSplit:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`part`."""
         if self._mesh.size("sequence", "hidden") > 1:
-            x = _Whole.apply(x, self._mesh)
+            x = _GatherFull.apply(x, self._mesh)
         return x.narrow(SEQUENCE_DIM, 0, self.length)
 
     def filled_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Pad a dim of S positions with zeros to S'."""
-        missing = padded_length(self.length, self._granule) - self.length
-        return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+        padding = padded_length(self.length, self._granule) - self.length
+        return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding)) if padding else x
 
 
 def compute_whole(
@@ -190,8 +190,8 @@ def compute_whole(
     """Make a block compute whole, in place. :func:`keep_whole` must have sharded its modules.
 
     Args:
-        block: the module.
-        mesh: the mesh that shards its parameters.
+        block: any module.
+        mesh: that of its parameters.
         late: tracks whether activations are whole, for a block outside of the layers where they may be.
         everywhere: whether all ranks of the mesh get the same input, that of the whole micro-batch.
         images: pads and splits the activations of images, for a block inside a layer.
@@ -203,67 +203,68 @@ def compute_whole(
 
 
 @cache
-def _computed_whole(own: Any) -> type[nn.Module]:
+def _computed_whole(cls: Any) -> type[nn.Module]:
     # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
-    @wraps(own.forward)
+    @wraps(cls.forward)
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, own, args, kwargs)
+        return _run(self, cls, args, kwargs)
 
-    members = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (own,), members)
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)
 
 
-def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh: Mesh = block.mesh
     late: LateSplit | ImageSplit | None = block.cuboid_late
     images: ImageSplit | None = block.cuboid_images
     if block.cuboid_everywhere:
         with _unsharded(block, AXES):
-            return own.forward(block, *args, **kwargs)
+            return cls.forward(block, *args, **kwargs)
     if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
         # Ranks of sequence × hidden have the same whole activations, too.
         device = next(block.parameters()).device
         with random_numbers_of_block(mesh, device), _unsharded(block):
-            return own.forward(block, *args, **kwargs)
+            return cls.forward(block, *args, **kwargs)
     stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
     if stream is None:
         raise UnsupportedModelError(
-            f"{own.__name__} would have to be computed whole, and isn't called with an activation [B, S, H]"
+            f"{cls.__name__} would have to be computed whole, and isn't called with an activation [B, S, H]"
         )
     batch, length, width = stream.shape
     is_split = mesh.size("sequence", "hidden") > 1
 
-    def whole(x: Any) -> Any:
-        # All activations are gathered. If the sequence isn't split, rotary cosines and sines differ only in width.
+    def gather(x: Any) -> Any:
+        # Every activation among the arguments is gathered, which its shape tells. Rotary cosines and sines have three
+        # dims too, but the whole sequence already; where it isn't split, only their width differs.
         is_part = _is_activation(x) and x.shape[:2] == (batch, length)
         is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
         if is_part and images is not None:
             return images.whole(x)
-        return _Whole.apply(x, mesh) if is_part and is_split else x
+        return _GatherFull.apply(x, mesh) if is_part and is_split else x
 
     positions = length * mesh.size("sequence") if images is None else images.length
 
-    def part(x: Any) -> Any:
+    def take_part(x: Any) -> Any:
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
         if is_whole and images is not None:
             return images.part(x)
         return _OwnPart.apply(x, mesh) if is_whole and is_split else x
 
-    args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
+    args, kwargs = tuple(map(gather, args)), {name: gather(x) for name, x in kwargs.items()}
     # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
     with random_numbers_of_block(mesh, stream.device), _unsharded(block):
-        output = own.forward(block, *args, **kwargs)
+        output = cls.forward(block, *args, **kwargs)
     if isinstance(output, tuple):
-        return tuple(map(part, output))
-    return part(output)
+        return tuple(map(take_part, output))
+    return take_part(output)
 
 
 def _is_activation(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 3 and x.is_floating_point()
 
 
-class _Whole(torch.autograd.Function):
+class _GatherFull(torch.autograd.Function):
     """``[B/b, S/s, H/h]`` to ``[B/b, S, H]``, from which all ranks of sequence × hidden compute the same."""
 
     @staticmethod
@@ -273,12 +274,12 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # These ranks have the same whole gradient: nothing to reduce.
+        # All ranks of sequence × hidden computed the same gradient of all of x: nothing to reduce.
         return _own_part(gradient, ctx.mesh).contiguous(), None
 
 
 class _OwnPart(torch.autograd.Function):
-    """The transpose of :class:`_Whole`."""
+    """The transpose of :class:`_GatherFull`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -310,12 +311,12 @@ def _unsharded(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")
     ]
     shards: list[Any] = [module._parameters[name] for module, name, _ in owners]
     params = [param for _, _, param in owners]
-    wholes = _UnshardAll.apply(params, same, *shards) if owners else ()
-    again = _Again(params, shards, wholes)
-    for (module, name, _), whole in zip(owners, wholes, strict=True):
-        module._parameters[name] = whole  # type: ignore[assignment]
+    full_params = _UnshardAll.apply(params, same, *shards) if owners else ()
+    hooks = _SavedByNumber(params, shards, full_params)
+    for (module, name, _), full in zip(owners, full_params, strict=True):
+        module._parameters[name] = full  # type: ignore[assignment]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             yield
     finally:
         for (module, name, _), shard in zip(owners, shards, strict=True):
@@ -335,50 +336,52 @@ class _UnshardAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        there = [
+        pairs = [
             (param, gradient) for param, gradient in zip(ctx.params, gradients, strict=True) if gradient is not None
         ]
-        if not there:
+        if not pairs:
             return None, None, *gradients
-        mesh = there[0][0].mesh
+        mesh = pairs[0][0].mesh
         # This many ranks have computed the same gradient, and the reduce-scatter sums all of them.
         same = mesh.size(*ctx.same)
-        totals = [(param, param.to_reduce(gradient / same if same > 1 else gradient)) for param, gradient in there]
+        totals = [(param, param.to_reduce(gradient / same if same > 1 else gradient)) for param, gradient in pairs]
         ready = {param: total for param, total in totals if total is not None}
         reducing = start_reduce_scatters(list(ready), list(ready.values()))
-        reduced = {param: each.wait() for param, each in zip(ready, reducing, strict=True)}
+        reduced = {param: pending.wait() for param, pending in zip(ready, reducing, strict=True)}
         return None, None, *map(reduced.get, ctx.params)
 
 
 def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     shards = [shard.detach() for shard in shards]
     start_unshards(params, shards)
-    wholes = []
+    full_params = []
     for param, shard in zip(params, shards, strict=True):
         if param.ranks == 1:
-            wholes.append(shard.view_as(shard))
+            full_params.append(shard.view_as(shard))
         else:
-            # Contiguous, out of a bucket's buffer: `_Again` recognises a parameter by its storage.
-            wholes.append(param.unsharded().contiguous())
+            # Contiguous, out of a bucket's buffer: `_SavedByNumber` recognises a parameter by its storage.
+            full_params.append(param.unsharded().contiguous())
             param.reshard()
-    return tuple(wholes)
+    return tuple(full_params)
 
 
-class _Again:
+class _SavedByNumber:
     """Saved-tensor hooks that save a block's parameters by number only; backward gathers all of them again, once."""
 
     def __init__(
-        self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+        self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], full_params: Sequence[torch.Tensor]
     ) -> None:
         self._params, self._shards = params, shards
         self._versions = [shard._version for shard in shards]
-        self._numbers = {whole.untyped_storage().data_ptr(): number for number, whole in enumerate(wholes)}
+        self._numbers = {full.untyped_storage().data_ptr(): number for number, full in enumerate(full_params)}
         self._wholes: tuple[torch.Tensor, ...] | None = None
 
     def pack(self, x: torch.Tensor) -> Any:
         number = self._numbers.get(x.untyped_storage().data_ptr()) if x.numel() else None
         if number is None:
+            # Not a parameter: saved as usual.
             return x
+        # Autograd may save a view of the parameter, such as its transpose.
         return number, x.size(), x.stride(), x.storage_offset()
 
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -20,8 +20,8 @@ _BUCKET_BYTES = 1 << 20
 
 def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
     """Start to unshard blocks in the order of their use; blocks that exist or are in flight are skipped."""
-    missing = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
-    for members in _buckets(missing):
+    pairs = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
+    for members in _buckets(pairs):
         if len(members) == 1:
             members[0][0].start_unshard(members[0][1])
         else:
@@ -52,32 +52,32 @@ def start_reduce_scatters(
     params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]
 ) -> list[AsyncResult[torch.Tensor]]:
     """Start to reduce-scatter the gradients of blocks; results in the order of ``params``."""
-    found: list[AsyncResult[torch.Tensor]] = []
+    results: list[AsyncResult[torch.Tensor]] = []
     for members in _buckets(list(zip(params, gradients, strict=True)), of_blocks=True):
         first = members[0][0]
         if len(members) == 1 or first.ranks == 1:
-            found += [param.start_reduce_scatter(gradient) for param, gradient in members]
+            results += [param.start_reduce_scatter(gradient) for param, gradient in members]
             continue
         # [ranks, elements]: each rank's slices of all members, one after another.
         stacked = [param.stacked(gradient) for param, gradient in members]
-        rows = torch.cat([each.flatten(1) for each in stacked], 1)
+        rows = torch.cat([blocks.flatten(1) for blocks in stacked], 1)
         exchange = rows.dtype.itemsize < FULL_ITEMSIZE and first.exchanges
-        shapes = [each.shape[1:] for each in stacked]
+        shapes = [blocks.shape[1:] for blocks in stacked]
         reducing = start_reduce_scatter_parts(rows, shapes, first.along, exchange=exchange)
-        found += [AsyncResult(own, finish=reducing.wait) for own in reducing.incomplete()]
-    return found
+        results += [AsyncResult(gradient, finish=reducing.wait) for gradient in reducing.incomplete()]
+    return results
 
 
 def reduce_rest(model: nn.Module) -> None:
     """At the end of a step, reduce and accumulate sums of parameters that its last backward didn't use. Collective."""
-    rest = []
+    leftovers = []
     for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
         for name, param in module.sharded_params.items():
             total = None if param.gradient_sync is None else param.gradient_sync.take(param)
             if total is not None:
-                rest.append((param, module.get_parameter(name), total))
-    reducing = start_reduce_scatters([param for param, _, _ in rest], [total for _, _, total in rest])
-    for (_, parameter, _), reduced in zip(rest, reducing, strict=True):
+                leftovers.append((param, module.get_parameter(name), total))
+    reducing = start_reduce_scatters([param for param, _, _ in leftovers], [total for _, _, total in leftovers])
+    for (_, parameter, _), reduced in zip(leftovers, reducing, strict=True):
         # Through autograd, so that the hooks of frameworks see the gradient.
         parameter.backward(reduced.wait().to(parameter.dtype))  # type: ignore[no-untyped-call]
 
@@ -91,8 +91,8 @@ def _buckets(
     for param, tensor in members:
         size = tensor.nbytes // (param.ranks if of_blocks else 1)
         if bucket:
-            first, of_first = bucket[0]
-            is_alike = param.along is first.along and tensor.dtype == of_first.dtype
+            first_param, first_tensor = bucket[0]
+            is_alike = param.along is first_param.along and tensor.dtype == first_tensor.dtype
             if not is_alike or total + size > _BUCKET_BYTES:
                 yield bucket
                 bucket, total = [], 0

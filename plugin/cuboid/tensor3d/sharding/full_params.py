@@ -14,18 +14,20 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
-class _GatherWhole(torch.autograd.Function):
+class _GatherFull(torch.autograd.Function):
+    """A shard to the parameter in its Hugging Face shape, on every rank."""
+
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
         ctx.layout, ctx.mesh = layout, mesh
-        whole = shard.new_empty(layout.shape)
+        full = shard.new_empty(layout.shape)
         for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh.along(*AXES)), strict=True):
-            put_shard(whole, piece, layout, mesh.shape, mesh.topology.coordinate(rank))
-        return whole
+            put_shard(full, piece, layout, mesh.shape, mesh.topology.coordinate(rank))
+        return full
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
+        # All ranks compute the same from the full tensor, so that each has its full gradient: nothing to reduce.
         return take_shard(gradient, ctx.layout, ctx.mesh), None, None
 
 
@@ -37,5 +39,5 @@ def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):
         return None
-    whole: torch.Tensor = _GatherWhole.apply(shard, module.layout(name), module.mesh)
-    return whole
+    full: torch.Tensor = _GatherFull.apply(shard, module.layout(name), module.mesh)
+    return full

@@ -26,15 +26,9 @@ class GradientSync:
         self._sums: dict[Hashable, torch.Tensor] = {}
 
     def add(self, key: Hashable, gradient: torch.Tensor, *, is_own: bool) -> torch.Tensor | None:
-        """Add a block's gradient.
+        """Add one backward's gradient of the block ``key``; ``is_own`` says whether it may be modified in place.
 
-        Args:
-            key: identifies the block.
-            gradient: from one backward.
-            is_own: whether the tensor may be modified in place.
-
-        Returns:
-            The sum, in the gradient's dtype, if this was the step's last one; else None.
+        Returns the sum, in the gradient's dtype, if this backward was the step's last one; else None.
         """
         total = self._sums.pop(key, None)
         if total is not None:

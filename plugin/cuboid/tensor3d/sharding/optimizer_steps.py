@@ -18,10 +18,10 @@ class OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         # Weak, because torch keeps the hook, which is global, until it is removed.
-        own = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def count_one(*_: Any) -> None:
-            counter = own()
+            counter = self_ref()
             if counter is not None:
                 counter.count += 1
 

@@ -36,14 +36,7 @@ class Member(Protocol):
 
 
 class ParamGroup:
-    """Small parameters of one dtype whose blocks are sharded over the same axes.
-
-    Args:
-        members: at least one.
-
-    Attributes:
-        params: the members' :class:`ShardedParam`, in order.
-    """
+    """One or more small parameters of one dtype, whose blocks are sharded over the same axes."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
@@ -91,9 +84,13 @@ class ParamGroupUnshard:
         self.params = group.params
         first = self.params[0]
         self._along = first.along
-        self._sizes = list(map(torch.Tensor.numel, shards))
-        row = torch.cat(list(map(torch.ravel, map(torch.Tensor.detach, shards))))
-        self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self._along)
+        self._sizes: list[int] = []
+        rows = []
+        for shard in shards:
+            self._sizes.append(shard.numel())
+            rows.append(shard.detach().ravel())
+        # One row with all shards, to [ranks, elements].
+        self._pending: AsyncResult[torch.Tensor] = start_all_gather(torch.cat(rows), self._along)
 
     def finish(self) -> None:
         """Wait, and give the modules the blocks, differentiably."""
@@ -104,6 +101,7 @@ class ParamGroupUnshard:
         blocks = []
         parts = self._pending.wait().split(self._sizes, 1)
         for param, part, shard in zip(self.params, parts, self._shards, strict=True):
+            # [ranks, elements of a shard] -> [ranks, rows, …] -> [ranks · rows, …], without the last shard's padding
             blocks.append(part.unflatten(1, shard.shape).flatten(0, 1)[: param.block_shape[0]])
         return tuple(blocks)
 
@@ -121,6 +119,7 @@ class ParamGroupUnshard:
         sizes = []
         for trains, size in zip(self._trained, self._sizes, strict=True):
             sizes.append(size if trains else 0)
+        # Zeros, for parameters without a gradient: [ranks, elements of a shard of each trained parameter].
         slots = self._shards[0].new_zeros((self.params[0].ranks, sum(sizes)))
         for trains, param, gradient, slot in zip(
             self._trained, self.params, gradients, slots.split(sizes, 1), strict=True
@@ -147,8 +146,9 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ready = gradients if ctx.unshard.params[0].gradient_sync is None else ctx.unshard.to_reduce(gradients)
+        # None of the sums is complete before a step's last backward.
         if all(map(is_, ready, repeat(None))):
             return None, *ready
         reduced = ctx.unshard.start_reduce_scatter(ready)
-        needed = ctx.needs_input_grad[1:]
-        return None, *(each if wanted else None for each, wanted in zip(reduced, needed, strict=True))
+        needs_grad = ctx.needs_input_grad[1:]
+        return None, *(gradient if needs else None for gradient, needs in zip(reduced, needs_grad, strict=True))

@@ -44,22 +44,20 @@ class ShardedState(Enum):
 class UnshardedCopy:
     """An unsharded block that lives as long as it is referred to, and what identifies the values it was gathered from.
 
-    Args:
-        whole: the block, perhaps cast.
-        parameter: the model's own shard, not the tensor that was gathered. That may be a temporary cast, whose address
-            depends on the rank's allocator, and all ranks must agree on whether a collective is needed.
-        steps: counts the optimizer's steps.
+    The values are identified by ``parameter``, the model's own shard, and by the optimizer's steps so far. Not by the
+    tensor that was gathered: that may be a temporary cast, whose address depends on the rank's allocator, and all ranks
+    must agree on whether a collective is needed.
     """
 
-    def __init__(self, whole: torch.Tensor, parameter: torch.Tensor, steps: OptimizerSteps) -> None:
-        self.whole = whole
+    def __init__(self, block: torch.Tensor, parameter: torch.Tensor, steps: OptimizerSteps) -> None:
+        self.block = block
         # A weak reference; but while it exists, the storage's address isn't reused.
         self._storage = StorageWeakRef(parameter.untyped_storage())
         self._values = self._values_of(parameter, steps)
 
     def is_of(self, parameter: torch.Tensor, dtype: torch.dtype, steps: OptimizerSteps) -> bool:
         """Whether the block still has the parameter's values, in this dtype."""
-        is_same = self._storage.cdata == parameter.untyped_storage()._cdata and self.whole.dtype == dtype
+        is_same = self._storage.cdata == parameter.untyped_storage()._cdata and self.block.dtype == dtype
         return is_same and self._values == self._values_of(parameter, steps)
 
     @staticmethod
@@ -125,7 +123,7 @@ class ShardedParam:
         may_reuse = self._copy is not None and (self.copies_of_step is not None or is_recomputing())
         copy = self._current_copy(shard.dtype) if may_reuse else None
         if self.state is ShardedState.SHARDED and copy is not None:
-            self._block, self._dtype, self.state = copy.whole, shard.dtype, ShardedState.UNSHARDED
+            self._block, self._dtype, self.state = copy.block, shard.dtype, ShardedState.UNSHARDED
         return self.state is ShardedState.SHARDED
 
     def expect_unshard(self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor]) -> None:
@@ -152,32 +150,27 @@ class ShardedParam:
         self.state = ShardedState.SHARDED
 
     def reshard_after_forward(self, shard: torch.Tensor, *, keep: bool) -> UnshardedCopy | None:
-        """:meth:`reshard` after a forward's product.
+        """:meth:`reshard` after a forward's product; ``keep`` says whether a backward will follow.
 
-        Args:
-            shard: from which the block was gathered.
-            keep: whether a backward will follow.
-
-        Returns:
-            With "weight_gather": "step", the block: it stays unsharded for the backward, in a pipeline for other
-            forwards until then too, as long as this is referred to. Else None.
+        With "weight_gather": "step", returns the block. As long as it is referred to, it stays unsharded for the
+        backward, and in a pipeline for other forwards until then.
         """
         if self.ranks == 1 or is_recomputing():
             # The backward of a recomputed forward follows at once, and uses the same block.
             return None
-        whole = self.unsharded()
+        block = self.unsharded()
         self.reshard()
         parameter = None if self._parameter is None else self._parameter()
         if not keep or self.optimizer_steps is None or parameter is None:
             return None
         copy = self._current_copy(shard.dtype)
         if copy is None:
-            copy = UnshardedCopy(whole, parameter, self.optimizer_steps)
+            copy = UnshardedCopy(block, parameter, self.optimizer_steps)
             self._copy = weakref.ref(copy)
             if self.copies_of_step is not None:
                 self.copies_of_step.append(copy)
         # All graphs share the newest block, as those of a plain model share its weights.
-        copy.whole = whole
+        copy.block = block
         return copy
 
     def _current_copy(self, dtype: torch.dtype) -> UnshardedCopy | None:
@@ -210,15 +203,9 @@ class ShardedParam:
                 self.reshard_after_forward(shard, keep=True)
 
     def to_reduce(self, block_gradient: torch.Tensor, *, is_own: bool = False) -> torch.Tensor | None:
-        """The gradient to reduce after a backward.
+        """The gradient to reduce after a backward; ``is_own`` says whether it may be modified in place.
 
-        Args:
-            block_gradient: of this backward.
-            is_own: whether it may be modified in place.
-
-        Returns:
-            With "gradient_sync": "step", the sum over the step's backwards after the last of them, and None before;
-            else the gradient itself.
+        With "gradient_sync": "step", that is the sum over the step's backwards after the last of them, and None before.
         """
         if self.gradient_sync is None or self.ranks == 1:
             return block_gradient
@@ -241,11 +228,11 @@ class ShardedParam:
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
         """Cut a block into the ranks' shards, ``[fsdp, rows/fsdp, ...]``; padding rows are zeros."""
-        height, *rest = self._shard_shape
-        missing = self.ranks * height - block.shape[0]
-        if missing:
-            block = torch.cat([block, block.new_zeros((missing, *rest))])
-        return block.reshape(self.ranks, height, *rest)
+        height, *other_sizes = self._shard_shape
+        padding_rows = self.ranks * height - block.shape[0]
+        if padding_rows:
+            block = torch.cat([block, block.new_zeros((padding_rows, *other_sizes))])
+        return block.reshape(self.ranks, height, *other_sizes)
 
     def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
         """:meth:`to_reduce`, then :meth:`start_reduce_scatter`, waited for. None if there is nothing to reduce yet."""
@@ -346,8 +333,8 @@ def shard_in_place(
 
 
 @cache
-def _subclass(kind: Any, own: Any) -> type[nn.Module]:
-    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+def _subclass(kind: Any, cls: Any) -> type[nn.Module]:
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 #: Whether the caller of ``state_dict`` expects shards in it.
@@ -371,11 +358,7 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def check_knows_of_shards(module: nn.Module) -> None:
-    """Refuse a state dict of shards to callers that would take it for the whole model's.
-
-    Raises:
-        UnsupportedModelError: outside :func:`local_state`.
-    """
+    """Outside :func:`local_state`, raise an error: the caller would take the shards for the model's whole tensors."""
     if not _knows_of_shards.get():
         raise UnsupportedModelError(
             f"{type(module).__name__}.state_dict() would give this rank's part of the model under the names of whole "

@@ -81,8 +81,8 @@ class ShardingSpec:
 
     def shard_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Shape of the shard, the same on every rank."""
-        rows, *rest = self.block_shape(mesh)
-        return (math.ceil(rows / mesh.of(*self.fsdp_axes)), *rest)
+        rows, *other_sizes = self.block_shape(mesh)
+        return (math.ceil(rows / mesh.of(*self.fsdp_axes)), *other_sizes)
 
     def block_intervals(self, mesh: MeshShape, at: Coordinate) -> list[list[Interval]]:
         """For each dim, the intervals of the unsplit tensor that make up the block, in order."""
@@ -99,14 +99,15 @@ class ShardingSpec:
 
         Their total length can fall short of :meth:`shard_shape` along dim 0; the rest is padding.
         """
-        rows, *rest = self.block_intervals(mesh, at)
+        row_intervals, *other_intervals = self.block_intervals(mesh, at)
         height = self.shard_shape(mesh)[0]
         start = at.index(self.fsdp_axes, mesh) * height
-        return [list(_within(rows, start, start + height)), *rest]
+        return [list(_within(row_intervals, start, start + height)), *other_intervals]
 
 
 def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interval]:
     """The part [start, stop) of a concatenation of intervals."""
+    # Of the elements in all intervals before.
     offset = 0
     for low, high in intervals:
         left, right = max(start, offset), min(stop, offset + high - low)
@@ -118,45 +119,47 @@ def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interv
 def take_shard(full: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
     """Copy this rank's shard out of a whole tensor, padding included."""
     shard = full.new_zeros(layout.shard_shape(mesh.shape))
-    for here, there in shard_boxes(layout, mesh.shape, mesh.coordinate):
-        shard[here] = full[there]
+    for in_shard, in_full in shard_boxes(layout, mesh.shape, mesh.coordinate):
+        shard[in_shard] = full[in_full]
     return shard
 
 
 def pad_shard(rows: torch.Tensor, layout: ShardingSpec, mesh: MeshShape) -> torch.Tensor:
     """Pad a shard that was read without its padding to the common shape; a full one is returned unchanged."""
-    missing = layout.shard_shape(mesh)[0] - rows.shape[0]
-    return rows if missing == 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    padding_rows = layout.shard_shape(mesh)[0] - rows.shape[0]
+    return rows if padding_rows == 0 else torch.cat([rows, rows.new_zeros((padding_rows, *rows.shape[1:]))])
 
 
 def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: ShardingSpec, mesh: MeshShape, at: Coordinate) -> None:
     """Write the shard of the rank at ``at`` into a whole tensor; the inverse of :func:`take_shard`."""
-    for here, there in shard_boxes(layout, mesh, at):
-        full[there] = shard[here].to(full.dtype)
+    for in_shard, in_full in shard_boxes(layout, mesh, at):
+        full[in_full] = shard[in_shard].to(full.dtype)
 
 
 def placed_boxes(
     layout: ShardingSpec, mesh: MeshShape, at: Coordinate, rows: slice
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """For a range of the shard's rows: pairs of (slices of those rows, slices of the whole tensor)."""
-    for (here, *rest), (there, *others) in shard_boxes(layout, mesh, at):
-        low, high = max(here.start, rows.start), min(here.stop, rows.stop)
+    """As :func:`shard_boxes` for a range of the shard's rows: pairs of (slices of those rows, of the whole tensor)."""
+    for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(layout, mesh, at):
+        low, high = max(shard_rows.start, rows.start), min(shard_rows.stop, rows.stop)
         if low < high:
-            start = there.start + low - here.start
-            whole = slice(start, start + high - low)
-            yield (slice(low - rows.start, high - rows.start), *rest), (whole, *others)
+            start = full_rows.start + low - shard_rows.start
+            full_slice = slice(start, start + high - low)
+            yield (slice(low - rows.start, high - rows.start), *shard_dims), (full_slice, *full_dims)
 
 
 def shard_boxes(
     layout: ShardingSpec, mesh: MeshShape, at: Coordinate
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
-    placed = [list(_placed(dim)) for dim in layout.shard_intervals(mesh, at)]
-    for box in product(*placed):
-        yield tuple(here for here, _ in box), tuple(there for _, there in box)
+    # For each dim, pairs of (slice of the shard, slice of the whole tensor); a box takes one pair of each dim.
+    slices_of_dims = [list(_slices(intervals)) for intervals in layout.shard_intervals(mesh, at)]
+    for box in product(*slices_of_dims):
+        yield tuple(in_shard for in_shard, _ in box), tuple(in_full for _, in_full in box)
 
 
-def _placed(intervals: list[Interval]) -> Iterator[tuple[slice, slice]]:
+def _slices(intervals: list[Interval]) -> Iterator[tuple[slice, slice]]:
+    """For intervals of one dim: pairs of (slice of their concatenation, slice of the whole dim)."""
     offset = 0
     for low, high in intervals:
         yield slice(offset, offset + high - low), slice(low, high)
