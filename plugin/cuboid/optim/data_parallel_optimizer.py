@@ -51,8 +51,8 @@ def replica_optimizer(
     """
     replicas = mesh.topology.data
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    low = any((dtype or parameter.dtype).itemsize < torch.float32.itemsize for parameter in trained)
-    if low or (split and replicas > 1):
+    is_low_precision = any((dtype or parameter.dtype).itemsize < torch.float32.itemsize for parameter in trained)
+    if is_low_precision or (split and replicas > 1):
         return _FlatOptimizer(optimizer, mesh, dtype, split=split)
     return _DirectOptimizer(optimizer, mesh)
 
@@ -126,8 +126,8 @@ class _FlatOptimizer:
         self._flats: list[list[FlatParameters]] = []
         for group in optimizer.param_groups:
             flats = []
-            for given, parameters in _by_dtype([p for p in group["params"] if p.requires_grad]).items():
-                working = dtype or given
+            for param_dtype, parameters in _by_dtype([p for p in group["params"] if p.requires_grad]).items():
+                working = dtype or param_dtype
                 master = working if working.itemsize >= torch.float32.itemsize else torch.float32
                 flats.append(FlatParameters(parameters, master, working, share))
             group["params"] = [flat.master for flat in flats]

@@ -124,15 +124,15 @@ def check_named(name: Any, owned: OwnedShards) -> None:
 def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
     """Reject wrappers, patched objects and optimizers whose ``step`` needs arguments."""
     kind = type(optimizer).__name__
-    needed = [
+    arguments = [
         parameter.name
         for parameter in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    if needed:
+    if arguments:
         raise OptimizerError(
-            f"{kind}.step needs {', '.join(needed)}, but frameworks call it without, once backward has run; take an "
+            f"{kind}.step needs {', '.join(arguments)}, but frameworks call it without, once backward has run; take an "
             f"optimizer such as {_WORKING}"
         )
     inner = [
@@ -198,22 +198,22 @@ def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Seque
     devices = [place.index or 0] if place.type == "cuda" else []
     # The script's random numbers must not depend on whether there was a trial.
     with torch.random.fork_rng(devices), _NoCommunication():
-        trial = _Trial(optimizer, groups, [[_SHAPES[rank] for rank in own] for own in ranks], place)
+        trial = _Trial(optimizer, groups, [[_SHAPES[rank] for rank in group_ranks] for group_ranks in ranks], place)
         try:
-            whole = trial.run([[_full(place) for place in range(len(own))] for own in ranks])
-            _check_moved(trial, whole)
+            full = trial.run([[_full(place) for place in range(len(group_ranks))] for group_ranks in ranks])
+            _check_moved(trial, full)
             for how, shares in _shares(ranks, owned):
                 for share in shares:
-                    trial.compare(whole, trial.run(share), share, how)
-        except _DifferenceError as found:
-            raise _needs_whole(type(optimizer).__name__, str(found), owned) from None
+                    trial.compare(full, trial.run(share), share, how)
+        except _DifferenceError as error:
+            raise _needs_whole(type(optimizer).__name__, str(error), owned) from None
         except OptimizerError:
             raise
         except Exception as error:
             if not owned.reason:
                 return
             raise _untried(optimizer, f"{type(error).__name__}: {error}", owned) from error
-    _check_saved(optimizer, whole)
+    _check_saved(optimizer, full)
 
 
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:
@@ -242,9 +242,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_of(group: Mapping[str, Any], *, flat: bool) -> list[int]:
-    """Tensor ranks (numbers of dims) in a group, each twice, so that a tensor can be flattened with another one."""
-    found = {min(parameter.dim(), max(_SHAPES)) for parameter in group["params"]}
-    return sorted([*found, *found]) if found else ([1] if flat else [])
+    """Numbers of dims of a group's tensors, each twice, so that a tensor can be flattened with another one."""
+    dims = {min(parameter.dim(), max(_SHAPES)) for parameter in group["params"]}
+    return sorted([*dims, *dims]) if dims else ([1] if flat else [])
 
 
 def _full(place: int) -> _Take:
@@ -266,27 +266,39 @@ def _half_of_flat(count: int, half: int) -> _Take:
 
 
 def _shares(ranks: Sequence[Sequence[int]], owned: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
-    """The ways in which ranks may divide the tensors: a description, and the pieces of each of two optimizers."""
+    """The ways in which ranks may divide the tensors: a description, and the pieces of each of two optimizers.
+
+    ``ranks`` has the number of dims of each tensor, by parameter group.
+    """
     halves = (0, 1)
-    # Mesh sharding: along every dim, because the mesh may shard any of them.
+    # A mesh may shard any dim; a tensor with fewer dims is cut along its last one. Scalars aren't cut.
     if owned.cut:
         for dim in range(max(itertools.chain.from_iterable(ranks), default=0)):
             yield (
                 f"tensors cut in two along dim {dim}",
                 [
-                    [[_half_along(at, min(dim, n - 1), half) for at, n in enumerate(own) if n] for own in ranks]
+                    [
+                        [_half_along(at, min(dim, n - 1), half) for at, n in enumerate(group_ranks) if n]
+                        for group_ranks in ranks
+                    ]
                     for half in halves
                 ],
             )
     if owned.flat:
         yield (
             "tensors laid end to end",
-            [[[_half_of_flat(len(own), half)] if own else [] for own in ranks] for half in halves],
+            [
+                [[_half_of_flat(len(group_ranks), half)] if group_ranks else [] for group_ranks in ranks]
+                for half in halves
+            ],
         )
     if owned.spread or owned.cut:
         yield (
             "tensors spread over two optimizers",
-            [[[_full(at) for at in range(len(own)) if at % 2 == half] for own in ranks] for half in halves],
+            [
+                [[_full(at) for at in range(len(group_ranks)) if at % 2 == half] for group_ranks in ranks]
+                for half in halves
+            ],
         )
 
 
@@ -308,43 +320,41 @@ class _Trial:
         generator = torch.Generator().manual_seed(2105)
 
         def draw(spread: float) -> list[list[torch.Tensor]]:
-            return [[_uneven(shape, spread, generator).to(device) for shape in own] for own in shapes]
+            return [[_uneven(shape, spread, generator).to(device) for shape in group_shapes] for group_shapes in shapes]
 
         self.start = draw(1.0)
-        # The magnitude varies between steps, too.
+        # The magnitude varies between steps, too, from 0.01 to 100.
         sizes = [10.0 ** (step % 5 - 2) for step in range(_STEPS)]
         drawn = [draw(2.0) for _ in range(4)]
         self._gradients = [
-            [[gradient * size * (1 + step % 3) for gradient in own] for own in drawn[step % 4]]
+            [[gradient * size * (1 + step % 3) for gradient in group_gradients] for group_gradients in drawn[step % 4]]
             for step, size in enumerate(sizes)
         ]
 
     def run(self, share: _Share) -> torch.optim.Optimizer:
         """Make some steps with a copy of the optimizer on its share of the tensors; returns the copy."""
-        given = [
-            [nn.Parameter(take(own).clone()) for take in takes] for takes, own in zip(share, self.start, strict=True)
+        pieces = [
+            [nn.Parameter(take(tensors).clone()) for take in takes]
+            for takes, tensors in zip(share, self.start, strict=True)
         ]
-        clone = _copy_of(self._optimizer, self._groups, given)
+        clone = _copy_of(self._optimizer, self._groups, pieces)
         for gradients in self._gradients:
-            for takes, own, parameters in zip(share, gradients, given, strict=True):
+            for takes, tensors, parameters in zip(share, gradients, pieces, strict=True):
                 for take, parameter in zip(takes, parameters, strict=True):
-                    parameter.grad = take(own).clone()
+                    parameter.grad = take(tensors).clone()
             clone.step()
         return clone
 
-    def compare(self, whole: torch.optim.Optimizer, found: torch.optim.Optimizer, share: _Share, how: str) -> None:
-        """Compare weights and states after steps on a share with those after steps on the full tensors.
-
-        Raises:
-            _DifferenceError: they differ.
-        """
-        for group, other, takes, start in zip(whole.param_groups, found.param_groups, share, self.start, strict=True):
+    def compare(self, full: torch.optim.Optimizer, sharded: torch.optim.Optimizer, share: _Share, how: str) -> None:
+        """Compare weights and states after steps on a share with those after steps on the full tensors, or raise."""
+        for group, other, takes, start in zip(full.param_groups, sharded.param_groups, share, self.start, strict=True):
             if not _same_numbers(_settings(group), _settings(other)):
                 raise _DifferenceError(f"finds a number for all of its parameters together (with {how})")
             for take, parameter in zip(takes, other["params"], strict=True):
+                # `take` makes a piece of full tensors, so it also makes the piece to compare with.
                 _compare(take(start), take(group["params"]), parameter, how)
-                numbers = [_numbers(whole.state[group["params"][place]]) for place in take.places]
-                if not all(_same_numbers(own, _numbers(found.state[parameter])) for own in numbers):
+                numbers = [_numbers(full.state[group["params"][place]]) for place in take.places]
+                if not all(_same_numbers(values, _numbers(sharded.state[parameter])) for values in numbers):
                     raise _DifferenceError(f"finds a number for each tensor (with {how})")
 
 
@@ -359,11 +369,11 @@ def _uneven(shape: tuple[int, ...], spread: float, generator: torch.Generator) -
     return values
 
 
-def _compare(start: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, how: str) -> None:
-    before, wanted, found = (tensor.detach().double() for tensor in (start, whole, piece))
-    step = (wanted - before).abs()
-    off = (found - wanted).abs()
-    if bool((off <= _STEP_TOLERANCE * step + _WEIGHT_TOLERANCE * wanted.abs() + 1e-9).all()):
+def _compare(start: torch.Tensor, full: torch.Tensor, piece: torch.Tensor, how: str) -> None:
+    before, target, result = (tensor.detach().double() for tensor in (start, full, piece))
+    step = (target - before).abs()
+    off = (result - target).abs()
+    if bool((off <= _STEP_TOLERANCE * step + _WEIGHT_TOLERANCE * target.abs() + 1e-9).all()):
         return
     share = float((off / step.clamp(min=1e-30)).clamp(max=1.0).mean())
     raise _DifferenceError(
@@ -371,8 +381,8 @@ def _compare(start: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, how:
     )
 
 
-def _check_moved(trial: _Trial, whole: torch.optim.Optimizer) -> None:
-    for group, start in zip(whole.param_groups, trial.start, strict=True):
+def _check_moved(trial: _Trial, full: torch.optim.Optimizer) -> None:
+    for group, start in zip(full.param_groups, trial.start, strict=True):
         for before, after in zip(start, group["params"], strict=True):
             if not bool(torch.isfinite(after).all()):
                 raise RuntimeError("its steps made the weights infinite")
@@ -414,7 +424,7 @@ def _check_saved(optimizer: torch.optim.Optimizer, tried: torch.optim.Optimizer)
 
 
 def _copy_of(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], given: Sequence[list[nn.Parameter]]
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], params: Sequence[list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings on other parameters, without a state."""
     # Without its constructor, whose arguments aren't known.
@@ -423,12 +433,12 @@ def _copy_of(
     empty = nn.Parameter(torch.empty(0))
     memo: dict[int, Any] = {id(p): empty for group in optimizer.param_groups for p in group["params"]}
     memo[id(optimizer)] = clone
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
-    vars(clone).update(copy.deepcopy(own, memo))
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    vars(clone).update(copy.deepcopy(attributes, memo))
     clone.state = defaultdict(dict)
     clone.param_groups = [
         {**copy.deepcopy(_settings(group), memo), "params": parameters}
-        for group, parameters in zip(groups, given, strict=True)
+        for group, parameters in zip(groups, params, strict=True)
     ]
     for group in clone.param_groups:
         # At least 0.01, so that steps are visible even if a warm-up starts from a learning rate of zero.

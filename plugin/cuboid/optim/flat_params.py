@@ -52,11 +52,11 @@ class FlatParameters:
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Sum the gradients over the replicas: all of them or, with several parts, this replica's."""
-        whole = self._gradients.collect()
+        gradients = self._gradients.collect()
         if group is not None and self._parts > 1:
-            reduce_scatter_into(self._share, whole, group)
+            reduce_scatter_into(self._share, gradients, group)
         elif group is not None:
-            dist.all_reduce(whole, group=group)
+            dist.all_reduce(gradients, group=group)
         self.master.grad = self._share
 
     def reopen(self, replicas: int) -> None:
@@ -85,16 +85,16 @@ class FlatParameters:
 
     def publish(self, group: dist.ProcessGroup | None) -> None:
         """Copy the master weights of all replicas into the parameters."""
-        own = self.master.detach()
+        weights = self.master.detach()
         if self.has_copies:
-            own = own.to(self._working.dtype)
+            weights = weights.to(self._working.dtype)
         elif self._parts > 1:
-            # ``own`` is a view of the all-gather's output, so it is copied first.
-            own = own.clone()
+            # The masters are a view of the all-gather's output, so they are copied first.
+            weights = weights.clone()
         if group is not None and self._parts > 1:
-            gather_into(self._working, own, group)
-        elif own.data_ptr() != self._working.data_ptr():
-            self._working.copy_(own)
+            gather_into(self._working, weights, group)
+        elif weights.data_ptr() != self._working.data_ptr():
+            self._working.copy_(weights)
 
     def weights_changed(self) -> None:
         """Copy the parameters into the master weights, after they were loaded."""
@@ -136,6 +136,7 @@ class FlatParameters:
         return values
 
     def _move(self, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of all parts, with the parameters' values; their data become views of it."""
         flat = torch.zeros(len(self._own) * self._parts, dtype=dtype, device=self._parameters[0].device)
         for parameter, view in zip(self._parameters, views_of(flat, self._parameters), strict=True):
             view.copy_(parameter.detach())

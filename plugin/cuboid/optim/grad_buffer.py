@@ -101,13 +101,14 @@ def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             return
         total = sums.get(parameter)
         if total is None:
+            # A first gradient needs no other precision until a second one is added.
             sums[parameter] = gradient
         elif total.dtype == gradient.dtype:
             sums[parameter] = total.float().add_(gradient)
         else:
             total.add_(gradient)
 
-    short = [each for each in parameters if each.requires_grad and each.dtype.itemsize < torch.float32.itemsize]
+    short = [p for p in parameters if p.requires_grad and p.dtype.itemsize < torch.float32.itemsize]
     for parameter in short:
         if parameter.grad is not None:
             take(parameter)

@@ -28,9 +28,9 @@ def total_norm(
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
-    own = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=like.device)
+    own_norms = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=like.device)
     largest = math.isinf(norm_type)
-    total = own.max() if largest else own.pow(norm_type).sum()
+    total = own_norms.max() if largest else own_norms.pow(norm_type).sum()
     for group in groups:
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return total if largest else total.pow(1.0 / norm_type)

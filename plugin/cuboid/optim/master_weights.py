@@ -12,11 +12,11 @@ _CHUNK = 1 << 24
 def follow(master: torch.Tensor, parameters: torch.Tensor) -> None:
     """Set the elements of ``master`` whose parameters aren't their rounded values any more: a script has changed these.
 
-    Without it, an optimizer's step would write the values before the change back into the parameters. Nothing counts
-    what is changed by ``.data``, so all elements are compared. The host waits for nothing.
+    Otherwise an optimizer's step would write the values before the change back into the parameters. Nothing counts
+    changes by ``.data``, so all elements are compared. The host doesn't wait for the device.
 
     Args:
-        master: flat, ``[n]``.
+        master: ``[n]``.
         parameters: ``[n]``, perhaps in a lower precision, perhaps on another device.
     """
     for chunk, present in zip(master.split(_CHUNK), parameters.split(_CHUNK), strict=True):

@@ -56,16 +56,11 @@ class _Setting:
 
 @dataclass
 class _Group:
-    """A parameter group as a rank lists it.
-
-    Attributes:
-        names: of its parameters.
-        options: its other entries.
-        schedule: the entries for it in lists of schedules.
-    """
+    """A parameter group as a rank lists it: its parameters' names and its other entries."""
 
     names: tuple[str, ...]
     options: dict[str, _Setting]
+    #: The entries for it in lists of schedules.
     schedule: dict[str, _Setting] = field(default_factory=dict)
 
     @cached_property
@@ -81,17 +76,12 @@ class _Group:
 
 @dataclass
 class _StageGroups:
-    """A stage's parameter groups, as one of its ranks lists them.
-
-    Attributes:
-        groups: in the rank's order.
-        shared: names of the parameters that another stage has too.
-        schedules: classes of the optimizer's schedules.
-        rank: that lists them.
-    """
+    """A stage's parameter groups, in the order in which one of its ranks lists them."""
 
     groups: list[_Group]
+    #: Names of the parameters that another stage has too.
     shared: tuple[str, ...]
+    #: Classes of the optimizer's schedules.
     schedules: tuple[str, ...]
     rank: int
 
@@ -99,11 +89,11 @@ class _StageGroups:
     def by_key(self) -> dict[_GroupKey, _Group]:
         """The groups by what identifies them, in the rank's order."""
         seen: Counter[str] = Counter()
-        found = {}
+        by_key = {}
         for group in self.groups:
-            found[group.settings, seen[group.settings]] = group
+            by_key[group.settings, seen[group.settings]] = group
             seen[group.settings] += 1
-        return found
+        return by_key
 
     @property
     def digest(self) -> str:
@@ -140,22 +130,22 @@ def align_groups(
     """
     is_staged = mesh.topology.pipe > 1
     schedules = schedules_of(optimizer, schedule) if is_staged and optimizer is not None else []
-    own = _stage(groups, names, schedules, mesh.rank, tuple(shared))
-    _check_same_within_stages(own, mesh)
-    stages = [own] * mesh.topology.pipe
+    own_stage = _stage(groups, names, schedules, mesh.rank, tuple(shared))
+    _check_same_within_stages(own_stage, mesh)
+    stages = [own_stage] * mesh.topology.pipe
     if is_staged:
-        dist.all_gather_object(stages, own, group=mesh.pipe_group)
+        dist.all_gather_object(stages, own_stage, group=mesh.pipe_group)
     _check_same_schedules(stages)
     order = _common_order(stages)
-    if order != list(own.by_key):
+    if order != list(own_stage.by_key):
         if optimizer is not None:
             check_found(optimizer, schedules)
         check_other_lists(schedules, len(groups))
-        _extend_schedules(schedules, own, stages, order)
-        _extend(groups, own, stages, order)
-    found = tuple(tuple(dict.fromkeys(_names(stages, key))) for key in order)
-    _check_shared(stages, found)
-    return found
+        _extend_schedules(schedules, own_stage, stages, order)
+        _extend(groups, own_stage, stages, order)
+    group_names = tuple(tuple(dict.fromkeys(_names(stages, key))) for key in order)
+    _check_shared(stages, group_names)
+    return group_names
 
 
 def _stage(
@@ -174,13 +164,12 @@ def _stage(
     return _StageGroups(listed, shared, tuple(type(schedule).__qualname__ for schedule in schedules), rank)
 
 
-def _check_same_within_stages(own: _StageGroups, mesh: Mesh) -> None:
-    """Check that all ranks of each stage list the same groups. Collective over the world.
+def _check_same_within_stages(own_stage: _StageGroups, mesh: Mesh) -> None:
+    """Raise an error unless all ranks of each stage list the same groups. Collective over the world.
 
-    Raises:
-        OptimizerError: they don't, so that flattened parameters would be summed with others.
+    Otherwise gradients of flattened parameters would be summed with those of others.
     """
-    digests = gather_objects((mesh.coordinate.pipe, own.digest), mesh, what="comparison of the parameter groups")
+    digests = gather_objects((mesh.coordinate.pipe, own_stage.digest), mesh, what="comparison of the parameter groups")
     first: dict[int, int] = {}
     for rank, (stage, digest) in enumerate(digests):
         other = first.setdefault(stage, rank)
@@ -204,16 +193,16 @@ def _check_same_schedules(stages: Sequence[_StageGroups]) -> None:
 def _common_order(stages: Sequence[_StageGroups]) -> list[_GroupKey]:
     """The groups of all stages in an order that agrees with each stage's; where none says, earlier stages' come first.
 
-    Raises:
-        OptimizerError: there is none, or groups can't be told apart.
+    Raises an error if there is no such order, or if groups can't be told apart.
     """
+    # A merge of the stages' lists, as in Kahn's topological sort.
     _check_told_apart(stages)
-    rest = [list(stage.by_key) for stage in stages]
-    # How many stages have a group, and how many of them have it first among those that aren't placed yet.
-    holders = Counter(key for keys in rest for key in keys)
+    remaining = [list(stage.by_key) for stage in stages]
+    # A group comes next if all stages that have it have it first among those that aren't placed yet.
+    holders = Counter(key for keys in remaining for key in keys)
     order: list[_GroupKey] = []
-    while any(rest):
-        heads = Counter(keys[0] for keys in rest if keys)
+    while any(remaining):
+        heads = Counter(keys[0] for keys in remaining if keys)
         key = next((key for key in heads if heads[key] == holders[key]), None)
         if key is None:
             one, other = (next(_names(stages, key), "no parameter") for key in list(heads)[:2])
@@ -222,7 +211,7 @@ def _common_order(stages: Sequence[_StageGroups]) -> list[_GroupKey]:
                 f"{one} and {other}; list them in the same order on all ranks"
             )
         order.append(key)
-        rest = [keys[1:] if keys and keys[0] == key else keys for keys in rest]
+        remaining = [keys[1:] if keys and keys[0] == key else keys for keys in remaining]
     return order
 
 
@@ -254,15 +243,15 @@ def _names(stages: Sequence[_StageGroups], key: _GroupKey) -> Iterator[str]:
 
 
 def _extend(
-    groups: list[dict[str, Any]], own: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
+    groups: list[dict[str, Any]], own_stage: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
 ) -> None:
     """Put groups without parameters where only other stages have one."""
-    here = dict(zip(own.by_key, groups, strict=True))
+    own_groups = dict(zip(own_stage.by_key, groups, strict=True))
     values = [value for group in groups for key, value in group.items() if key != "params"]
     groups.clear()
     for key in order:
-        if key in here:
-            groups.append(here[key])
+        if key in own_groups:
+            groups.append(own_groups[key])
             continue
         options = _elsewhere(stages, key).options
         # A function that this rank doesn't have is left out of the group, which steps no parameter here.
@@ -270,20 +259,19 @@ def _extend(
 
 
 def _extend_schedules(
-    schedules: Sequence[Any], own: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
+    schedules: Sequence[Any], own_stage: _StageGroups, stages: Sequence[_StageGroups], order: Sequence[_GroupKey]
 ) -> None:
     """Add entries for the groups of other stages to the lists by group of this rank's schedules.
 
-    Raises:
-        OptimizerError: an entry is a function that this rank doesn't have.
+    Raises an error about an entry that is a function which this rank doesn't have.
     """
     extended: dict[str, list[Any]] = {}
-    for name, entries in lists_by_group(schedules, len(own.groups)).items():
-        here = dict(zip(own.by_key, entries, strict=True))
+    for name, entries in lists_by_group(schedules, len(own_stage.groups)).items():
+        own_entries = dict(zip(own_stage.by_key, entries, strict=True))
         extended[name] = []
         for key in order:
-            if key in here:
-                extended[name].append(here[key])
+            if key in own_entries:
+                extended[name].append(own_entries[key])
                 continue
             group = _elsewhere(stages, key)
             setting = group.schedule.get(name)
@@ -302,11 +290,7 @@ def _made_here(setting: _Setting, values: Sequence[Any]) -> Any:
 
 
 def _check_shared(stages: Sequence[_StageGroups], groups: GroupNames) -> None:
-    """Check that both copies of a shared parameter are in the same group, or in none.
-
-    Raises:
-        OptimizerError: they aren't, and would be trained apart.
-    """
+    """Raise an error unless both copies of a shared parameter are in the same group or in none: they would diverge."""
     for name in dict.fromkeys(name for stage in stages for name in stage.shared):
         holders = [stage for stage in stages if name in stage.shared]
         lacking = [stage for stage in holders if not any(name in group.names for group in stage.groups)]

@@ -24,14 +24,12 @@ _KNOWN = ("torch", "transformers", "deepspeed")
 _INNER = "_schedulers"
 
 
-def schedules_of(optimizer: torch.optim.Optimizer, given: Any) -> list[Any]:
+def schedules_of(optimizer: torch.optim.Optimizer, framework_schedule: Any) -> list[Any]:
     """An optimizer's schedules, those inside of others too, in an order that is the same on all ranks.
 
-    Args:
-        optimizer: of the schedules.
-        given: the schedule that the framework was given; None to look for those that the script steps by itself.
+    Without a schedule that the framework steps, those that the script steps by itself are looked for.
     """
-    outer = [given] if given is not None else sorted(_made_of(optimizer), key=_sort_key)
+    outer = [framework_schedule] if framework_schedule is not None else sorted(_made_of(optimizer), key=_sort_key)
     return [part for schedule in outer for part in _with_inner(schedule)]
 
 
@@ -128,8 +126,8 @@ def _entry(key: str, values: Sequence[Any], saved: Sequence[Sequence[str]], name
     if not names:
         # A group without parameters trains nothing.
         return present
-    own = set(names)
-    sources = [place for place, others in enumerate(saved) if not own.isdisjoint(others)]
+    name_set = set(names)
+    sources = [place for place, others in enumerate(saved) if not name_set.isdisjoint(others)]
     if not sources:
         raise CheckpointError(f"the schedule has nothing for the parameter group of {names[0]}, which is new")
     other = next((place for place in sources if values[place] != values[sources[0]]), None)
@@ -171,15 +169,15 @@ def _made_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The outermost schedules that refer to an optimizer, which itself knows of none."""
     # Without those that are only waiting to be collected.
     gc.collect()
-    found = [
+    schedules = [
         one
         for one in gc.get_objects()
         if hasattr(type(one), "step")
         and (hasattr(type(one), "get_last_lr") or hasattr(type(one), "get_lr"))
         and getattr(one, "__dict__", {}).get("optimizer") is optimizer
     ]
-    inside = {id(part) for schedule in found for part in list(_with_inner(schedule))[1:]}
-    return [schedule for schedule in found if id(schedule) not in inside]
+    inside = {id(part) for schedule in schedules for part in list(_with_inner(schedule))[1:]}
+    return [schedule for schedule in schedules if id(schedule) not in inside]
 
 
 def _sort_key(schedule: Any) -> tuple[str, str]:

@@ -21,7 +21,7 @@ def attend_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    store: KVCache,
+    cache: KVCache,
     layer: Hashable,
     start: int,
     scale: float,
@@ -32,7 +32,7 @@ def attend_segment(
         query: ``[B, Hq, L, D]``; Hq is a multiple of Hkv.
         key: ``[B, Hkv, L, D]``.
         value: ``[B, Hkv, L, Dv]``.
-        store: the KV cache, which holds the positions before ``start``; the segment's own are added.
+        cache: holds the positions before ``start``; the segment's own are added.
         layer: identifies the layer in the KV cache.
         start: the segment's first position.
         scale: factor by which the scores are multiplied.
@@ -43,24 +43,24 @@ def attend_segment(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # autocast casts the inputs of torch's own attention in the same way
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    out: torch.Tensor = _AttendSegment.apply(query, key, value, store, layer, start, scale)
+    out: torch.Tensor = _AttendSegment.apply(query, key, value, cache, layer, start, scale)
     return out
 
 
 def prefix(
-    key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int = 0
+    key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: Hashable, start: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values from position ``first`` to the end of a segment, as views of the KV cache.
 
     Args:
         key, value: the segment's own, ``[B, Hkv, L, D]`` and ``[B, Hkv, L, Dv]``.
-        store, layer, start: as for :func:`attend_segment`.
+        cache, layer, start: as for :func:`attend_segment`.
         first: the first position to return; at most ``start``.
 
     Returns:
         ``[B, Hkv, start + L - first, D]`` and the same with Dv.
     """
-    keys, values = _Prefix.apply(key, value, store, layer, start, first)
+    keys, values = _Prefix.apply(key, value, cache, layer, start, first)
     return keys, values
 
 
@@ -73,29 +73,30 @@ class _AttendSegment(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        store: KVCache,
+        cache: KVCache,
         layer: Hashable,
         start: int,
         scale: float,
     ) -> torch.Tensor:
-        # The fused kernels read a head's features as if they were contiguous; that for CPUs doesn't check it.
+        # The fused kernels read a head's features as if they were contiguous; the one for CPUs doesn't check it.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        store.write(layer, start, key, value)
-        kernel = choose_kernel(query, key, value, past=start, length=store.length)
+        cache.write(layer, start, key, value)
+        kernel = choose_kernel(query, key, value, past=start, length=cache.length)
         group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
-        own = _expand(key, group), _expand(value, group)
+        own_kv = _expand(key, group), _expand(value, group)
         # The diagonal: the segment's queries and its own keys, causal.
-        out, lse = kernel.forward(query, *own, causal=True, scale=scale)
+        out, lse = kernel.forward(query, *own_kv, causal=True, scale=scale)
         if start > 0:
             # The past: every query of the segment sees all of it, so no mask is needed.
-            past = kernel.forward(_fold(query, group), *store.read(layer, 0, start), causal=False, scale=scale)
+            past = kernel.forward(_fold(query, group), *cache.read(layer, 0, start), causal=False, scale=scale)
+            # In [B, Hkv, group, L, …], a view of the segment's [B, Hq, L, …] and of the past's [B, Hkv, group·L, …].
             _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
             # If q is a view of a fused projection's output, saving it would keep that output's k and v alive, which are
             # in the KV cache already.
             query = query.clone()
         ctx.save_for_backward(query, out, lse)
-        ctx.place = (store, layer, start)
+        ctx.place = (cache, layer, start)
         ctx.call = (kernel, group, scale)
         return out
 
@@ -103,45 +104,46 @@ class _AttendSegment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse = ctx.saved_tensors
-        (store, layer, start), (kernel, group, scale) = ctx.place, ctx.call
+        (cache, layer, start), (kernel, group, scale) = ctx.place, ctx.call
         # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
-        own = (_expand(x, group) for x in store.read(layer, start, start + query.shape[2]))
-        dq, dk, dv = kernel.backward(grad, query, *own, out, lse, causal=True, scale=scale)
+        own_kv = (_expand(x, group) for x in cache.read(layer, start, start + query.shape[2]))
+        dq, dk, dv = kernel.backward(grad, query, *own_kv, out, lse, causal=True, scale=scale)
         # Before `add_gradients`, so that the last segment, which no later one adds to, has nothing to sum.
-        dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
+        dk, dv = cache.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
         if start > 0:
+            # As in forward: [B, Hq, L, …] to [B, Hkv, group·L, …].
             grad, folded, out, lse = (_fold(x, group) for x in (grad, query, out, lse))
-            past = store.read(layer, 0, start)
+            past = cache.read(layer, 0, start)
             dq_past, dk_past, dv_past = kernel.backward(grad, folded, *past, out, lse, causal=False, scale=scale)
             _by_group(dq, group).add_(_unfold(dq_past, group))
             if any(ctx.needs_input_grad[1:3]):
-                store.add_gradients(layer, 0, dk_past, dv_past)
+                cache.add_gradients(layer, 0, dk_past, dv_past)
         else:
             # The first segment is the last to run backward.
-            store.free_layer(layer)
+            cache.free_layer(layer)
         return dq, dk, dv, None, None, None, None
 
 
 class _Prefix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, cache: KVCache, layer: Hashable, start: int, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        store.write(layer, start, key, value)
-        ctx.place = (store, layer, start, first)
-        return store.read(layer, first, start + key.shape[2])
+        cache.write(layer, start, key, value)
+        ctx.place = (cache, layer, start, first)
+        return cache.read(layer, first, start + key.shape[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        store, layer, start, first = ctx.place
+        cache, layer, start, first = ctx.place
         past = start - first
-        own = store.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
+        gradients = cache.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
         if any(ctx.needs_input_grad[:2]):
-            store.add_gradients(layer, first, dk[:, :, :past], dv[:, :, :past])
+            cache.add_gradients(layer, first, dk[:, :, :past], dv[:, :, :past])
         if start == 0:
-            store.free_layer(layer)
-        return *own, None, None, None, None
+            cache.free_layer(layer)
+        return *gradients, None, None, None, None
 
 
 # GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors unchanged

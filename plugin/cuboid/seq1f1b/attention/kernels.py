@@ -72,8 +72,8 @@ def choose_kernel(
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
         # The keys will be repeated to as many heads as the queries have, so query torch with equal head counts.
-        alike = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
-        if cuda.can_use_efficient_attention(alike):
+        equal_heads = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
+        if cuda.can_use_efficient_attention(equal_heads):
             return CudaEfficient()
     if query.device.type != "cpu":
         _warn_of_no_kernel(query, key, value)
@@ -177,8 +177,8 @@ class CudaCudnn:
     @classmethod
     def pays(cls, query: torch.Tensor, past: int, length: int) -> bool:
         """Whether it is faster for a segment, plans included. See :func:`choose_kernel`."""
-        rows, heads, own, features = query.shape
-        comes_again = length % cls._GRAIN == 0 or rows * heads * features * own * (past + own) >= cls._WORK
+        rows, heads, queries, features = query.shape
+        comes_again = length % cls._GRAIN == 0 or rows * heads * features * queries * (past + queries) >= cls._WORK
         # The generations for which torch's own attention prefers it too.
         return comes_again and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
 
@@ -203,7 +203,7 @@ class CudaCudnn:
         scale: float,
     ) -> Gradients:
         """See :class:`Kernel`."""
-        # torch keeps cuDNN's plans by the strides of query, key and value only, so those of the others must follow.
+        # torch looks up cuDNN's plans by the strides of query, key and value only, so those of the others must follow.
         grad, out = (dense_as(x, query) for x in (grad, out))
         no_bounds, no_bias = None, None
         no_random = torch.empty((), dtype=torch.int64, device=query.device)
@@ -266,10 +266,10 @@ class CudaEfficient:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         lse = nn.functional.pad(lse, (0, -lse.shape[2] % self._ALIGNMENT), value=torch.inf)
         no_random = torch.zeros((), dtype=torch.int64, device="cpu")
-        wanted = [True, True, True, False]
+        needs_grad = [True, True, True, False]
         efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
         dq, dk, dv, _ = efficient_backward(
-            grad, query, key, value, None, out, lse, no_random, no_random, 0.0, wanted, causal, scale=scale
+            grad, query, key, value, None, out, lse, no_random, no_random, 0.0, needs_grad, causal, scale=scale
         )
         return dq, dk, dv
 

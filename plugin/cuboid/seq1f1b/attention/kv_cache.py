@@ -39,7 +39,7 @@ class KVCachePool:
                 return free.pop(index)
         if free:
             free.pop(0)
-        # An evaluation in inference mode may take it first, and training afterwards.
+        # A normal tensor also where inference mode is on: training may take the buffer after an evaluation.
         with torch.inference_mode(mode=False):
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -144,11 +144,11 @@ class KVCache:
         gradients = self._layers[layer].gradients
         if gradients is None:
             return key, value
-        whole = [
-            (total[:, :, start : start + own.shape[2]] + own).to(own.dtype)
-            for total, own in zip(gradients, (key, value), strict=True)
+        complete = [
+            (total[:, :, start : start + gradient.shape[2]] + gradient).to(gradient.dtype)
+            for total, gradient in zip(gradients, (key, value), strict=True)
         ]
-        return whole[0], whole[1]
+        return complete[0], complete[1]
 
     def free_layer(self, layer: Hashable) -> None:
         """Return a layer's buffers, if any, to the pool; called after its first segment's backward, the last to run."""
@@ -167,8 +167,8 @@ class KVCache:
     def held_bytes(self) -> int:
         """Total size of all buffers and states in use."""
         entries = self._layers.values()
-        own = sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
-        return own + self.states.held_bytes
+        buffer_bytes = sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
+        return buffer_bytes + self.states.held_bytes
 
     def _allocate(self, part: torch.Tensor) -> torch.Tensor:
         shape = torch.Size((*part.shape[:2], self.length, part.shape[3]))
@@ -180,6 +180,6 @@ class KVCache:
         dtype = torch.float32 if widen else buffer.dtype
         total, stop = self._pool.take(buffer.shape, dtype, buffer.device), start + part.shape[2]
         total[:, :, start:stop] = part
-        for rest in (total[:, :, :start], total[:, :, stop:]):
-            rest.zero_()
+        for other_positions in (total[:, :, :start], total[:, :, stop:]):
+            other_positions.zero_()
         return total

@@ -39,8 +39,8 @@ class RecurrentStates:
 
     def add_gradient(self, key: StateKey, gradient: torch.Tensor) -> None:
         """Add the gradient of a state that the next segment's backward computed."""
-        before = self._gradients.get(key)
-        self._gradients[key] = gradient if before is None else before + gradient
+        total = self._gradients.get(key)
+        self._gradients[key] = gradient if total is None else total + gradient
 
     def take_gradient(self, key: StateKey) -> torch.Tensor | None:
         """Remove and return a state's gradient; None if there is none.
@@ -65,25 +65,26 @@ def read_state(states: RecurrentStates, key: StateKey) -> torch.Tensor:
     """Return a copy of a state that the previous segment wrote; its gradient is added to ``states`` in backward."""
     state = states.read(key)
     # Autograd runs a function's backward only if one of its inputs requires a gradient; this scalar serves as that.
-    found: torch.Tensor = _Read.apply(state.new_zeros((), requires_grad=state.is_floating_point()), states, key)
-    return found
+    copy: torch.Tensor = _Read.apply(state.new_zeros((), requires_grad=state.is_floating_point()), states, key)
+    return copy
 
 
 def carry_states(
-    hidden: torch.Tensor, states: RecurrentStates, keys: Sequence[StateKey], made: Sequence[torch.Tensor]
+    hidden: torch.Tensor, states: RecurrentStates, keys: Sequence[StateKey], new_states: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Attach the states that a layer computed to its output, so that the output's backward includes theirs.
 
     Args:
         hidden: the layer's output, any shape.
         states: holds the states' gradients by the time of that backward.
-        keys, made: keys of the states, and the states themselves as tensors of the layer's graph.
+        keys: the states' keys.
+        new_states: the states themselves, as tensors of the layer's graph.
 
     Returns:
         A view of ``hidden``.
     """
-    carried: torch.Tensor = _Carry.apply(hidden, states, tuple(keys), *made)
-    return carried
+    output: torch.Tensor = _Carry.apply(hidden, states, tuple(keys), *new_states)
+    return output
 
 
 class _Read(torch.autograd.Function):
@@ -104,7 +105,7 @@ class _Read(torch.autograd.Function):
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, states: RecurrentStates, keys: tuple[StateKey, ...], *made: torch.Tensor
+        ctx: Any, hidden: torch.Tensor, states: RecurrentStates, keys: tuple[StateKey, ...], *new_states: torch.Tensor
     ) -> torch.Tensor:
         ctx.place = (states, keys)
         return hidden.view_as(hidden)

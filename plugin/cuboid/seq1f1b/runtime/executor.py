@@ -87,10 +87,10 @@ class Interpreter:
                     self._weight_gradients(run)
                 case _:
                     self._compute(action, shape)
-        for each in self._channels.values():
-            each.drain()
-        left = [*self._arrivals, *self._here, *self._outgoing]
-        assert not left, f"nobody took {left[0]}"
+        for p2p_channel in self._channels.values():
+            p2p_channel.drain()
+        unconsumed = [*self._arrivals, *self._here, *self._outgoing]
+        assert not unconsumed, f"unconsumed message {unconsumed[0]}"
 
     def _receive(self, action: Action) -> None:
         stage = self._stages[action.stage]
@@ -98,15 +98,15 @@ class Interpreter:
         self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
 
     def _compute(self, action: Action, shape: PipelineShape) -> None:
-        stage, taken = self._stages[action.stage], self._take(incoming(action, shape))
+        stage, message = self._stages[action.stage], self._take(incoming(action, shape))
         with self._observe(action):
             match action.op:
                 case Op.FORWARD:
-                    result = stage.forward(action.micro_batch, action.segment, taken)
+                    result = stage.forward(action.micro_batch, action.segment, message)
                 case Op.BACKWARD:
-                    result = stage.backward(action.micro_batch, action.segment, taken)
+                    result = stage.backward(action.micro_batch, action.segment, message)
                 case _:
-                    result = stage.input_gradient(action.micro_batch, action.segment, taken)
+                    result = stage.input_gradient(action.micro_batch, action.segment, message)
         send = outgoing(action, shape)
         if send is None or result is None:
             return

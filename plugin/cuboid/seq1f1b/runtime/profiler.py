@@ -68,10 +68,10 @@ def gather_times_s(
     Collective over the group; all ranks must pass equally many times.
     """
     offset_s = _clock_offset_s(group, device)
-    own = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    return [[(start, end) for start, end in times.tolist()] for times in everyone]
+    own_times = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
+    all_times = [torch.empty_like(own_times) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_times, own_times, group=group)
+    return [[(start, end) for start, end in times.tolist()] for times in all_times]
 
 
 def _clock_offset_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -99,9 +99,9 @@ def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> float:
         asked_s = time.perf_counter()
         dist.send(message, other, group=group)
         dist.recv(message, other, group=group)
-        theirs_s, answered_s = message.item(), time.perf_counter()
+        peer_s, answered_s = message.item(), time.perf_counter()
         if answered_s - asked_s < best_s:
-            best_s, offset_s = answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2
+            best_s, offset_s = answered_s - asked_s, peer_s - (asked_s + answered_s) / 2
     return offset_s
 
 

@@ -68,12 +68,12 @@ class MemoryLimit:
         Raises:
             ConfigError: the text is neither, or the amount isn't positive.
         """
-        number, gib, rest = str(text).strip().partition("GiB")
+        number, gib, suffix = str(text).strip().partition("GiB")
         try:
             amount = float(number)
         except ValueError:
             amount = 0.0
-        if rest or not 0 < amount < float("inf"):
+        if suffix or not 0 < amount < float("inf"):
             raise ConfigError(
                 f'memory_limit is {text!r}; write a number of sequences such as 1.5, or a text such as "12 GiB"'
             )
@@ -85,14 +85,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class PlacedCosts:
-    """The costs of a pipeline for a given placement of its stages.
-
-    Args:
-        actions: the costs of single actions, from which schedules are made.
-        sequence_bytes: for each rank, the bytes that its units of one sequence keep; None if unknown.
-    """
+    """The costs of a pipeline for a given placement of its stages: those of single actions make its schedules."""
 
     actions: ActionCosts
+    #: For each rank, the bytes that its units of one sequence keep; None if unknown.
     sequence_bytes: Sequence[float] | None = None
 
 
@@ -209,16 +205,18 @@ class Comparison:
     def best(self) -> ChosenSchedule:
         """The schedule with the shortest step; one with fewer chunks is preferred if it takes only little longer."""
         most_s = min(map(_makespan_s, self.fitting)) * (1 + self.least_gain)
-        near = [each for each in self.fitting if _makespan_s(each) <= most_s]
-        fewest = min(each.chunks for each in near)
-        return min((each for each in near if not self.least_gain or each.chunks == fewest), key=_makespan_s)
+        near = [candidate for candidate in self.fitting if _makespan_s(candidate) <= most_s]
+        fewest = min(candidate.chunks for candidate in near)
+        return min(
+            (candidate for candidate in near if not self.least_gain or candidate.chunks == fewest), key=_makespan_s
+        )
 
     def __str__(self) -> str:
         """One line with the best schedule, and how much longer the others would take."""
         best = self.best
         text = f"{best}: {best.timeline.bubble:.1%} idle, {best.peak_micro_batches:.2f} sequences kept"
-        rest = (each for each in self.fitting if each is not best)
-        others = [f"{each} takes {_makespan_s(each) / _makespan_s(best) - 1:+.1%}" for each in rest]
+        slower = (candidate for candidate in self.fitting if candidate is not best)
+        others = [f"{candidate} takes {_makespan_s(candidate) / _makespan_s(best) - 1:+.1%}" for candidate in slower]
         others += [f"not {name}: {reason}" for name, reason in self.rejected.items()]
         return text + "".join(f"; {other}" for other in others)
 
@@ -246,19 +244,19 @@ def compare_schedules(name: str, request: Request) -> Comparison:
     if name not in _ALIKE:
         (chunks,) = request.chunk_counts
         return Comparison((_chosen(name, request, chunks),), MappingProxyType({}))
-    chunked = _ALIKE[name] if name != AUTO else [each for each in CHUNKED if each not in _ALIKE]
-    candidates = [(each, 1) for each in _ALIKE[name] if name == AUTO]
-    candidates += [(each, chunks) for chunks in request.chunk_counts if chunks > 1 for each in chunked]
+    chunked = _ALIKE[name] if name != AUTO else [schedule for schedule in CHUNKED if schedule not in _ALIKE]
+    candidates = [(schedule, 1) for schedule in _ALIKE[name] if name == AUTO]
+    candidates += [(schedule, chunks) for chunks in request.chunk_counts if chunks > 1 for schedule in chunked]
     fitting: list[ChosenSchedule] = []
     rejected: dict[str, str] = {}
     problem: ConfigError | None = None
-    for each, chunks in candidates:
+    for schedule, chunks in candidates:
         try:
-            fitting.append(_chosen(each, request, chunks, compared=True))
+            fitting.append(_chosen(schedule, request, chunks, compared=True))
         except ConfigError as error:
             problem = error
             # The part after the semicolon is advice.
-            rejected[_in_words(each, chunks)] = str(error).partition("; ")[0]
+            rejected[_in_words(schedule, chunks)] = str(error).partition("; ")[0]
     if not fitting:
         assert problem is not None
         raise problem
@@ -278,7 +276,7 @@ def check_chunks(name: str, chunks: int) -> None:
             f'the schedule "{name}" has several chunks on each rank: give 2 chunks or more, or take "{plain}"'
         )
     if name not in CHUNKED and name != AUTO and chunks > 1:
-        near = [each for each in CHUNKED if each.startswith(name)] or list(CHUNKED)
+        near = [schedule for schedule in CHUNKED if schedule.startswith(name)] or list(CHUNKED)
         raise ConfigError(
             f'the schedule "{name}" has one chunk on each rank; with {chunks} chunks, take {" or ".join(near)}'
         )
@@ -344,8 +342,8 @@ class ModelPipeline:
     def costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
         """Return the costs of the stages on these ranks, in arbitrary units: only their ratios matter."""
         flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=BACKWARD_RATIO + self.recomputes)
-        kept = kept_bytes(sizes, self.counts, self.lengths)
-        return placed_costs(flops, kept, rank_of, len(self.lengths), recomputes=self.recomputes)
+        unit_bytes = kept_bytes(sizes, self.counts, self.lengths)
+        return placed_costs(flops, unit_bytes, rank_of, len(self.lengths), recomputes=self.recomputes)
 
 
 def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False) -> ChosenSchedule:
@@ -375,7 +373,7 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
     return chosen
 
 
-def _limits(request: Request, placed: PlacedCosts) -> list[float]:
+def _limits(request: Request, costs: PlacedCosts) -> list[float]:
     """Return each rank's memory limit, in sequences."""
     limit = request.limit
     if limit is None:
@@ -384,10 +382,10 @@ def _limits(request: Request, placed: PlacedCosts) -> list[float]:
         return [usual] * request.ranks
     if limit.sequences is not None:
         return [limit.sequences] * request.ranks
-    if placed.sequence_bytes is None:
+    if costs.sequence_bytes is None:
         raise ConfigError("a memory limit in GiB needs to know what a sequence keeps; give it in sequences")
     assert limit.bytes is not None
-    return [limit.bytes / each for each in placed.sequence_bytes]
+    return [limit.bytes / sequence_bytes for sequence_bytes in costs.sequence_bytes]
 
 
 def _seq1f1b_peak(chosen: ChosenSchedule, costs: ActionCosts) -> float:
@@ -396,10 +394,12 @@ def _seq1f1b_peak(chosen: ChosenSchedule, costs: ActionCosts) -> float:
     That is on rank 0, which has the most units in flight.
     """
     shape = chosen.shape
-    first = [stage for stage, rank in enumerate(chosen.rank_of) if rank == 0]
-    shares = [sum(costs.kept(Action(Op.FORWARD, s, 0, segment)) for s in first) for segment in range(shape.segments)]
-    whole = PipelineShape(len(chosen.schedule), shape.micro_batches, shape.segments)
-    return peak_bytes(seq1f1b(whole)[0], lambda action: shares[action.segment])
+    first_stages = [stage for stage, rank in enumerate(chosen.rank_of) if rank == 0]
+    shares = [
+        sum(costs.kept(Action(Op.FORWARD, s, 0, segment)) for s in first_stages) for segment in range(shape.segments)
+    ]
+    unchunked = PipelineShape(len(chosen.schedule), shape.micro_batches, shape.segments)
+    return peak_bytes(seq1f1b(unchunked)[0], lambda action: shares[action.segment])
 
 
 def _check_fits(chosen: ChosenSchedule, limits: Sequence[float], limit: str) -> None:

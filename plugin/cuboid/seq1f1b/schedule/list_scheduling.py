@@ -76,21 +76,18 @@ class BackwardMode(Enum):
 
 @dataclass(frozen=True)
 class _Rule:
-    """Selects one of several actions that can start.
+    """Selects one of several actions that can start."""
 
-    Args:
-        forward_first: prefer a forward to a backward.
-        early_forward: of the forwards of one micro-batch, prefer the earliest stage's; otherwise the latest stage's.
-        early_backward: of several backwards, prefer the earliest stage's; otherwise the latest stage's.
-    """
-
+    #: Prefer a forward to a backward.
     forward_first: bool
+    #: Of the forwards of one micro-batch, prefer the earliest stage's; otherwise the latest stage's.
     early_forward: bool
+    #: Of several backwards, prefer the earliest stage's; otherwise the latest stage's.
     early_backward: bool
 
 
 #: In the order in which they are tried; large pipelines only try the first ones.
-_RULES = tuple(_Rule(*given) for given in product((False, True), (False, True), (True, False)))
+_RULES = tuple(_Rule(*flags) for flags in product((False, True), (False, True), (True, False)))
 
 
 def list_schedule(
@@ -155,9 +152,9 @@ class _Tables:
         self.stages_of: list[list[int]] = [[] for _ in range(max(rank_of) + 1)]
         for stage, rank in enumerate(rank_of):
             self.stages_of[rank].append(stage)
-        whole = mode is BackwardMode.WHOLE
-        ops = {Op.FORWARD: Op.FORWARD, Op.INPUT_GRADIENT: Op.BACKWARD if whole else Op.INPUT_GRADIENT}
-        if not whole:
+        is_whole = mode is BackwardMode.WHOLE
+        ops = {Op.FORWARD: Op.FORWARD, Op.INPUT_GRADIENT: Op.BACKWARD if is_whole else Op.INPUT_GRADIENT}
+        if not is_whole:
             ops[Op.WEIGHT_GRADIENT] = Op.WEIGHT_GRADIENT
         self.actions = {
             place: [
@@ -167,15 +164,17 @@ class _Tables:
             for place, op in ops.items()
         }
         self.duration_s = {
-            op: [list(map(costs.duration_s, own)) for own in table] for op, table in self.actions.items()
+            op: [list(map(costs.duration_s, row)) for row in table] for op, table in self.actions.items()
         }
-        self.kept = [list(map(costs.kept, own)) for own in self.actions[Op.FORWARD]]
-        self.frees = 1.0 if whole else costs.input_gradient_frees
-        self.most_waiting = None if whole else costs.most_waiting
+        self.kept = [list(map(costs.kept, row)) for row in self.actions[Op.FORWARD]]
+        self.frees = 1.0 if is_whole else costs.input_gradient_frees
+        self.most_waiting = None if is_whole else costs.most_waiting
         #: For each rank and micro-batch, what all units of the micro-batch keep.
         self.totals = [[self._total(rank, m) for m in range(shape.micro_batches)] for rank in range(len(limits))]
-        #: For each rank, the most memory that an I needs beyond what its unit keeps already.
-        self.headroom = [max(0.0, -self.frees) * max(max(self.kept[stage]) for stage in own) for own in self.stages_of]
+        #: For each rank, the most memory that an I needs beyond what its unit keeps already: 0 if Is free memory.
+        self.headroom = [
+            max(0.0, -self.frees) * max(max(self.kept[stage]) for stage in stages) for stages in self.stages_of
+        ]
         for rank, (limit, headroom) in enumerate(zip(limits, self.headroom, strict=True)):
             least = max(self.totals[rank]) + headroom
             if limit < least - _TOLERANCE:
@@ -185,17 +184,15 @@ class _Tables:
                 )
 
     def _total(self, rank: int, micro_batch: int) -> float:
-        own = slice(micro_batch * self.shape.segments, (micro_batch + 1) * self.shape.segments)
-        return sum(sum(self.kept[stage][own]) for stage in self.stages_of[rank])
+        units = slice(micro_batch * self.shape.segments, (micro_batch + 1) * self.shape.segments)
+        return sum(sum(self.kept[stage][units]) for stage in self.stages_of[rank])
 
 
 class _Memory:
-    """Tracks what one rank keeps, and which actions its memory limit still allows.
+    """Tracks what one rank keeps, and which actions its memory limit still allows. All amounts are in sequences.
 
-    Args:
-        limit: for all units together.
-        headroom: the part of the limit that forwards must leave free.
-        totals: for each micro-batch, what all its units keep.
+    ``headroom`` is the part of the limit that forwards must leave free; ``totals`` says for each micro-batch what all
+    its units keep.
     """
 
     def __init__(self, limit: float, headroom: float, totals: Sequence[float]) -> None:
@@ -214,13 +211,11 @@ class _Memory:
     def is_safe(self, micro_batch: int, kept: float, newest: int) -> bool:
         """Whether a forward leaves enough memory for the missing forwards of all micro-batches before its own.
 
-        Args:
-            micro_batch: the forward's micro-batch.
-            kept: what its unit keeps.
-            newest: no micro-batch after this one has started.
+        ``kept`` is what its unit keeps; no micro-batch after ``newest`` has started.
         """
         held = kept
         for j in range(newest, self._first - 1, -1):
+            # Now the sum over all micro-batches from j on: the left side of the condition in the module's docstring.
             held += self._open[j]
             if j < micro_batch and held + self._missing[j] > self._safe:
                 return False
@@ -302,6 +297,7 @@ class _Search:
             if unit == self._units or self._hidden_s[stage][unit] > now_s:
                 continue
             micro_batch, kept = unit // self._segments, self._tables.kept[stage][unit]
+            # The earliest micro-batch, so that units of later ones don't fill the memory first.
             if best is not None and best[0] <= micro_batch:
                 continue
             if (drained or memory.fits(kept)) and memory.is_safe(micro_batch, kept, newest):
@@ -324,8 +320,8 @@ class _Search:
             unit = self._backward_unit(number)
             # The rank is free, so every forward that it has started is done.
             if forwards[stage] > unit and self._gradient_s[stage][unit] <= now_s:
-                needed = -self._tables.frees * self._tables.kept[stage][unit]
-                if drained or needed <= 0 or self._memory[rank].fits(needed):
+                extra = -self._tables.frees * self._tables.kept[stage][unit]
+                if drained or extra <= 0 or self._memory[rank].fits(extra):
                     return Op.INPUT_GRADIENT, stage, number
         return None
 
@@ -336,12 +332,12 @@ class _Search:
         begun, ready = self._begun[Op.WEIGHT_GRADIENT], self._begun[Op.INPUT_GRADIENT]
         waiting = [(begun[stage] // self._segments, -stage) for stage in stages if begun[stage] < ready[stage]]
         if self._tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH:
-            whole = [(m, stage) for m, stage in waiting if ready[-stage] >= (m + 1) * self._segments]
+            complete = [(m, stage) for m, stage in waiting if ready[-stage] >= (m + 1) * self._segments]
             # Start only part of a micro-batch's Ws if another action needs the memory that they free.
             lacks_room = any(
                 find(rank, stages, now_s, drained=True) for find in (self._next_forward, self._next_backward)
             )
-            waiting = whole or (waiting if lacks_room else [])
+            waiting = complete or (waiting if lacks_room else [])
         if not waiting:
             return None
         stage = -min(waiting)[1]

@@ -30,8 +30,8 @@ def even_cut(length: int, segments: int, multiple: int = 1) -> tuple[int, ...]:
         ConfigError: the sequence is too short.
     """
     _check_length(length, segments, multiple)
-    each, rest = divmod(length // multiple, segments)
-    return tuple(multiple * (each + (index < rest)) for index in range(segments))
+    share, remainder = divmod(length // multiple, segments)
+    return tuple(multiple * (share + (index < remainder)) for index in range(segments))
 
 
 def check_lengths(lengths: Sequence[int], *, length: int | None = None, segments: int, multiple: int = 1) -> None:
@@ -46,17 +46,17 @@ def check_lengths(lengths: Sequence[int], *, length: int | None = None, segments
     Raises:
         ConfigError: they aren't k lengths with the sum S, or one isn't a positive multiple of ``multiple``.
     """
-    given = f"pipeline.partition {list(lengths)}"
+    setting = f"pipeline.partition {list(lengths)}"
     if len(lengths) != segments:
-        raise ConfigError(f"{given} has {len(lengths)} lengths, but pipeline.segments is {segments}")
-    wrong = next((each for each in lengths if each < 1 or each % multiple), None)
+        raise ConfigError(f"{setting} has {len(lengths)} lengths, but pipeline.segments is {segments}")
+    wrong = next((tokens for tokens in lengths if tokens < 1 or tokens % multiple), None)
     if wrong is not None:
         why = ", which the mesh's sequence and hidden axes can share" if multiple > 1 else ""
-        raise ConfigError(f"{given} has a segment of {wrong} tokens; use multiples of {multiple}, at least that{why}")
+        raise ConfigError(f"{setting} has a segment of {wrong} tokens; use multiples of {multiple}, at least that{why}")
     if length is not None and sum(lengths) != length:
         raise ConfigError(
-            f"{given} adds up to {sum(lengths)}, but sequences have {length} tokens; give sequences of {sum(lengths)} "
-            'tokens, or take "flops", which cuts any length'
+            f"{setting} adds up to {sum(lengths)}, but sequences have {length} tokens; give sequences of "
+            f'{sum(lengths)} tokens, or take "flops", which cuts any length'
         )
 
 
@@ -114,16 +114,13 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The operations of the head (or of the loss and its logits), compared with those of the layers.
+    """The operations of the head (or of the loss and its logits), compared with those of the layers."""
 
-    Args:
-        layers: the head's operations, as a number of average layers.
-        of_stage: the head's fraction of its stage's operations.
-        excess: by how much the costliest stage exceeds the average of all stages: 0.5 is half as long again.
-    """
-
+    #: The head's operations, as a number of average layers.
     layers: float
+    #: The head's fraction of its stage's operations.
     of_stage: float
+    #: By how much the costliest stage exceeds the average of all stages: 0.5 is half as long again.
     excess: float
 
     @classmethod
@@ -132,8 +129,8 @@ class HeadShare:
         costs, head = sizes.layer_flops(length), sizes.head_flops(length)
         stages = [sum(costs[start:stop]) for start, stop in ends_of(counts)]
         stages[-1] += head
-        whole = sum(costs) + head
-        return cls(head * len(costs) / sum(costs), head / stages[-1], max(stages) * len(stages) / whole - 1)
+        total = sum(costs) + head
+        return cls(head * len(costs) / sum(costs), head / stages[-1], max(stages) * len(stages) / total - 1)
 
 
 class MeasuredCut:
@@ -176,17 +173,17 @@ class MeasuredCut:
             sum((row[i] * time_s for row, time_s in zip(self._rows, self._seconds, strict=True)), Fraction(0))
             for i in range(3)
         ]
-        # The best fit without negative weights is the unconstrained fit of some subset of the three terms, so try all
-        # seven subsets.
-        for chosen in (chosen for size in (1, 2, 3) for chosen in combinations(range(3), size)):
-            weights = _solve([[gram[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen])
+        # The best fit without negative weights is the unconstrained fit of some subset of the three terms (columns of
+        # ``_rows``), so try all seven subsets.
+        for terms in (terms for size in (1, 2, 3) for terms in combinations(range(3), size)):
+            weights = _solve([[gram[i][j] for j in terms] for i in terms], [right[i] for i in terms])
             if weights is None or min(weights) < 0:
                 continue
             # The squared error, minus a term that is the same for all subsets.
-            error = -sum(weight * right[i] for weight, i in zip(weights, chosen, strict=True))
+            error = -sum(weight * right[i] for weight, i in zip(weights, terms, strict=True))
             if error < least:
                 best, least = [Fraction(0)] * 3, Fraction(error)
-                for weight, i in zip(weights, chosen, strict=True):
+                for weight, i in zip(weights, terms, strict=True):
                     best[i] = weight
         return best
 
@@ -240,15 +237,15 @@ class Cut:
         while low < high:
             bound = (low + high) // 2 if isinstance(low, int) and isinstance(high, int) else low + (high - low) / 2
             bound = min(max(bound, low), high)
-            found = self._greedy(bound)
-            if isinstance(found, tuple):
-                reached = self._costliest(found)
+            result = self._greedy(bound)
+            if isinstance(result, tuple):
+                reached = self._costliest(result)
                 if reached == high:
                     # Only with floats: ``low`` and ``high`` are adjacent numbers.
                     break
                 high = reached
             else:
-                low = found
+                low = result
         return high
 
     def evened(self, bound: float) -> tuple[int, ...]:
@@ -259,8 +256,8 @@ class Cut:
         start = 0
         for part in range(1, self._parts):
             latest = self._furthest(start, bound, self._count - self._parts + part)
-            wanted = self._share(total * part / self._parts)
-            start = min(max(wanted, earliest[part - 1], start + 1), latest)
+            target = self._share(total * part / self._parts)
+            start = min(max(target, earliest[part - 1], start + 1), latest)
             stops.append(start)
         return (*stops, self._count)
 

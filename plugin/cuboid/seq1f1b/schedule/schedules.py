@@ -83,8 +83,8 @@ def v_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     Both stages at a turning point are on the same rank. With two chunks this is a V, and rank 0 has the first and the
     last stage.
     """
-    there = tuple(range(ranks))
-    return tuple(rank for chunk in range(chunks) for rank in (there[::-1] if chunk % 2 else there))
+    down = tuple(range(ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down))
 
 
 def seq1f1b_interleaved(shape: PipelineShape, ranks: int) -> Schedule:
@@ -145,19 +145,19 @@ def _interleaved_rank(rank: int, shape: PipelineShape, ranks: int) -> tuple[Acti
     stages = range(rank, shape.stages, ranks)
     # Number of groups. Each has at least ⌈P/k⌉ micro-batches, which are at least P units.
     count = max(1, shape.micro_batches // -(-ranks // shape.segments))
-    each, rest = divmod(shape.micro_batches, count)
+    size, remainder = divmod(shape.micro_batches, count)
     by_stage = {stage: (_forwards(stage, shape), _backwards(stage, shape)) for stage in stages}
     forwards: list[Action] = []
     backwards: list[Action] = []
     start = 0
     for group in range(count):
-        stop = start + (each + (group < rest)) * shape.segments
+        stop = start + (size + (group < remainder)) * shape.segments
         for stage in stages:
             forwards += by_stage[stage][0][start:stop]
         for stage in reversed(stages):
             backwards += by_stage[stage][1][start:stop]
         start = stop
-    first = (each + (rest > 0)) * shape.segments
+    first = (size + (remainder > 0)) * shape.segments
     warm_up = (len(stages) - 1) * first + 2 * (ranks - rank - 1) + shape.segments - 1
     return _one_by_one(forwards, backwards, warm_up)
 

@@ -65,12 +65,7 @@ class Timeline:
 
 
 class ActionGraph:
-    """A schedule's actions and their dependencies: the part of a simulation that doesn't depend on costs.
-
-    Args:
-        schedule: each rank's computations, in order.
-        shape: the pipeline's shape.
-    """
+    """A schedule's actions and their dependencies: the part of a simulation that doesn't depend on costs."""
 
     def __init__(self, schedule: Schedule, shape: PipelineShape) -> None:
         self.schedule, self.shape = schedule, shape
@@ -83,12 +78,12 @@ class ActionGraph:
         """
         rank_of, places = placement(self.schedule), dict[Action, int]()
         needs_of = cache(lambda action: dependencies(action, self.shape))
-        found: list[tuple[int, Action, list[tuple[int, Action | None]]]] = []
+        steps: list[tuple[int, Action, list[tuple[int, Action | None]]]] = []
         for rank, action in walk(self.schedule, needs_of):
-            needs = [(places[each], each if rank_of[each.stage] != rank else None) for each in needs_of(action)]
-            places[fulfils(action)] = len(found)
-            found.append((rank, action, needs))
-        return found
+            needs = [(places[need], need if rank_of[need.stage] != rank else None) for need in needs_of(action)]
+            places[fulfils(action)] = len(steps)
+            steps.append((rank, action, needs))
+        return steps
 
     def times(
         self, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float] | None = None
@@ -102,9 +97,9 @@ class ActionGraph:
         ends: list[float] = []
         for rank, action, needs in self._steps:
             start_s = clocks[rank]
-            for place, sent in needs:
-                there_s = ends[place] + (transfer_s(sent) if sent is not None and transfer_s is not None else 0)
-                start_s = max(start_s, there_s)
+            for place, remote in needs:
+                arrival_s = ends[place] + (transfer_s(remote) if remote is not None and transfer_s is not None else 0)
+                start_s = max(start_s, arrival_s)
             clocks[rank] = end_s = start_s + duration_s(action)
             ends.append(end_s)
             yield rank, action, start_s, end_s

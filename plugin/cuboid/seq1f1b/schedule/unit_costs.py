@@ -145,24 +145,24 @@ def unit_flops(
     assert sum(layers) == len(sizes.layers)
     forward: list[list[int]] = []
     projections: list[list[int]] = []
-    for own in _stages(sizes.layers, layers):
-        kinds = Counter(own)
+    for stage_layers in _stages(sizes.layers, layers):
+        kinds = Counter(stage_layers)
         forward.append([_forward_flops(kinds.elements(), *ends) for ends in ends_of(lengths)])
-        projections.append([sum(layer.projection_flops(*ends) for layer in own) for ends in ends_of(lengths)])
+        projections.append([sum(layer.projection_flops(*ends) for layer in stage_layers) for ends in ends_of(lengths)])
     last = len(layers) - 1
 
     def flops(action: Action) -> float:
-        whole, weights = (table[action.stage][action.segment] for table in (forward, projections))
+        forward_flops, weight_flops = (table[action.stage][action.segment] for table in (forward, projections))
         match action.op:
             case Op.FORWARD:
                 head = sizes.head_flops(lengths[action.segment]) if action.stage == last else 0
-                return whole + (1 + BACKWARD_RATIO) * head
+                return forward_flops + (1 + BACKWARD_RATIO) * head
             case Op.BACKWARD:
-                return backward_ratio * whole
+                return backward_ratio * forward_flops
             case Op.INPUT_GRADIENT:
-                return backward_ratio * whole - weights
+                return backward_ratio * forward_flops - weight_flops
             case Op.WEIGHT_GRADIENT:
-                return weights
+                return weight_flops
         raise AssertionError(f"{action} computes nothing")
 
     return flops
@@ -183,7 +183,7 @@ def kept_bytes(
         element_bytes: bytes of one element of the activations; 2 for bf16.
         rows: rows of a micro-batch.
     """
-    features = [sum(layer.kept for layer in own) for own in _stages(sizes.layers, layers)]
+    features = [sum(layer.kept for layer in stage_layers) for stage_layers in _stages(sizes.layers, layers)]
 
     def kept(action: Action) -> int:
         return features[action.stage] * lengths[action.segment] * element_bytes * rows

@@ -137,27 +137,27 @@ def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) ->
         for segment in range(shape.segments)
     )
     for unit in units:
-        forward, whole, *halves = (
+        forward, whole_backward, *halves = (
             Action(op, *unit) for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
         )
         if forward not in places:
             raise ScheduleError(f"{forward} is missing")
         split = [half for half in halves if half in places]
-        if split and whole in places:
-            raise ScheduleError(f"{whole} does what {split[0]} does too")
-        if backward and whole not in places and len(split) < 2:
-            missing = next(half for half in halves if half not in split) if split else whole
+        if split and whole_backward in places:
+            raise ScheduleError(f"{whole_backward} does what {split[0]} does too")
+        if backward and whole_backward not in places and len(split) < 2:
+            missing = next(half for half in halves if half not in split) if split else whole_backward
             raise ScheduleError(f"{missing} is missing")
 
 
 def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]) -> None:
     """Check the order within each rank. :func:`walk` would find the same errors, but report them as deadlocks."""
     for rank, actions in enumerate(schedule):
-        here = {fulfils(action) for action in actions}
+        computed_here = {fulfils(action) for action in actions}
         done: set[Action] = set()
         for action in actions:
             for need in needs(action):
-                if need in here and need not in done:
+                if need in computed_here and need not in done:
                     raise ScheduleError(f"on rank {rank}, {action} comes before {need}, which it depends on")
             done.add(fulfils(action))
 
@@ -166,7 +166,7 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
     """Check that both ends of every channel have the same order, and that every message is used."""
     sends: dict[tuple[int, int], list[Action]] = {}
     receives: dict[tuple[int, int], list[Action]] = {}
-    wanted = {
+    used = {
         receive
         for action in chain.from_iterable(programs)
         if (receive := incoming(action, shape)) and rank_of.get(counterpart(receive).stage) != rank_of[action.stage]
@@ -175,7 +175,7 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
         if action.op.computes:
             continue
         is_send = action.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
-        if (counterpart(action) if is_send else action) not in wanted:
+        if (counterpart(action) if is_send else action) not in used:
             raise ScheduleError(f"{action} carries nothing that another rank uses")
         (sends if is_send else receives).setdefault(channel(action), []).append(action)
     for key in sends.keys() | receives.keys():
