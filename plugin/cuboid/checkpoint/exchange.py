@@ -20,12 +20,7 @@ from cuboid.tensor3d.sharding.sharding_spec import put_shard
 
 
 class Exchange:
-    """Runs the rounds of one pipeline stage.
-
-    Args:
-        mesh: this rank's mesh, with its host (gloo) groups connected.
-        ranges: which elements each rank of the stage has.
-    """
+    """Runs the rounds of one pipeline stage, over the mesh's host (gloo) groups, which must be connected."""
 
     def __init__(self, mesh: Mesh, ranges: RangesByRank) -> None:
         self._mesh = mesh
@@ -50,35 +45,39 @@ class Exchange:
             by_writer.setdefault(entry.writer, []).append(entry)
         for number, row in enumerate(zip_longest(*by_writer.values())):
             in_round = [entry for entry in row if entry is not None]
-            written_here = next((entry for entry in in_round if entry.writer == self._mesh.rank), None)
+            own_item = next((entry for entry in in_round if entry.writer == self._mesh.rank), None)
             full_tensors = self._round(in_round, number)
-            yield in_round, written_here, full_tensors
+            yield in_round, own_item, full_tensors
             # Otherwise this frame keeps the last round's tensors alive while the next ones are received.
             del full_tensors
 
     def _round(self, in_round: list[PlannedItem], number: int) -> dict[str, torch.Tensor]:
         transfers: list[dist.Work | None] = []
-        # Keeps the send buffers alive until their transfers are complete.
-        sent: list[tuple[torch.Tensor, int]] = []
+        # Values and their writer: keeps the send buffers alive until their transfers are complete.
+        outgoing: list[tuple[torch.Tensor, int]] = []
         host = HostCopies()
-        received: list[tuple[ShardedTensor, list[SourceRange], list[torch.Tensor]]] = []
+        incoming: list[tuple[ShardedTensor, list[SourceRange], list[torch.Tensor]]] = []
         for entry in in_round:
             for offset, tensor in enumerate(entry.item.tensors):
                 sources = self._sources(entry, offset, tensor)
                 if entry.writer == self._mesh.rank:
                     values = [self._receive(source, tensor, number, transfers, host) for source in sources]
-                    received.append((tensor, sources, values))
+                    incoming.append((tensor, sources, values))
                 else:
-                    from_here = [source for source in sources if source.source == self._mesh.rank]
-                    sent += [(host.copy(_local(tensor, source), shared=True), entry.writer) for source in from_here]
+                    own_sources = [source for source in sources if source.source == self._mesh.rank]
+                    outgoing += [
+                        (host.copy(_local(tensor, source), shared=True), entry.writer) for source in own_sources
+                    ]
         # One synchronization for all device-to-host copies of the round, instead of one per range.
         host.wait()
-        transfers += [dist.isend(values.view(torch.uint8), writer, self._group, tag=number) for values, writer in sent]
+        transfers += [
+            dist.isend(values.view(torch.uint8), writer, self._group, tag=number) for values, writer in outgoing
+        ]
         for transfer in transfers:
             assert transfer is not None, "the host group has all ranks of the stage"
             transfer.wait()
-        sent.clear()
-        return {tensor.name: self._assemble(tensor, sources, values) for tensor, sources, values in received}
+        outgoing.clear()
+        return {tensor.name: self._assemble(tensor, sources, values) for tensor, sources, values in incoming}
 
     def _sources(self, entry: PlannedItem, offset: int, tensor: ShardedTensor) -> list[SourceRange]:
         cells = self._mesh.stage_ranks
@@ -106,16 +105,14 @@ class Exchange:
         transfers.append(dist.irecv(buffer.view(torch.uint8), source.source, self._group, tag=number))
         return buffer
 
-    def _assemble(
-        self, tensor: ShardedTensor, sources: list[SourceRange], received: list[torch.Tensor]
-    ) -> torch.Tensor:
-        if tensor.sharding is None and len(received) == 1:
-            return received[0].view(tensor.spec.shape)
+    def _assemble(self, tensor: ShardedTensor, sources: list[SourceRange], pieces: list[torch.Tensor]) -> torch.Tensor:
+        if tensor.sharding is None and len(pieces) == 1:
+            return pieces[0].view(tensor.spec.shape)
         by_cell: dict[int, list[torch.Tensor]] = {}
-        for source, values in zip(sources, received, strict=True):
+        for source, values in zip(sources, pieces, strict=True):
             by_cell.setdefault(source.cell, []).append(values)
         # From here on ``by_cell`` has the only references, so that each shard is freed as soon as it is copied.
-        received.clear()
+        pieces.clear()
         if tensor.sharding is None:
             return torch.cat(by_cell[0]).view(tensor.spec.shape)
         full_tensor = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)

@@ -29,7 +29,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     Args:
         root: folder of checkpoints, or one checkpoint.
         tag: which one; None for the latest.
-        mesh: this rank's mesh.
+        mesh: where the ranks agree on it.
         verify: whether to compare checksums too; the files are divided among the ranks.
 
     Raises:
@@ -95,12 +95,8 @@ def load_optimizer(
 ) -> None:
     """Restore an optimizer's state; per-element quantities are read only where this rank owns the elements.
 
-    Args:
-        checkpoint: as opened.
-        adapter: the optimizer's adapter.
-        parameters: shape and sharding of the model's parameters, by name.
-        mesh: this rank's mesh.
-        groups: names of the parameters, on all stages, of each parameter group.
+    ``parameters`` has all parameters of the model by name; ``groups`` has the names of each parameter group's
+    parameters on all stages.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, one of another class, or one that lacks a tensor.
@@ -132,15 +128,9 @@ def load_masters(
     parameters: Mapping[str, TensorMetadata],
     mesh: Mesh,
 ) -> None:
-    """Load the checkpoint's master weights, if it has any, into parameters that have the masters' precision.
+    """Load the checkpoint's master weights, if it has any, into shards that have the masters' precision, by name.
 
     The checkpoint's regular weights are only rounded copies of the masters.
-
-    Args:
-        checkpoint: as opened.
-        shards: this rank's, by name.
-        parameters: the same parameters' shapes and shardings.
-        mesh: this rank's mesh.
     """
     folder = checkpoint.path / OPTIMIZER / MASTER
     if folder.is_dir():

@@ -106,12 +106,6 @@ class TensorFolder:
     def read_range(self, name: str, tensor: TensorMetadata, mesh: Mesh, start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of this rank's flattened shard, as ``[stop - start]``; padding is zero.
 
-        Args:
-            name: the tensor's name.
-            tensor: the full shape that it must have, and how the mesh shards it.
-            mesh: this rank's mesh.
-            start, stop: the range of the flattened shard.
-
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
         """

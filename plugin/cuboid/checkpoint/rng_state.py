@@ -14,13 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Capture the states of Python's, NumPy's and torch's generators, and of the device's.
+    """The states of Python's, NumPy's and torch's generators, and of the model's device's.
 
-    Args:
-        device: the model's device.
-
-    Returns:
-        Values that :func:`cuboid.checkpoint.format.state_file.write_state` accepts.
+    They are values that :func:`cuboid.checkpoint.format.state_file.write_state` accepts.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -35,11 +31,9 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the generators; one whose state wasn't saved is left as it is.
+    """Restore the generators from :func:`capture`, perhaps on another kind of device.
 
-    Args:
-        states: from :func:`capture`, perhaps on another kind of device.
-        device: the model's device.
+    A generator whose state wasn't saved is left as it is.
     """
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

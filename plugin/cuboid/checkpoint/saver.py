@@ -34,12 +34,7 @@ _KEPT_KEYS = ("optimizer", "scheduler", "scheduler_class", "scheduler_groups")
 
 
 class Saver:
-    """Writes the checkpoints of one model.
-
-    Args:
-        mesh: this rank's mesh.
-        settings: the config's ``checkpoint`` section.
-    """
+    """Writes the checkpoints of one model, as the config's ``checkpoint`` section says."""
 
     def __init__(self, mesh: Mesh, settings: CheckpointConfig) -> None:
         self._mesh = mesh
@@ -142,7 +137,7 @@ class Saver:
         return None
 
     def _write(self, root: Path, tag: str, plan: SavePlan, latest: bool) -> None:
-        folder, kept = self._begin(root, tag, plan, is_own_folder=latest)
+        folder, kept_metadata = self._begin(root, tag, plan, is_own_folder=latest)
         max_file_bytes = self._settings.max_file_bytes
         # Rank 0 shows the progress of its own stage; the other stages write at the same time.
         bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
@@ -156,8 +151,8 @@ class Saver:
                     plan.items, folder, self._mesh, max_file_bytes=max_file_bytes, advance=progress.update
                 )
             raise_on_all_ranks(self._fault(folder, results[self._mesh.rank]), self._mesh)
-            document = kept.added_to(self._document(plan))
-            self._on_first(lambda: self._finish(root, tag, folder, plan, document, results, kept, latest))
+            document = kept_metadata.added_to(self._document(plan))
+            self._on_first(lambda: self._finish(root, tag, folder, plan, document, results, kept_metadata, latest))
         except BaseException:
             if self._mesh.rank == 0:
                 abandon(root, tag)
@@ -172,13 +167,13 @@ class Saver:
                 f"rank 0 saves {targets[0]}, but rank {other} saves {targets[other]}; give all the same"
             )
 
-        kept = KeptMetadata()
+        kept_metadata = KeptMetadata()
 
         def prepare() -> None:
-            nonlocal kept
+            nonlocal kept_metadata
             if is_own_folder:
                 sweep(root)
-            kept = keep_unwritten(root / tag, begin(root, tag), plan)
+            kept_metadata = keep_unwritten(root / tag, begin(root, tag), plan)
 
         self._on_first(prepare)
         folder = root / f"{tag}{INCOMPLETE}"
@@ -189,7 +184,7 @@ class Saver:
                 "that all ranks share"
             )
         raise_on_all_ranks(missing, self._mesh)
-        return folder, kept
+        return folder, kept_metadata
 
     def _fault(self, folder: Path, result: WriteResult) -> CheckpointError | None:
         """Check the files that this rank wrote; returns what is wrong with them, if anything."""
@@ -239,14 +234,14 @@ class Saver:
         plan: SavePlan,
         document: Mapping[str, Any],
         results: Sequence[WriteResult],
-        kept: KeptMetadata,
+        kept_metadata: KeptMetadata,
         latest: bool,
     ) -> None:
         """Write everything but the tensors, and publish the checkpoint; rank 0 only."""
         write_indices(folder, results)
         plan.auxiliary_files(folder)
         write_state(folder, document)
-        records: dict[str, FileRecord] = dict(kept.records)
+        records: dict[str, FileRecord] = dict(kept_metadata.records)
         for result in results:
             records.update(result.records)
         for path in sorted(folder.rglob("*")):
@@ -286,12 +281,7 @@ def join_background_save(mesh: Mesh) -> None:
 
 @dataclass(frozen=True)
 class KeptMetadata:
-    """What a new checkpoint keeps of the one that it replaces.
-
-    Attributes:
-        records: sizes and checksums of the files, by name.
-        document: entries of ``state.json``.
-    """
+    """What a new checkpoint keeps of the one that it replaces: files by name, and entries of ``state.json``."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)
@@ -304,13 +294,7 @@ class KeptMetadata:
 def keep_unwritten(old: Path, folder: Path, plan: SavePlan) -> KeptMetadata:
     """Link files of the old checkpoint that this save doesn't write into the new folder, if both have the same id.
 
-    Args:
-        old: the checkpoint that will be replaced; it may not exist.
-        folder: the new checkpoint's folder.
-        plan: what this save writes.
-
-    Raises:
-        OSError: from the file system.
+    The old checkpoint, which will be replaced, may not exist.
     """
     try:
         manifest = Manifest.read(old)

@@ -57,7 +57,7 @@ def write_items(
     Args:
         items: the same on all ranks of a stage except for the ranges that a rank has.
         folder: an existing folder that all ranks see.
-        mesh: this rank's mesh, with its host groups connected.
+        mesh: with its host groups connected.
         max_file_bytes: maximum size of a file, unless a single item is larger.
         advance: called after each round with the share of this stage's bytes that the round wrote.
 
@@ -70,9 +70,9 @@ def write_items(
     names = name_files(gather_objects([file[0].item.folder for file in files], mesh), mesh.rank)
     writer = _RankWriter(folder, dict(zip(names, files, strict=True)))
     total_bytes = max(sum(item.nbytes for item in items), 1)
-    for in_round, written_here, full_tensors in Exchange(mesh, gather_ranges(items, mesh)).rounds(planned):
-        if written_here is not None:
-            writer.write(written_here.item, full_tensors)
+    for in_round, own_item, full_tensors in Exchange(mesh, gather_ranges(items, mesh)).rounds(planned):
+        if own_item is not None:
+            writer.write(own_item.item, full_tensors)
         # Freed before the next round receives its tensors.
         full_tensors.clear()
         if advance is not None:
@@ -131,12 +131,7 @@ class _RankWriter:
 
 
 def write_indices(folder: Path, results: Sequence[WriteResult]) -> None:
-    """Write each folder's ``model.safetensors.index.json``, which maps tensors to files.
-
-    Args:
-        folder: the checkpoint's folder.
-        results: what each rank wrote.
-    """
+    """Write the ``model.safetensors.index.json`` of each of a checkpoint's folders, which maps tensors to files."""
     for subfolder in sorted({name for result in results for name in result.weight_maps}):
         weight_map: dict[str, str] = {}
         for result in results:

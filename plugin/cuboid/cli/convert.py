@@ -76,10 +76,10 @@ def convert(
 
 def _one(argument: Path | None, option: Path | None, name: str, option_name: str) -> Path:
     """A folder that is given either as an argument or as an option, not as both."""
-    given = [path for path in (argument, option) if path is not None]
-    if len(given) != 1:
-        raise typer.BadParameter(f"give {name}{' once' if given else ''}, as an argument or as {option_name}")
-    return given[0]
+    folders = [path for path in (argument, option) if path is not None]
+    if len(folders) != 1:
+        raise typer.BadParameter(f"give {name}{' once' if folders else ''}, as an argument or as {option_name}")
+    return folders[0]
 
 
 def _bytes(size: str) -> int:

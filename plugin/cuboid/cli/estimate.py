@@ -47,19 +47,21 @@ def estimate(
     check_outputs(json, pictures=(picture, timeline))
     settings = model_config(model, trust_remote_code=trust_remote_code)
     machines = Cluster.parse(cluster)
-    own, rest = require_config(config)
-    check_framework_config(own, rest, machines.gpus, is_complete=True)
-    verified = own.pipeline is not None and own.pipeline.certification == "verified"
+    cuboid_config, framework_config = require_config(config)
+    check_framework_config(cuboid_config, framework_config, machines.gpus, is_complete=True)
+    verified = cuboid_config.pipeline is not None and cuboid_config.pipeline.certification == "verified"
     described = describe(settings, verified=verified)
     check_length(sequence_length, described.most_positions, "--seq-len")
-    layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)
+    layout = layout_of_config(
+        cuboid_config, framework_config, described, machines, sequence_length, checkpointing=checkpointing
+    )
     if timeline is not None and layout.stages == 1:
         raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")
-    found = predict(described, layout, machines, sequence_length)
-    print_estimate(found, Console())
+    prediction = predict(described, layout, machines, sequence_length)
+    print_estimate(prediction, Console())
     if json is not None:
-        write_json(json, found.as_dict())
+        write_json(json, prediction.as_dict())
     if picture is not None:
-        draw_estimate(found, picture)
+        draw_estimate(prediction, picture)
     if timeline is not None:
-        draw_timeline(found.cost.simulated(), timeline, title=str(layout))
+        draw_timeline(prediction.cost.simulated(), timeline, title=str(layout))

@@ -133,8 +133,8 @@ def _totals(inspection: Inspection) -> Iterator[list[str]]:
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in inspection.tensors:
         folder, _, file = tensor.file.rpartition("/")
-        own = folder or ("weights" if file.startswith(("model", "rank-")) else file)
-        groups.setdefault(own, []).append(tensor)
+        group = folder or ("weights" if file.startswith(("model", "rank-")) else file)
+        groups.setdefault(group, []).append(tensor)
     for name, tensors in groups.items():
         yield [
             name,

@@ -27,9 +27,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reject empty values, since ``--out "$UNSET"`` would be the current folder, and those that are too long."""
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        values, _, _ = self.make_parser(ctx).parse_args(list(args))
         for parameter in self.params:
-            value = given.get(parameter.name)
+            value = values.get(parameter.name)
             if value == "":
                 raise typer.BadParameter("is empty", ctx, param_hint=_names(parameter)[0])
             # Python refuses to parse a number of 4,300 digits, with an error of its own.
@@ -63,22 +63,22 @@ def _check_reachable(path: Path, *, may_be_text: bool) -> None:
 def _with_option(error: CuboidError, ctx: Any) -> str:
     """The message of an error, with the option whose value it is about."""
     message = str(error)
-    given = [(parameter, ctx.params.get(parameter.name)) for parameter in ctx.command.params]
-    for parameter, value in given:
+    values = [(parameter, ctx.params.get(parameter.name)) for parameter in ctx.command.params]
+    for parameter, value in values:
         # Where numbers are checked, they are called by the parameter's name.
         if isinstance(value, int | float) and message.startswith(f"{parameter.name} is "):
             return f"{_names(parameter)[0]}{message.removeprefix(parameter.name)}"
     # The value that comes first; of a folder and one inside it, the inner one.
-    found = [
-        ((at, -len(str(value))), _names(parameter)) for parameter, value in given for at in _places(message, value)
+    matches = [
+        ((at, -len(str(value))), _names(parameter)) for parameter, value in values for at in _places(message, value)
     ]
-    first = min((place for place, _ in found), default=None)
-    blamed = dict.fromkeys(names for place, names in found if place == first)
+    first = min((place for place, _ in matches), default=None)
+    blamed = dict.fromkeys(names for place, names in matches if place == first)
     if blamed:
         known = any(re.search(rf"(?<!\S){name}(?![\w-])", message) for names in blamed for name in names)
         return message if known else f"{' and '.join(names[0] for names in blamed)}: {message}"
     # A key of the config that the command line sets, or may set.
-    options = {parameter.name: (value is None, parameter) for parameter, value in given}
+    options = {parameter.name: (value is None, parameter) for parameter, value in values}
     keys = [key for key in re.findall(r"(?:pipeline|tensor_parallel|checkpoint)\.(\w+)", message) if key in options]
     if keys:
         is_absent, parameter = min((options[key] for key in keys), key=lambda option: option[0])

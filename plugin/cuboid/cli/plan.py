@@ -70,11 +70,11 @@ def plan(
         ]
         print_comparison(pair[0], pair[1], console)
         return
-    found = search(described, machines, sequence_length, global_batch, goal=goal)
-    print_plan(found, wide)
+    result = search(described, machines, sequence_length, global_batch, goal=goal)
+    print_plan(result, wide)
     for reason in described.limits.refused(machines.gpus):
         console.print(f"Left out was what training rejects: {reason}", highlight=False)
-    best = found.best[0]
+    best = result.best[0]
     print_estimate(best, console)
     if best.layout.checkpointing == "full":
         console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
@@ -85,4 +85,4 @@ def plan(
         write_json(out, config)
         console.print(f"{out} is its config; set your own learning rate, {LEARNING_RATE} stands there")
     if json is not None:
-        write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})
+        write_json(json, {"best": [candidate.as_dict() for candidate in result.best], "config": config})

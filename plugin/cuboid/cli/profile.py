@@ -38,9 +38,9 @@ def profile(
     if world.is_first:
         check_outputs(out)
     device = world.connect()
-    found = run_on_all_ranks(Profiler(device, seconds).profile, what="cuboid profile")
+    measurements = run_on_all_ranks(Profiler(device, seconds).profile, what="cuboid profile")
     if world.is_first:
-        write_json(out, found)
+        write_json(out, measurements)
         # Read back from the file, so that this prints what --cluster will use.
         print_profile(Cluster.parse(str(out)), Console())
     world.disconnect()

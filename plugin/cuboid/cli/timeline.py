@@ -100,11 +100,11 @@ def timeline(
 
     lengths = _lengths_given(partition)
     count = segments or (len(lengths) if lengths else 1 if schedule == "1f1b" else 4)
-    given = chunk_count(chunks) or (2 if schedule in (*CHUNKED, "auto") else 1)
-    if given == "auto" and schedule != "auto":
+    chunks_option = chunk_count(chunks) or (2 if schedule in (*CHUNKED, "auto") else 1)
+    if chunks_option == "auto" and schedule != "auto":
         raise typer.BadParameter(f"--chunks auto is for --schedule auto; give {schedule} a number")
-    each = COMPARED_CHUNKS if given == "auto" else given
-    most = stages * (max(COMPARED_CHUNKS) if given == "auto" else given)
+    chunk_counts = COMPARED_CHUNKS if chunks_option == "auto" else chunks_option
+    most = stages * (max(COMPARED_CHUNKS) if chunks_option == "auto" else chunks_option)
     if most * micro_batches * count > MOST_UNITS:
         raise typer.BadParameter(
             f"--stages (× --chunks), --micro-batches, --segments: {most} × {micro_batches} × {count} is too many units "
@@ -112,7 +112,7 @@ def timeline(
         )
     check_outputs(json_output, pictures=(output,))
     request = _Request(
-        *(stages, each, micro_batches, count, schedule, _limit_given(memory_limit)),
+        *(stages, chunk_counts, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
     )
     if model is None:
@@ -169,8 +169,8 @@ def _limit_given(text: str | None) -> MemoryLimit | None:
 def _ratios(backward_ratio: float | None, durations: str | None, *, with_model: bool) -> tuple[float, float]:
     """Times of input gradient (I) and weight gradient (W), relative to a forward."""
     if durations is None:
-        whole = 2.0 if backward_ratio is None else backward_ratio
-        return whole / 2, whole / 2
+        backward = 2.0 if backward_ratio is None else backward_ratio
+        return backward / 2, backward / 2
     if with_model or backward_ratio is not None:
         raise typer.BadParameter("--durations goes neither with --model, whose own costs count, nor --backward-ratio")
     try:
@@ -224,7 +224,7 @@ class _PlainCosts(_Costs):
             check_lengths(lengths, segments=request.segments, multiple=request.multiple)
         self._request = request
         self._units = (
-            [each * request.segments / sum(lengths) for each in lengths] if lengths else [1.0] * request.segments
+            [tokens * request.segments / sum(lengths) for tokens in lengths] if lengths else [1.0] * request.segments
         )
         self.caption = "all units cost the same" if lengths is None else "cost by length"
 
@@ -301,11 +301,11 @@ class _ModelCosts(_Costs):
     def _with_spread_head(self) -> _ModelCosts:
         """Costs of the same work, with the head's divided equally among the layers."""
         layers, part = self._sizes.layers, self._sizes.head // len(self._sizes.layers)
-        found = copy.copy(self)
-        found._sizes = replace(
+        costs = copy.copy(self)
+        costs._sizes = replace(
             self._sizes, layers=tuple(replace(layer, weights=layer.weights + part) for layer in layers), head=0
         )
-        return found
+        return costs
 
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
         """See :class:`_Costs`."""
@@ -317,9 +317,9 @@ class _ModelCosts(_Costs):
         flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=sum(self._request.ratios))
         # In units of an average forward, so that the picture doesn't pretend to know the device's speed.
         average = segment_cost(self._sizes)(0, self._length) / (self._request.ranks * self._request.segments)
-        kept = kept_bytes(self._sizes, layers, self._lengths, rows=self._rows)
+        unit_bytes = kept_bytes(self._sizes, layers, self._lengths, rows=self._rows)
         return placed_costs(
-            lambda action: flops(action) / average, kept, rank_of, self._request.segments, self._request.transfer
+            lambda action: flops(action) / average, unit_bytes, rank_of, self._request.segments, self._request.transfer
         )
 
 
@@ -380,7 +380,7 @@ def _numbers(
     """What ``--json`` writes."""
     chosen = compared.best
     simulated = chosen.timeline
-    found = {
+    numbers = {
         "schedule": chosen.name,
         "ranks": request.ranks,
         "chunks": chosen.chunks,
@@ -392,14 +392,14 @@ def _numbers(
         "bubble_by_rank": simulated.bubbles,
         "peak_micro_batches": chosen.peak_micro_batches,
         "peak_micro_batches_by_rank": simulated.peak_bytes,
-        "compared": {str(each): each.timeline.makespan_s for each in compared.fitting},
+        "compared": {str(candidate): candidate.timeline.makespan_s for candidate in compared.fitting},
         "rejected": dict(compared.rejected),
     }
     if sequence_bytes is not None:
-        found["peak_bytes_by_rank"] = _in_bytes(simulated, sequence_bytes).peak_bytes
+        numbers["peak_bytes_by_rank"] = _in_bytes(simulated, sequence_bytes).peak_bytes
     if head is not None:
-        found["head"] = {**asdict(head.share), "costs": head.costs}
-    return found
+        numbers["head"] = {**asdict(head.share), "costs": head.costs}
+    return numbers
 
 
 def _print(console: Any, chosen: ChosenSchedule, costs: _Costs, title: str) -> None:
@@ -413,11 +413,11 @@ def _print(console: Any, chosen: ChosenSchedule, costs: _Costs, title: str) -> N
     columns = {"stage": [rank_label(spans, rank) for rank, spans in enumerate(simulated.spans)]}
     layers = costs.layers(chosen.shape.stages)
     if layers is not None:
-        own = [
+        layers_by_rank = [
             [count for count, rank in zip(layers, chosen.rank_of, strict=True) if rank == r]
             for r in range(len(simulated.spans))
         ]
-        columns["layers"] = [", ".join(map(str, counts)) for counts in own]
+        columns["layers"] = [", ".join(map(str, counts)) for counts in layers_by_rank]
     columns["busy"] = [f"{busy:.2f}" for busy in simulated.busy_s]
     columns["idle"] = [f"{bubble:.1%}" for bubble in simulated.bubbles]
     columns["units in flight"] = [str(peak_bytes([s.action for s in rank], lambda _: 1)) for rank in simulated.spans]

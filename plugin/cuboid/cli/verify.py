@@ -104,7 +104,7 @@ def verify(
 
     The model may be for causal or masked language modelling, of two sequences, with a head for classes or answers, or
     without a head, as its config says. Runs the same batches through both and compares loss, every gradient, its norm,
-    and the weights after some optimizer steps. Exits with 1 if anything is over tolerance.
+    and the weights after some optimizer steps. Exits with status 1 if a difference exceeds its tolerance.
     """
     from rich.console import Console
 
@@ -182,17 +182,17 @@ def _pipeline(
     stages: int | None, segments: int | None, partition: str | None, schedule: str | None, chunks: str | None
 ) -> dict[str, Any]:
     """The keys of the pipeline section that are given on the command line."""
-    given: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
-    given |= {"schedule": schedule, "chunks": chunk_count(chunks)}
+    section: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
+    section |= {"schedule": schedule, "chunks": chunk_count(chunks)}
     if partition is not None and partition[:1].isdigit():
         lengths = partition.split(",")
         if not all(length.strip().isdigit() for length in lengths):
             raise typer.BadParameter(
                 f'--partition {partition!r} is neither "flops", "even" nor lengths such as 16,12,4'
             )
-        given["partition"] = [int(length) for length in lengths]
-        given["segments"] = segments or len(lengths)
-    return {key: value for key, value in given.items() if value is not None}
+        section["partition"] = [int(length) for length in lengths]
+        section["segments"] = segments or len(lengths)
+    return {key: value for key, value in section.items() if value is not None}
 
 
 @contextlib.contextmanager

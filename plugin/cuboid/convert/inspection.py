@@ -75,9 +75,7 @@ class Inspection(BaseModel):
 def inspect_checkpoint(checkpoint: DetectedCheckpoint, *, verify: bool) -> Inspection:
     """Inspect a checkpoint; what is wrong with it is reported, not raised.
 
-    Args:
-        checkpoint: the checkpoint.
-        verify: whether to compare all files that have a recorded checksum with it; shows a progress bar on stderr.
+    With ``verify``, all files that have a recorded checksum are compared with it, under a progress bar on stderr.
     """
     inspection = Inspection(kind=checkpoint.kind.value, path=str(checkpoint.folder))
     files = sorted(path for path in checkpoint.folder.rglob("*") if path.is_file())

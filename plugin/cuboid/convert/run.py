@@ -95,11 +95,14 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
             tensors = tensors.cast(dtypes_when_loaded(source.auxiliary_files, tensors.specs, options.dtype))
         dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()}))
         size = f"{len(tensors.specs)} tensors in {dtypes}, {size_text(tensors.nbytes)}"
-        said = [f"{source.checkpoint.folder}: {source.checkpoint.kind.value}, {size}", f"checked: {source.checked}"]
+        source_lines = [
+            f"{source.checkpoint.folder}: {source.checkpoint.kind.value}, {size}",
+            f"checked: {source.checked}",
+        ]
         plan = None
         if options.config is not None:
             plan = plan_ranks(source.auxiliary_files, tensors.specs, options.config, options.world_size)
-        _write(options, source, tensors, plan, said, say)
+        _write(options, source, tensors, plan, source_lines, say)
 
 
 def _write(
@@ -107,16 +110,16 @@ def _write(
     source: Source,
     tensors: BlockTensors,
     plan: RankPlan | None,
-    said: Sequence[str],
+    source_lines: Sequence[str],
     say: Callable[[str], Any],
 ) -> None:
-    """Write the target. The lines ``said`` about the source are printed first, once all checks have passed."""
+    """Write the target. The lines about the source are printed first, once all checks have passed."""
     if plan is None:
         total_bytes = tensors.nbytes
     else:
         total_bytes = sum(tensor.spec.nbytes * len(tensor.stages) for tensor in plan.tensors.values())
     with new_folder(options.target, total_bytes) as folder:
-        for line in said:
+        for line in source_lines:
             say(line)
         with progress(total_bytes, "converting", hidden=options.quiet) as advance:
             if plan is None:

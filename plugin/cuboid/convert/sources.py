@@ -44,12 +44,7 @@ _MASTERS = Path("optimizer") / "master"
 
 @dataclass(frozen=True)
 class DetectedCheckpoint:
-    """A detected checkpoint.
-
-    Attributes:
-        kind: its kind.
-        folder: its own folder, even if a folder of checkpoints was given.
-    """
+    """A detected checkpoint, with its own folder even if a folder of checkpoints was given."""
 
     kind: CheckpointKind
     folder: Path

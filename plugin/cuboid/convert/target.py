@@ -80,8 +80,8 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
         incomplete.mkdir(parents=True)
         free = shutil.disk_usage(incomplete).free
         if free < expected_bytes + _SPARE_BYTES:
-            needed, there = size_text(expected_bytes), size_text(free)
-            raise CheckpointError(f"{target}: needs {needed}, but only {there} are free there")
+            size, room = size_text(expected_bytes), size_text(free)
+            raise CheckpointError(f"{target}: needs {size}, but only {room} are free there")
         yield incomplete
         # Everything is synced before the rename, so that the target is never partial, not even after a power cut.
         for path in (incomplete, *incomplete.rglob("*")):

@@ -181,11 +181,11 @@ def resolve(root: Path, tag: str | None = None) -> Path:
     """
     if tag is None and _is_complete(root):
         return root
-    wanted = _latest_tag(root) if tag is None else tag
-    if wanted:
-        if _is_complete(root / wanted):
-            return root / wanted
-        replaced = root / f"{wanted}{REPLACED}"
+    name = _latest_tag(root) if tag is None else tag
+    if name:
+        if _is_complete(root / name):
+            return root / name
+        replaced = root / f"{name}{REPLACED}"
         if _is_complete(replaced):
             logger.warning("%s: was being replaced when its writer ended; resuming from the one before", replaced)
             return replaced
@@ -193,7 +193,7 @@ def resolve(root: Path, tag: str | None = None) -> Path:
     if tag is None and checkpoints:
         logger.warning("%s: names no complete checkpoint; resuming from %s", root / LATEST, checkpoints[-1])
         return checkpoints[-1]
-    raise CheckpointError(_explain_missing(root, wanted, checkpoints))
+    raise CheckpointError(_explain_missing(root, name, checkpoints))
 
 
 def prune(root: Path, keep_last: int, newest: str, among: Collection[str] | None = None) -> None:
@@ -210,11 +210,11 @@ def prune(root: Path, keep_last: int, newest: str, among: Collection[str] | None
         among: tags that may be removed; None for all, in a folder that belongs to one run.
     """
     assert keep_last >= 1, "the newest checkpoint is never pruned"
-    kept = {newest, _latest_tag(root)}
+    protected = {newest, _latest_tag(root)}
     tags = [(path.name.removesuffix(REPLACED), path) for _, _, path in sorted(_complete(root), key=lambda one: one[1])]
     candidates = [(tag, path) for tag, path in tags if tag != newest and (among is None or tag in among)]
     for tag, path in candidates[: max(0, len(candidates) - (keep_last - 1))]:
-        if tag in kept:
+        if tag in protected:
             continue
         doomed = root / f"{path.name}{INCOMPLETE}"
         try:
@@ -255,9 +255,9 @@ def _discard(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _explain_missing(root: Path, wanted: str | None, checkpoints: list[Path]) -> str:
+def _explain_missing(root: Path, name: str | None, checkpoints: list[Path]) -> str:
     """Why :func:`resolve` found no checkpoint, and what to do about it."""
-    where = root / wanted if wanted else root
+    where = root / name if name else root
     if not root.is_dir():
         return f"{root}: is not a folder, so there is no checkpoint to load"
     if not checkpoints:
@@ -273,12 +273,12 @@ def _explain_missing(root: Path, wanted: str | None, checkpoints: list[Path]) ->
             "load_module_only=True (DeepSpeed), load_model (ColossalAI), or as the model to start from"
         )
     started = [path.name for path in sorted(_folders(root, INCOMPLETE))]
-    there = []
+    remarks = []
     if checkpoints:
-        there.append(f"complete ones there: {', '.join(path.name for path in checkpoints)}")
+        remarks.append(f"complete ones there: {', '.join(path.name for path in checkpoints)}")
     if started:
-        there.append(f"begun but never finished: {', '.join(started)}")
-    return f"{where}: is not a checkpoint ({'; '.join(there) or 'the folder has none'})"
+        remarks.append(f"begun but never finished: {', '.join(started)}")
+    return f"{where}: is not a checkpoint ({'; '.join(remarks) or 'the folder has none'})"
 
 
 def sync(path: Path) -> None:

@@ -195,5 +195,5 @@ def content_fault(path: Path, record: FileRecord, where: str) -> str | None:
 
 def _raise_faults(faults: list[str]) -> None:
     if faults:
-        rest = f" (and {len(faults) - _SHOWN_FAULTS} more)" if len(faults) > _SHOWN_FAULTS else ""
-        raise CheckpointError("; ".join(faults[:_SHOWN_FAULTS]) + rest)
+        more = f" (and {len(faults) - _SHOWN_FAULTS} more)" if len(faults) > _SHOWN_FAULTS else ""
+        raise CheckpointError("; ".join(faults[:_SHOWN_FAULTS]) + more)

@@ -104,8 +104,8 @@ def _publish_shards(folder: Path, index: str, shards: list[str]) -> None:
     scratch, single = folder / SCRATCH, f"model{_variant(_INDEX, index)}.safetensors"
     content = read_object(scratch / index)
     token = f".cuboid-{uuid.uuid4().hex}"
-    taken = any(os.path.lexists(folder / name) for name in shards)
-    names = {name: f"{name.removesuffix(_WEIGHTS)}{token}{_WEIGHTS}" if taken else name for name in shards}
+    is_taken = any(os.path.lexists(folder / name) for name in shards)
+    names = {name: f"{name.removesuffix(_WEIGHTS)}{token}{_WEIGHTS}" if is_taken else name for name in shards}
     removable = [_known(folder / name) for name in _old_shards(folder / index)]
     for name in shards:
         # A crash may leave a new shard under either name; an old one of that name has another identity.
@@ -120,7 +120,7 @@ def _publish_shards(folder: Path, index: str, shards: list[str]) -> None:
     # The switch: without a single file, transformers opens what the index names.
     sync(folder)
     _remove_noted(folder)
-    if taken and _link(folder, names):
+    if is_taken and _link(folder, names):
         # The old shards are gone, so that the new ones can have their proper names.
         _place_index(folder, index, content, {name: name for name in shards})
         _remove_noted(folder)

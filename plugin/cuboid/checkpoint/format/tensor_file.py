@@ -134,9 +134,9 @@ class TensorFileWriter:
         Returns:
             Its size and checksum.
         """
-        rest = [spec for _, spec in self._pending if spec.nbytes]
+        unwritten = [spec for _, spec in self._pending if spec.nbytes]
         assert self._missing_bytes == 0, "a tensor is missing rows"
-        assert not rest, "a tensor was never written"
+        assert not unwritten, "a tensor was never written"
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -219,7 +219,8 @@ class TensorFile:
         (first, stop, _), *inner = ranges
         if all((low, high) == (0, size) for (low, high, _), size in zip(inner, spec.shape[1:], strict=True)):
             return self._rows(name, first, stop)
-        # Reading the rows in full and slicing them takes fewer reads than one for each contiguous piece.
+        # The box is strided in the file. Reading its rows in full and slicing them takes fewer reads than one for each
+        # contiguous piece.
         cut = tuple(slice(low, high) for low, high, _ in inner)
         values = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
         for rows in row_blocks(TensorSpec(spec.dtype, (max(stop - first, 0), *spec.shape[1:])), _BLOCK_BYTES):
@@ -274,11 +275,7 @@ def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
-    """Read and validate a file's header.
-
-    Args:
-        descriptor: the open file's descriptor.
-        path: the file's path, for messages.
+    """Read and validate an open file's header; ``path`` is for messages.
 
     Returns:
         The tensors in the order of the file, the header's metadata, and each tensor's offset in the file.
@@ -287,6 +284,7 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
         CheckpointError: it isn't a complete safetensors file.
     """
     size = os.fstat(descriptor).st_size
+    # Eight bytes with the header's length, the header, the tensors.
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(_LONGEST_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")

@@ -32,14 +32,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, parameters: int, size_bytes: int) -> None:
-    """Write a folder's index.
-
-    Args:
-        folder: the files' folder.
-        weight_map: the file name of each tensor.
-        parameters: total number of elements.
-        size_bytes: total size of the tensors.
-    """
+    """Write a folder's index: the file of each tensor, and the total number of elements and bytes."""
     metadata = {"total_parameters": parameters, "total_size": size_bytes}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

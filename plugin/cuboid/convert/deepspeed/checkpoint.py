@@ -26,8 +26,8 @@ LATEST = ("latest", "latest_universal")
 
 def tag_folder(folder: Path) -> Path | None:
     """The folder of DeepSpeed's files: this one, or the one that ``latest`` in it names; None if there is neither."""
-    named = [read_pointer(path) for name in LATEST if (path := folder / name).is_file()]
-    candidates = [folder, *(folder / name for name in named if name)]
+    pointers = [read_pointer(path) for name in LATEST if (path := folder / name).is_file()]
+    candidates = [folder, *(folder / name for name in pointers if name)]
     return next((path for path in candidates if files_in(path)), None)
 
 
@@ -106,17 +106,18 @@ def _checked(model: PreTrainedModel, tensors: BlockTensors, shared: set[str], fo
     Raises:
         CheckpointError: one is missing, foreign or of another shape, or two that the model ties differ.
     """
-    kind, wanted = type(model).__name__, state_specs(model)
+    kind, model_specs = type(model).__name__, state_specs(model)
     hint = "is --model the one that was trained?"
     for name, spec in tensors.specs.items():
-        if name not in wanted:
+        if name not in model_specs:
             raise CheckpointError(f"{folder}: has a tensor {name}, which {kind} doesn't know; {hint}")
-        if spec.shape != wanted[name].shape:
+        shape = model_specs[name].shape
+        if spec.shape != shape:
             raise CheckpointError(
-                f"{folder}: {name} is of shape {list(spec.shape)}, but {kind} has {list(wanted[name].shape)}; {hint}"
+                f"{folder}: {name} is of shape {list(spec.shape)}, but {kind} has {list(shape)}; {hint}"
             )
     ties: dict[str, str] = model.all_tied_weights_keys
-    for name in wanted:
+    for name in model_specs:
         if name not in tensors.specs and ties.get(name) not in tensors.specs:
             raise CheckpointError(f"{folder}: has no tensor for {name} of {kind}; {hint}")
     twice = [name for name, source in ties.items() if name in tensors.specs and source in tensors.specs]
@@ -127,4 +128,4 @@ def _checked(model: PreTrainedModel, tensors: BlockTensors, shared: set[str], fo
                 f"{folder}: {name} and {ties[name]} differ, but --model ties them; a config.json with "
                 '"tie_word_embeddings": false keeps both'
             )
-    return tensors.renamed({name: name for name in wanted if name in tensors.specs and name not in twice})
+    return tensors.renamed({name: name for name in model_specs if name in tensors.specs and name not in twice})

@@ -56,19 +56,14 @@ class _PipelineLayer:
 
 
 def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder: Path) -> dict[str, str]:
-    """Map each of the model's tensor names to the pipeline's name.
-
-    Args:
-        model: the full model, on the meta device.
-        specs: dtypes and shapes of the pipeline's tensors.
-        folder: the checkpoint's folder, for messages.
+    """Map each tensor name of a full model to the pipeline's name; ``folder`` is for messages.
 
     Raises:
         CheckpointError: the layers aren't the model's, or a tensor's name is ambiguous.
     """
     outline = draw_outline(type(model), model.config)
-    wanted, parts = state_specs(model), _parts(specs)
-    decoders = _decoders(parts, specs, wanted, outline)
+    model_specs, parts = state_specs(model), _parts(specs)
+    decoders = _decoders(parts, specs, model_specs, outline)
     if len(decoders) != outline.count:
         raise CheckpointError(
             f"{folder}: {len(decoders)} layers of its pipeline are decoder layers of {type(model).__name__}, but the "
@@ -83,9 +78,11 @@ def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder:
             count += 1
             continue
         # A tied layer's tensors get the name that the model ties the other names to.
-        taken = {*names, *(model.all_tied_weights_keys if part.number is None else ())}
+        used_names = {*names, *(model.all_tied_weights_keys if part.number is None else ())}
         prefixes = tuple(f"{unit}." for unit in _units_around(outline, part, count))
-        free = {name: spec for name, spec in wanted.items() if name not in taken and name.startswith(prefixes)}
+        free = {
+            name: spec for name, spec in model_specs.items() if name not in used_names and name.startswith(prefixes)
+        }
         for local, full in part.tensors.items():
             name = _find(local, specs[full], free, f"{folder}: {full}")
             names[name] = full
@@ -94,14 +91,17 @@ def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder:
 
 
 def _decoders(
-    parts: Sequence[_PipelineLayer], specs: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], outline: Outline
+    parts: Sequence[_PipelineLayer],
+    specs: Mapping[str, TensorSpec],
+    model_specs: Mapping[str, TensorSpec],
+    outline: Outline,
 ) -> dict[int | None, str]:
     """The parts that are decoder layers, by number, with the prefix of their tensors' names."""
     decoders: dict[int | None, str] = {}
     for part in parts:
         # Surplus ones are compared with the last layer, so that they are counted for the error message.
         module = f"{outline.layer(min(len(decoders), outline.count - 1))}."
-        layer = {name.removeprefix(module): spec for name, spec in wanted.items() if name.startswith(module)}
+        layer = {name.removeprefix(module): spec for name, spec in model_specs.items() if name.startswith(module)}
         prefix = None if part.number is None else _wrapper(part, specs, layer)
         if prefix is not None:
             decoders[part.number] = prefix

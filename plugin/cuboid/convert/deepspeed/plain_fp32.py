@@ -42,11 +42,7 @@ class _MasterGroup:
 
 
 def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
-    """The fp32 weights by name; empty if the optimizer steps the model's own weights.
-
-    Args:
-        states: the states of a checkpoint without ZeRO.
-        path: their file.
+    """The fp32 weights of a checkpoint without ZeRO, by name; empty if the optimizer steps the model's own weights.
 
     Raises:
         CheckpointError: they can't be matched with the model's weights unambiguously.
@@ -93,6 +89,7 @@ def _rounds_to(group: _MasterGroup, tensor: PickledTensor, reader: ExtentReader)
     extents = group.next(count)
     if sum(extent.count for extent in extents) < count:
         return False
+    # In blocks of four-byte elements.
     for start in range(0, count, BLOCK_BYTES // 4):
         length = min(BLOCK_BYTES // 4, count - start)
         master = reader.read(extents, start, length, extents[0].dtype)

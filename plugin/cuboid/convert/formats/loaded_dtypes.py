@@ -45,8 +45,8 @@ def dtypes_when_loaded(config: Path, specs: Mapping[str, TensorSpec], dtype: tor
             "--dtype out, or convert to float32"
         ) from error
     blank_state: dict[str, Any] = model.state_dict()
-    kept = model._get_dtype_plan(dtype)
-    pattern = core_model_loading.build_glob_alternation(list(kept))[0] if kept else None
+    dtype_plan = model._get_dtype_plan(dtype)
+    pattern = core_model_loading.build_glob_alternation(list(dtype_plan))[0] if dtype_plan else None
     targets = load_targets(model, specs)
 
     def loaded(name: str) -> torch.dtype:
@@ -59,7 +59,7 @@ def dtypes_when_loaded(config: Path, specs: Mapping[str, TensorSpec], dtype: tor
             return declared
         # The pattern's groups are g0, g1, … in the order of the plan.
         assert match.lastgroup is not None
-        of_module: torch.dtype = list(kept.values())[int(match.lastgroup[1:])]
+        of_module: torch.dtype = list(dtype_plan.values())[int(match.lastgroup[1:])]
         return of_module
 
     return {name: loaded(name) for name in floating}

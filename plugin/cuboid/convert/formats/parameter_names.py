@@ -110,8 +110,8 @@ def as_stored(model: PreTrainedModel, tensors: BlockTensors) -> BlockTensors:
             return
         if name not in cache:
             cache.clear()
-            wholes = {origin: torch.cat(list(tensors.blocks(origin))) for origin in form.origins}
-            cache.update(core_model_loading.revert_weight_conversion(model, wholes))
+            full_tensors = {origin: torch.cat(list(tensors.blocks(origin))) for origin in form.origins}
+            cache.update(core_model_loading.revert_weight_conversion(model, full_tensors))
         for rows in row_ranges(form.spec):
             yield cache[name][rows]
 

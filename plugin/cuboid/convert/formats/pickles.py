@@ -153,20 +153,20 @@ def _check_members(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dic
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested dicts, lists and attributes, which may contain reference cycles."""
     seen: set[int] = set()
-    rest = [value]
-    while rest:
-        item = rest.pop()
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             yield item
         elif isinstance(item, Mapping):
-            rest += item.values()
+            pending += item.values()
         elif isinstance(item, list | tuple | set):
-            rest += item
+            pending += item
         elif isinstance(item, _Attributes):
-            rest += vars(item).values()
+            pending += vars(item).values()
 
 
 def _check_place(path: Path, tensor: torch.Tensor, members: Mapping[int, int]) -> None:

@@ -44,18 +44,15 @@ def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> Bl
 
 
 def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int], Any] | None) -> Iterator[str]:
-    """A message for each fault of the files.
+    """A message for each fault of a folder's files, whose ``shards.json`` is ``document``.
 
-    Args:
-        folder: the files' folder.
-        document: its ``shards.json``.
-        advance: called with each file's size after it was read; None to check sizes only.
+    ``advance`` is called with each file's size after it was read; with None, only sizes are checked.
     """
-    wanted = {file_name(document.topology, place) for place in range(document.topology.world_size)}
+    expected_names = {file_name(document.topology, place) for place in range(document.topology.world_size)}
     present = {path.name for path in folder.glob("rank-*.safetensors")}
-    for name in sorted(wanted ^ document.files.keys()):
+    for name in sorted(expected_names ^ document.files.keys()):
         yield f"{folder / SHARDS}: its layout and its list of files contradict each other about {name}"
-    for name in sorted(present - wanted):
+    for name in sorted(present - expected_names):
         yield f"{folder / name}: is foreign: {SHARDS} doesn't name it"
     for name, record in sorted({**document.files, **document.beside}.items()):
         path = folder / name
@@ -90,14 +87,14 @@ class _RankFiles:
             block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
             for at in ranks:
                 file = self._file(name, tensor, at)
-                # ``here`` is a box of the rank's shard, ``there`` the same box in the full tensor; both are clipped to
-                # the rows of this block.
-                for (here, *inner), (there, *others) in shard_boxes(layout, self._mesh, at):
-                    low, high = max(there.start, rows.start), min(there.stop, rows.stop)
+                # Each pair is a box of the rank's shard and the same box in the full tensor; both are clipped to the
+                # rows of this block.
+                for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(layout, self._mesh, at):
+                    low, high = max(full_rows.start, rows.start), min(full_rows.stop, rows.stop)
                     if low < high:
-                        start = here.start + low - there.start
-                        rows_of_rank = file.read(name, [slice(start, start + high - low), *inner])
-                        block[(slice(low - rows.start, high - rows.start), *others)] = rows_of_rank
+                        start = shard_rows.start + low - full_rows.start
+                        rows_of_rank = file.read(name, [slice(start, start + high - low), *shard_dims])
+                        block[(slice(low - rows.start, high - rows.start), *full_dims)] = rows_of_rank
             yield block
 
     def _file(self, name: str, tensor: RankTensor, at: Coordinate) -> TensorFile:
@@ -106,9 +103,9 @@ class _RankFiles:
             if len(self._open) == _MOST_FILES:
                 self._open.pop(next(iter(self._open))).close()
             self._open[file] = TensorFile(self._folder / file)
-        spec, wanted = self._open[file].specs.get(name), shard_spec(tensor, self._mesh, at)
-        if spec != wanted:
-            raise CheckpointError(f"{self._folder / file}: has {name} as {spec}, but {SHARDS} says {wanted}")
+        spec, expected_spec = self._open[file].specs.get(name), shard_spec(tensor, self._mesh, at)
+        if spec != expected_spec:
+            raise CheckpointError(f"{self._folder / file}: has {name} as {spec}, but {SHARDS} says {expected_spec}")
         return self._open[file]
 
     def close(self) -> None:

@@ -22,14 +22,8 @@ from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, pipeli
 def write_rank_files(folder: Path, tensors: BlockTensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
     """Write one file for each rank of one replica: each coordinate in the pipeline and its mesh.
 
-    Args:
-        folder: an existing folder.
-        tensors: the full tensors.
-        plan: the plan for these tensors.
-        advance: called with the size of each block after it was written, once for each stage that has it.
-
-    Returns:
-        Contents of ``shards.json``, without the auxiliary files.
+    ``advance`` is called with the size of each block after it was written, once for each stage that has it. Returns the
+    contents of ``shards.json``, without the auxiliary files.
     """
     pipe = pipeline_ranks(plan.layers, plan.placement)
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
@@ -113,6 +107,7 @@ def _own_rows(block: torch.Tensor, first: int, intervals: Sequence[Sequence[Inte
         start, stop = max(low, first), min(high, first + block.shape[0])
         if start < stop:
             rows = block[start - first : stop - first]
+            # Along the other dims, the shard's intervals lie side by side.
             for dim, spans in enumerate(intervals[1:], 1):
                 rows = torch.cat([rows.narrow(dim, begin, end - begin) for begin, end in spans], dim)
             yield rows
