@@ -26,13 +26,13 @@ _INCOMPATIBLE = {
 
 
 def check_framework_config(
-    config: CuboidConfig, rest: dict[str, Any], world_size: int, *, is_complete: bool = False
+    config: CuboidConfig, framework_config: dict[str, Any], world_size: int, *, is_complete: bool = False
 ) -> None:
     """Reject settings that are incompatible with Cuboid's, or that DeepSpeed can't read.
 
     Args:
         config: Cuboid's part.
-        rest: DeepSpeed's part.
+        framework_config: DeepSpeed's part.
         world_size: number of ranks.
         is_complete: whether DeepSpeed reads the config next; if not, ``"auto"`` values are accepted, because the HF
             Trainer and accelerate will fill them in.
@@ -43,28 +43,29 @@ def check_framework_config(
     """
     _check_world(config, world_size)
     for key, reason in _INCOMPATIBLE.items():
-        value = rest.get(key)
+        value = framework_config.get(key)
         # A section counts unless it is disabled; a size of 1 is the same as none.
         enabled = value.get("enabled", True) if isinstance(value, dict) else value and value != 1
         if enabled:
             raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
-    part = DeepSpeedPart(rest, is_complete=is_complete)
-    if is_complete and rest.get("train_batch_size") is None and rest.get("train_micro_batch_size_per_gpu") is None:
+    part = DeepSpeedPart(framework_config, is_complete=is_complete)
+    rows = [framework_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    if is_complete and rows == [None, None]:
         raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
-    check_layout(config, rest, world_size)
+    check_layout(config, framework_config, world_size)
     _check_precision(config, part)
     _check_pipeline(config, part)
 
 
-def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
     """Check world size, schedule and batch sizes, for any framework; raises as :func:`check_framework_config`.
 
-    The types of the values in ``rest`` must have been checked.
+    The types of the values in ``framework_config`` must have been checked.
     """
     _check_world(config, world_size)
     if config.pipeline is not None and config.pipeline.schedule not in NAMES:
         raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(NAMES)}")
-    _check_batch(config, rest, world_size)
+    _check_batch(config, framework_config, world_size)
 
 
 def _check_world(config: CuboidConfig, world_size: int) -> None:
@@ -92,11 +93,11 @@ def _check_world(config: CuboidConfig, world_size: int) -> None:
     )
 
 
-def _nearest(wanted: MeshShape, world_size: int) -> list[MeshShape]:
+def _nearest(shape: MeshShape, world_size: int) -> list[MeshShape]:
     meshes = [mesh for size in divisors(world_size) for mesh in MeshShape.of_size(size)]
 
     def difference(mesh: MeshShape) -> tuple[int, int]:
-        apart = abs(mesh.batch - wanted.batch) + abs(mesh.sequence - wanted.sequence) + abs(mesh.hidden - wanted.hidden)
+        apart = abs(mesh.batch - shape.batch) + abs(mesh.sequence - shape.sequence) + abs(mesh.hidden - shape.hidden)
         return apart, -mesh.size
 
     return sorted(meshes, key=difference)[:4]
@@ -145,9 +146,9 @@ def _mode(config: CuboidConfig) -> str:
     return "tensor_parallel.mode 3d_tensor" if config.pipeline is None else "pipeline.engine seq1f1b"
 
 
-def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
-    micro, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
-    steps: Any = rest.get("gradient_accumulation_steps") or 1
+def _check_batch(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
+    micro, total = framework_config.get("train_micro_batch_size_per_gpu"), framework_config.get("train_batch_size")
+    steps: Any = framework_config.get("gradient_accumulation_steps") or 1
     if not config.tensor_parallel.is_sized:
         # There is no mesh yet; the planner will choose one that fits the batch.
         return
@@ -169,7 +170,7 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
         )
     if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(total, int)):
         return
-    if rest.get("gradient_accumulation_steps") is None and total % (micro * replicas) == 0:
+    if framework_config.get("gradient_accumulation_steps") is None and total % (micro * replicas) == 0:
         # DeepSpeed derives the steps from the two numbers.
         return
     # The product with the world size is accepted too: accelerate computes that, since it doesn't know the mesh.

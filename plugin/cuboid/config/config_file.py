@@ -143,18 +143,18 @@ class _Loader(yaml.SafeLoader):
     """A safe YAML loader that rejects duplicate keys; PyYAML's own would silently take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         # "<<" merges another mapping, and may occur several times.
-        _reject_duplicates((key, None) for key in written if key != "<<")
+        _reject_duplicates((key, None) for key in names if key != "<<")
         return super().construct_mapping(node, deep)
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
     """Check every value. An alias in YAML counts as often as it is used, since it could expand exponentially."""
     seen = 0
-    rest: list[tuple[tuple[str, ...], Any]] = [((), config)]
-    while rest:
-        keys, value = rest.pop()
+    pending: list[tuple[tuple[str, ...], Any]] = [((), config)]
+    while pending:
+        keys, value = pending.pop()
         seen += 1
         if seen > _MOST_VALUES or len(keys) > _MOST_LEVELS:
             what = f"{_MOST_VALUES:,} values" if seen > _MOST_VALUES else f"{_MOST_LEVELS} levels"
@@ -164,9 +164,9 @@ def _check_values(config: Mapping[str, Any]) -> None:
                 if not isinstance(key, str):
                     named = ".".join((*keys, str(key)))
                     raise ConfigError(f"{named}: keys are strings, not {_kind(key)}; put it in quotes")
-            rest += [((*keys, str(key)), item) for key, item in value.items()]
+            pending += [((*keys, str(key)), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            rest += [((*keys, str(index)), item) for index, item in enumerate(value)]
+            pending += [((*keys, str(index)), item) for index, item in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value) and (keys, value) != _NEVER_PRINTED:
             raise ConfigError(f"{'.'.join(keys)} is {value}; no key takes a number that isn't finite")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:

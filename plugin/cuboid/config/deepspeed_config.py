@@ -83,18 +83,18 @@ class DeepSpeedPart:
         optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
 
-    def __init__(self, rest: dict[str, Any], *, is_complete: bool) -> None:
-        """Validate and read the config.
+    def __init__(self, config: dict[str, Any], *, is_complete: bool) -> None:
+        """Validate and read DeepSpeed's part of a config.
 
         Args:
-            rest: DeepSpeed's part of a config.
+            config: that part.
             is_complete: whether ``"auto"`` values have been filled in, so that remaining ones are errors.
 
         Raises:
             ConfigError: DeepSpeed can't read it, or would ignore a key of it.
         """
-        _check_scalars(rest, is_complete=is_complete)
-        parsed = _parse(rest)
+        _check_scalars(config, is_complete=is_complete)
+        parsed = _parse(config)
         zero = parsed.zero_config
         self.zero_stage = int(zero.stage)
         self.bf16 = bool(parsed.bfloat16_config.enabled)
@@ -107,43 +107,43 @@ class DeepSpeedPart:
             if section is not None and str(getattr(section.device, "value", section.device)) != "none":
                 self.offloads.append(name)
         self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
-        _check_optimizer(rest.get("optimizer"), self.optimizer, on_cpu="offload_optimizer" in self.offloads)
-        _check_scheduler(rest.get("scheduler"))
+        _check_optimizer(config.get("optimizer"), self.optimizer, on_cpu="offload_optimizer" in self.offloads)
+        _check_scheduler(config.get("scheduler"))
 
 
-def _check_scalars(rest: dict[str, Any], *, is_complete: bool) -> None:
-    _validate(_Scalars, rest, ())
+def _check_scalars(config: dict[str, Any], *, is_complete: bool) -> None:
+    _validate(_Scalars, config, ())
     for name in ("optimizer", "scheduler"):
-        if name in rest:
-            _validate(_Named, rest[name], (name,))
+        if name in config:
+            _validate(_Named, config[name], (name,))
     if is_complete:
-        named = {name: (rest.get(name) or {}).get("params") or {} for name in ("optimizer", "scheduler")}
-        parameters = {f"{name}.params.{key}": value for name, given in named.items() for key, value in given.items()}
-        for key, value in {**{key: rest.get(key) for key in _Scalars.model_fields}, **parameters}.items():
+        named = {name: (config.get(name) or {}).get("params") or {} for name in ("optimizer", "scheduler")}
+        parameters = {f"{name}.params.{key}": value for name, params in named.items() for key, value in params.items()}
+        for key, value in {**{key: config.get(key) for key in _Scalars.model_fields}, **parameters}.items():
             if is_auto(value):
                 raise ConfigError(f'{key} is "auto", which only the HF Trainer and accelerate fill in; give a value')
 
 
-def _validate(model: type[BaseModel], given: Any, keys: tuple[str, ...]) -> None:
+def _validate(model: type[BaseModel], value: Any, keys: tuple[str, ...]) -> None:
     try:
-        model.model_validate(given)
+        model.model_validate(value)
     except ValidationError as error:
         raise ConfigError(_explain(error.errors(), keys, sorted(model.model_fields))) from None
 
 
 def _explain(errors: Iterable[Any], section: tuple[str, ...], known: list[str]) -> str:
     """All errors, one line for each key."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for item in errors:
         # pydantic's location includes the tried member of a union, which isn't a key of the config.
-        own = [str(part) for part in item["loc"] if str(part).isidentifier() and str(part) not in _UNION_MEMBERS]
-        key = ".".join([*section, *own])
+        path = [str(part) for part in item["loc"] if str(part).isidentifier() and str(part) not in _UNION_MEMBERS]
+        key = ".".join([*section, *path])
         if item["type"] == "extra_forbidden":
-            text = f"{key} is not a key that DeepSpeed reads; {_advice(own[-1], known)}"
+            text = f"{key} is not a key that DeepSpeed reads; {_advice(path[-1], known)}"
         else:
             text = f"{key or 'config'}: {what_is_wrong(item)} (given: {item.get('input')!r})"
-        found.setdefault(key, text)
-    return "\n".join(found.values())
+        messages.setdefault(key, text)
+    return "\n".join(messages.values())
 
 
 _UNION_MEMBERS = ("int", "float", "bool", "str", "none", "literal", "dict", "constrained")
@@ -180,40 +180,40 @@ def _watch(value: Any, keys: tuple[str, ...]) -> Any:
     return _Watched(value, keys) if len(keys) == 1 and keys[0] in _FLAT_SECTIONS and isinstance(value, dict) else value
 
 
-def _parse(rest: dict[str, Any]) -> Any:
+def _parse(config: dict[str, Any]) -> Any:
     """Parse with DeepSpeed's own parser, without the batch sizes, which it would check against the world size."""
-    own = {key: value for key, value in rest.items() if key not in _BATCH_KEYS and not is_auto(value)}
-    watched = _Watched({**own, "train_micro_batch_size_per_gpu": 1})
+    values = {key: value for key, value in config.items() if key not in _BATCH_KEYS and not is_auto(value)}
+    watched = _Watched({**values, "train_micro_batch_size_per_gpu": 1})
     with _silence():
         try:
             parsed = deepspeed_config.DeepSpeedConfig(watched)
         except ValidationError as error:
-            raise ConfigError(_explain(error.errors(), _section(watched, rest), _fields_of(error))) from None
+            raise ConfigError(_explain(error.errors(), _section(watched, config), _fields_of(error))) from None
         except Exception as error:
             # For most mistakes the parser has no error of its own, and fails somewhere with an arbitrary exception.
-            key = ".".join(_section(watched, rest))
+            key = ".".join(_section(watched, config))
             raise ConfigError(f"{key}: DeepSpeed can't read it: {type(error).__name__}: {error}") from None
     _reject_unknown((), watched, [*watched.looked_for, *_READ_ELSEWHERE])
     for name in _FLAT_SECTIONS:
         if isinstance(section := dict.get(watched, name), _Watched):
             _reject_unknown((name,), section, section.looked_for)
-    _reject_unknown_auto(own)
+    _reject_unknown_auto(values)
     return parsed
 
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _reject_unknown_auto(own: dict[str, Any]) -> None:
+def _reject_unknown_auto(values: dict[str, Any]) -> None:
     """Reject unknown keys whose value is "auto".
 
     DeepSpeed drops such keys before it validates a section, so the section is validated once more with None instead.
     """
-    for name, section in own.items():
+    for name, section in values.items():
         if name in ("optimizer", "scheduler") or not isinstance(section, dict) or "auto" not in section.values():
             continue
-        given = {key: None if is_auto(value) else value for key, value in section.items()}
-        watched = _Watched({name: given, "train_micro_batch_size_per_gpu": 1})
+        section_without_auto = {key: None if is_auto(value) else value for key, value in section.items()}
+        watched = _Watched({name: section_without_auto, "train_micro_batch_size_per_gpu": 1})
         with _silence():
             try:
                 deepspeed_config.DeepSpeedConfig(watched)
@@ -237,9 +237,9 @@ def _silence() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _section(watched: _Watched, rest: dict[str, Any]) -> tuple[str, ...]:
+def _section(watched: _Watched, config: dict[str, Any]) -> tuple[str, ...]:
     """The section that DeepSpeed was reading when it failed: the last key that it looked up and that exists."""
-    return tuple(key for key in reversed(watched.looked_for) if key in rest)[:1] or ("config",)
+    return tuple(key for key in reversed(watched.looked_for) if key in config)[:1] or ("config",)
 
 
 def _fields_of(error: ValidationError) -> list[str]:
@@ -276,35 +276,35 @@ def _advice(unknown: str, known: Sequence[str]) -> str:
 
 
 def _check_optimizer(section: Any, name: str | None, *, on_cpu: bool) -> None:
-    """Reject an optimizer that DeepSpeed couldn't construct.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Reject an optimizer that DeepSpeed couldn't construct, with an error that names the key."""
     if section is None:
         return
     if name is None:
         if not is_auto(section.get("type")):
             raise ConfigError('optimizer.type is missing; write for example "AdamW"')
         return
-    given = _without_auto(section.get("params"))
-    _validate(_OptimizerParameters, given, ("optimizer", "params"))
-    if "max_grad_norm" in given:
+    params = _without_auto(section.get("params"))
+    _validate(_OptimizerParameters, params, ("optimizer", "params"))
+    if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed clips by gradient_clipping, at the top level")
-    made_by, own = _optimizer_class(name, given, on_cpu=on_cpu)
-    known = [*own, *list(inspect.signature(made_by).parameters)[1:]]
-    _reject_parameters("optimizer", name, given, known)
+    made_by, own_params = _optimizer_class(name, params, on_cpu=on_cpu)
+    known = [*own_params, *list(inspect.signature(made_by).parameters)[1:]]
+    _reject_parameters("optimizer", name, params, known)
     if made_by.__module__.startswith("torch."):
-        _try_out("optimizer", given, lambda: made_by(_one_weight(), **{k: v for k, v in given.items() if k not in own}))
+        _try_out(
+            "optimizer",
+            params,
+            lambda: made_by(_one_weight(), **{k: v for k, v in params.items() if k not in own_params}),
+        )
 
 
-def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
+def _optimizer_class(name: str, params: dict[str, Any], *, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
     """The class that DeepSpeed constructs for a name, and the parameters that it doesn't pass on to it."""
     if name in (deepspeed_config.ADAM_OPTIMIZER, deepspeed_config.ADAMW_OPTIMIZER):
-        own = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-        if given.get("torch_adam"):
-            return torch.optim.AdamW, own
-        return (deepspeed.ops.adam.DeepSpeedCPUAdam if on_cpu else deepspeed.ops.adam.FusedAdam), own
+        own_params = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+        if params.get("torch_adam"):
+            return torch.optim.AdamW, own_params
+        return (deepspeed.ops.adam.DeepSpeedCPUAdam if on_cpu else deepspeed.ops.adam.FusedAdam), own_params
     if name == deepspeed_config.ADAGRAD_OPTIMIZER:
         return (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad if on_cpu else torch.optim.Adagrad), ()
     if name == deepspeed_config.LAMB_OPTIMIZER:
@@ -312,7 +312,7 @@ def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple
     if name == deepspeed_config.LION_OPTIMIZER:
         return (deepspeed.ops.lion.DeepSpeedCPULion if on_cpu else deepspeed.ops.lion.FusedLion), ()
     if name in deepspeed_config.DEEPSPEED_OPTIMIZERS:
-        return _AnyParameters, tuple(given)
+        return _AnyParameters, tuple(params)
     kinds = {
         kind.__name__: kind
         for kind in vars(torch.optim).values()
@@ -352,11 +352,7 @@ class _OptimizerParameters(BaseModel):
 
 
 def _check_scheduler(section: Any) -> None:
-    """Reject a learning-rate schedule that DeepSpeed couldn't construct or step.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Reject a learning-rate schedule that DeepSpeed couldn't construct or step, with an error that names the key."""
     if section is None or is_auto(section.get("type")):
         return
     name = section.get("type")
@@ -365,12 +361,14 @@ def _check_scheduler(section: Any) -> None:
     kind = _schedule_class(name)
     if section.get("params") is None:
         raise ConfigError(f"scheduler.params is missing; {name} takes {', '.join(_parameters_of(kind))}")
-    given = _without_auto(section["params"])
-    _reject_parameters("scheduler", name, given, _parameters_of(kind))
-    _check_types("scheduler", kind, given)
+    params = _without_auto(section["params"])
+    _reject_parameters("scheduler", name, params, _parameters_of(kind))
+    _check_types("scheduler", kind, params)
     # Without the "auto" values, it could miss a parameter that it needs.
-    if given == section["params"]:
-        _try_out("scheduler", given, lambda: kind(torch.optim.SGD(_one_weight(), lr=1.0, momentum=0.5), **given).step())
+    if params == section["params"]:
+        _try_out(
+            "scheduler", params, lambda: kind(torch.optim.SGD(_one_weight(), lr=1.0, momentum=0.5), **params).step()
+        )
 
 
 def _schedule_class(name: str) -> Any:
@@ -394,26 +392,26 @@ def _one_weight() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
 
 
-def _reject_parameters(section: str, name: str, given: dict[str, Any], known: Sequence[str]) -> None:
-    for key in given:
+def _reject_parameters(section: str, name: str, params: dict[str, Any], known: Sequence[str]) -> None:
+    for key in params:
         if key not in known:
             raise ConfigError(f"{section}.params.{key} is not a parameter of {name}; {suggestion(key, sorted(known))}")
 
 
-def _check_types(section: str, kind: Any, given: dict[str, Any]) -> None:
+def _check_types(section: str, kind: Any, params: dict[str, Any]) -> None:
     """Compare values with the parameters' annotations, if there are any."""
-    for key, value in given.items():
+    for key, value in params.items():
         declared = inspect.signature(kind).parameters[key].annotation
-        wanted = {int: (int,), bool: (bool,), str: (str,), float: (int, float, list, tuple)}.get(declared)
-        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and declared is not bool)):
+        types = {int: (int,), bool: (bool,), str: (str,), float: (int, float, list, tuple)}.get(declared)
+        if types and (not isinstance(value, types) or (isinstance(value, bool) and declared is not bool)):
             raise ConfigError(f"{section}.params.{key} is {value!r}; {kind.__name__} takes {declared.__name__} there")
 
 
-def _try_out(section: str, given: dict[str, Any], make: Callable[[], Any]) -> None:
+def _try_out(section: str, params: dict[str, Any], make: Callable[[], Any]) -> None:
     """Construct the object for a single weight, because constructors make checks of their own on the values."""
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             make()
         except Exception as error:
-            raise ConfigError(f"{section}.params {given}: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"{section}.params {params}: {type(error).__name__}: {error}") from None

@@ -288,8 +288,8 @@ class PipelineConfig(Section):
         """Whether the config permits this placement: the pipeline rank of each stage."""
         if self.is_placed:
             return placement == self.placement
-        chunks, rest = divmod(len(placement), self.stages)
-        if rest or (self.chunks != "auto" and chunks not in (1, self.chunks)):
+        chunks, remainder = divmod(len(placement), self.stages)
+        if remainder or (self.chunks != "auto" and chunks not in (1, self.chunks)):
             return False
         return placement in {place_stages(name, self.stages, chunks) for name in CHUNKED}
 
@@ -298,8 +298,8 @@ class PipelineConfig(Section):
         """The same config with one stage per rank; a ``stage_balance`` list is summed over consecutive parts."""
         balance = self.stage_balance
         if isinstance(balance, tuple):
-            each = len(balance) // self.stages
-            balance = tuple(sum(balance[first : first + each]) for first in range(0, len(balance), each))
+            parts = len(balance) // self.stages
+            balance = tuple(sum(balance[first : first + parts]) for first in range(0, len(balance), parts))
         return self.on_ranks(AUTO, 1).model_copy(update={"stage_balance": balance})
 
     def on_ranks(self, schedule: str, chunks: int) -> PipelineConfig:
@@ -354,16 +354,16 @@ class FrameworkNumbers(Section):
     zero_stage: int | None = None
 
     @classmethod
-    def of(cls, rest: Mapping[str, Any]) -> FrameworkNumbers:
+    def of(cls, framework_config: Mapping[str, Any]) -> FrameworkNumbers:
         """Read them from the framework's part of a config."""
-        zero = rest.get("zero_optimization")
-        given = {
-            "micro_batch": rest.get("train_micro_batch_size_per_gpu"),
-            "accumulation": rest.get("gradient_accumulation_steps"),
-            "batch": rest.get("train_batch_size"),
+        zero = framework_config.get("zero_optimization")
+        numbers = {
+            "micro_batch": framework_config.get("train_micro_batch_size_per_gpu"),
+            "accumulation": framework_config.get("gradient_accumulation_steps"),
+            "batch": framework_config.get("train_batch_size"),
             "zero_stage": zero.get("stage") if isinstance(zero, Mapping) else None,
         }
-        return cls(**{name: value for name, value in given.items() if type(value) is int})
+        return cls(**{name: value for name, value in numbers.items() if type(value) is int})
 
     def per_replica(self, replicas: int) -> tuple[int | None, int]:
         """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.
@@ -375,8 +375,8 @@ class FrameworkNumbers(Section):
         steps = self.accumulation or 1
         if self.micro_batch is not None or self.batch is None:
             return self.micro_batch, steps
-        rows, rest = divmod(self.batch, replicas * steps)
-        return (None if rest else rows), steps
+        rows, remainder = divmod(self.batch, replicas * steps)
+        return (None if remainder else rows), steps
 
 
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
@@ -414,10 +414,11 @@ class CuboidConfig(Section):
 
     @model_validator(mode="after")
     def _check_autotp_size(self) -> CuboidConfig:
-        given = self.tensor_parallel.autotp_size
-        if given and given != self.ranks:
+        autotp_size = self.tensor_parallel.autotp_size
+        if autotp_size and autotp_size != self.ranks:
             raise ValueError(
-                f"autotp_size is {given}, but {self.ranks} ranks hold one copy of the model; leave autotp_size out"
+                f"autotp_size is {autotp_size}, but {self.ranks} ranks hold one copy of the model; leave autotp_size "
+                "out"
             )
         return self
 
@@ -498,13 +499,13 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
     """Separate Cuboid's keys from the framework's.
 
     Returns:
-        The validated config (None if there is no key of Cuboid's) and the rest, for the framework.
+        The validated config (None if there is no key of Cuboid's), and the framework's part.
 
     Raises:
         ConfigError: it can't be read, or has an unknown key, a wrong type or inconsistent sizes.
     """
-    whole = read_config(source)
-    return _split(whole) if _is_ours(whole) else (None, copy.deepcopy(dict(whole)))
+    config = read_config(source)
+    return _split(config) if _is_ours(config) else (None, copy.deepcopy(dict(config)))
 
 
 def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
@@ -516,42 +517,42 @@ def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
         ConfigError: as :func:`split_config`.
     """
     try:
-        whole = read_config(source)
+        config = read_config(source)
     except ConfigError:
         if _names_us(source):
             raise
         return None
-    return _split(whole) if _is_ours(whole) else None
+    return _split(config) if _is_ours(config) else None
 
 
-def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
-    rest = checked_copy(whole)
+def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
+    framework_config = checked_copy(config)
     sections = {}
-    if _is_mode(rest.get("tensor_parallel")):
-        sections["tensor_parallel"] = rest.pop("tensor_parallel")
+    if _is_mode(framework_config.get("tensor_parallel")):
+        sections["tensor_parallel"] = framework_config.pop("tensor_parallel")
     # Beside a mesh, a pipeline section can only be meant for Cuboid, even if its "engine" was forgotten.
-    if _is_engine(rest.get("pipeline")) or ("tensor_parallel" in sections and "pipeline" in rest):
-        sections["pipeline"] = rest.pop("pipeline")
-    autotp = rest.get("tensor_parallel")
+    if _is_engine(framework_config.get("pipeline")) or (
+        "tensor_parallel" in sections and "pipeline" in framework_config
+    ):
+        sections["pipeline"] = framework_config.pop("pipeline")
+    autotp = framework_config.get("tensor_parallel")
     if "pipeline" in sections and isinstance(autotp, Mapping) and list(autotp) == ["autotp_size"]:
         # Cuboid itself wrote this section, for accelerate.
-        sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
-    _check_sections(sections, rest)
-    _take_checkpoint(rest, sections)
+        sections["tensor_parallel"] = {**_NO_MESH, **framework_config.pop("tensor_parallel")}
+    _check_sections(sections, framework_config)
+    _take_checkpoint(framework_config, sections)
     try:
-        own = {name: rest.pop(name) for name in _OWN_KEYS if name in rest}
-        return CuboidConfig.model_validate({**sections, **own, "framework": FrameworkNumbers.of(rest)}), rest
+        own_values = {name: framework_config.pop(name) for name in _OWN_KEYS if name in framework_config}
+        return CuboidConfig.model_validate(
+            {**sections, **own_values, "framework": FrameworkNumbers.of(framework_config)}
+        ), framework_config
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 
 
-def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Reject sections of Cuboid's that aren't mappings, or that have another name.
-
-    Raises:
-        ConfigError: names the section.
-    """
-    for name, section in {**sections, **rest}.items():
+def _check_sections(sections: dict[str, Any], framework_config: dict[str, Any]) -> None:
+    """Reject sections of Cuboid's that aren't mappings or have another name, with an error that names the section."""
+    for name, section in {**sections, **framework_config}.items():
         if name in ("tensor_parallel", "pipeline", "checkpoint"):
             if not isinstance(section, dict):
                 raise ConfigError(f"{name} is {section!r}; it is a section of keys, or left out")
@@ -560,30 +561,29 @@ def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
                 f"{name} is not a section of Cuboid's: tensor_parallel has the mode 3d_tensor, and pipeline the engine "
                 f"seq1f1b; {suggestion(name, ['tensor_parallel', 'pipeline'])}"
             )
-    if "tensor_parallel" in rest:
+    if "tensor_parallel" in framework_config:
         raise ConfigError(
             'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
             "tensor_parallel section of AutoTP"
         )
 
 
-def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
+def _take_checkpoint(framework_config: dict[str, Any], sections: dict[str, Any]) -> None:
     """Move Cuboid's keys out of the ``checkpoint`` section, in which DeepSpeed has keys of its own.
 
-    Raises:
-        ConfigError: a key of DeepSpeed's doesn't apply to Cuboid's checkpoints.
+    A key of DeepSpeed's that doesn't apply to Cuboid's checkpoints is an error.
     """
-    section = rest.get("checkpoint")
+    section = framework_config.get("checkpoint")
     if section is None:
         return
     for key, reason in _NO_CHECKPOINT_KEYS.items():
         if section.get(key):
             raise ConfigError(f"checkpoint.{key}: {reason}; leave it out")
-    theirs = {key: section[key] for key in (*_NO_CHECKPOINT_KEYS, "tag_validation") if key in section}
-    sections["checkpoint"] = {key: value for key, value in section.items() if key not in theirs}
-    rest.pop("checkpoint")
-    if theirs:
-        rest["checkpoint"] = theirs
+    deepspeed_section = {key: section[key] for key in (*_NO_CHECKPOINT_KEYS, "tag_validation") if key in section}
+    sections["checkpoint"] = {key: value for key, value in section.items() if key not in deepspeed_section}
+    framework_config.pop("checkpoint")
+    if deepspeed_section:
+        framework_config["checkpoint"] = deepspeed_section
 
 
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
@@ -601,14 +601,14 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     Raises:
         ConfigError: as :func:`split_config`, and if the config doesn't enable Cuboid.
     """
-    config, rest = split_config(source)
+    config, framework_config = split_config(source)
     if config is None:
         raise ConfigError(
             'the config has no key of Cuboid\'s; add "tensor_parallel": '
             '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}} or '
             '"pipeline": {"engine": "seq1f1b", "stages": 2}'
         )
-    return config, rest
+    return config, framework_config
 
 
 #: Cuboid's keys outside of the sections, in a config that has a section of Cuboid's.
@@ -678,17 +678,17 @@ def _names_us(source: Any) -> bool:
 
 
 def _explain(error: ValidationError) -> str:
-    found: dict[str, list[str]] = {}
-    given: dict[str, str] = {}
+    messages: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
     for item in error.errors():
         path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
-        found.setdefault(path, []).append(text)
-        given[path] = value
+        messages.setdefault(path, []).append(text)
+        values[path] = value
     # pydantic reports one error per member of a union. If there is an error inside a section, the user meant the member
     # that is a section, and the errors of the other members are dropped.
-    outer = {path for path in found if any(other.startswith(f"{path.removesuffix(': ')}.") for other in found)}
-    found = {path: texts for path, texts in found.items() if path not in outer}
-    return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
+    outer = {path for path in messages if any(other.startswith(f"{path.removesuffix(': ')}.") for other in messages)}
+    messages = {path: texts for path, texts in messages.items() if path not in outer}
+    return "\n".join(f"{path}{', or '.join(texts)}{values[path]}" for path, texts in messages.items())
 
 
 def what_is_wrong(item: Any) -> str:
@@ -704,7 +704,7 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
 
 
-def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> tuple[str, str, str]:
+def _explain_one(location: tuple[int | str, ...], message: str, kind: str, value: object) -> tuple[str, str, str]:
     """The key's path, the message, and the given value, as parts of a sentence."""
     # pydantic's location includes the tried member of a union, which isn't a key of the config.
     keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
@@ -716,7 +716,7 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given
     path = ".".join(keys) or "config"
     if kind == "missing":
         return path, " is missing", ""
-    return f"{path}: ", message, f" (given: {given!r})"
+    return f"{path}: ", message, f" (given: {value!r})"
 
 
 #: Keys of DeepSpeed's checkpoint section that affect its own checkpoints only, with the reason to leave them out.

@@ -25,11 +25,7 @@ _Successor = Callable[[nn.Parameter], nn.Parameter | None]
 
 
 def adopt_model(model: Any, config: CuboidConfig) -> Any:
-    """Shard a model, unless it is sharded already.
-
-    Args:
-        model: a transformers model, perhaps from a :func:`cuboid.scope`.
-        config: the config to shard it with, or with which it was sharded.
+    """Shard a transformers model, unless it is sharded already, perhaps from a :func:`cuboid.scope`.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
@@ -58,8 +54,8 @@ def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
         OptimizerError: a parameter isn't the model's, or is given twice.
     """
     remapped = _remap(parameters, _successors(model))
-    given = remapped if isinstance(remapped, list) else [remapped]
-    _check_once(model, [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])])
+    entries = remapped if isinstance(remapped, list) else [remapped]
+    _check_once(model, [p for entry in entries for p in (entry["params"] if isinstance(entry, dict) else [entry])])
     return remapped
 
 
@@ -115,17 +111,7 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> No
 def align_with_stages(
     model: nn.Module, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer | None = None, schedule: Any = None
 ) -> GroupNames:
-    """Add the parameter groups that only other stages have; see :func:`cuboid.optim.param_groups.align_groups`.
-
-    Args:
-        model: sharded.
-        groups: of its optimizer, in place; or those that one will be made of.
-        optimizer: of the groups, if there is one yet.
-        schedule: that the framework was given with the optimizer.
-
-    Returns:
-        The names of each group's parameters, of all stages.
-    """
+    """Add the parameter groups that only other stages have; see :func:`cuboid.optim.param_groups.align_groups`."""
     names = stored_names(model)
     shared = model.staging.shared.values() if isinstance(model, StageModel) else ()
     trained = [names[id(parameter)] for parameter in shared if parameter.requires_grad]
@@ -141,10 +127,10 @@ def check_trains(model: nn.Module) -> None:
     mesh = mesh_of(model)
     shared = model.staging.shared if isinstance(model, StageModel) else {}
     tied = {name: parameter.requires_grad for name, parameter in shared.items()}
-    own = (any(parameter.requires_grad for parameter in model.parameters()), tied)
-    stages = [own] * mesh.topology.pipe
+    trains_and_tied = (any(parameter.requires_grad for parameter in model.parameters()), tied)
+    stages = [trains_and_tied] * mesh.topology.pipe
     if len(stages) > 1:
-        dist.all_gather_object(stages, own, group=mesh.pipe_group)
+        dist.all_gather_object(stages, trains_and_tied, group=mesh.pipe_group)
     first, last = mesh.placement[0], mesh.placement[-1]
     for name, trained in stages[first][1].items():
         if stages[last][1][name] != trained:
@@ -157,25 +143,26 @@ def check_trains(model: nn.Module) -> None:
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:
-    mesh, wanted = mesh_of(model), config.tensor_parallel.mesh
-    if wanted != "auto" and mesh.shape != wanted.shape:
-        raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
+    mesh, mesh_config = mesh_of(model), config.tensor_parallel.mesh
+    if mesh_config != "auto" and mesh.shape != mesh_config.shape:
+        raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {mesh_config.shape}")
     staging = model.staging if isinstance(model, StageModel) else None
     is_same = staging is None if config.pipeline is None else staging and config.pipeline.allows(mesh.placement)
     if not is_same:
-        found = "1 pipeline stage" if staging is None else staging.plan.config.stages_in_words
+        stages = "1 pipeline stage" if staging is None else staging.plan.config.stages_in_words
         raise ConfigError(
-            f"the model is cut into {found}, but the config has {config.stages_in_words}; load it with the same config"
+            f"the model is cut into {stages}, but the config has {config.stages_in_words}; load it with the same config"
         )
 
 
 def _successors(model: nn.Module) -> _Successor:
     named = dict(model.named_parameters(remove_duplicate=False))
-    own, former = {id(parameter) for parameter in named.values()}, sharding_of(model).former
+    ids, former = {id(parameter) for parameter in named.values()}, sharding_of(model).former
 
     def successor(parameter: nn.Parameter) -> nn.Parameter | None:
-        if id(parameter) in own:
+        if id(parameter) in ids:
             return parameter
+        # A parameter from before the model was sharded: by its names then.
         names = former.names_of(parameter)
         if not names:
             raise OptimizerError(
@@ -191,9 +178,9 @@ def _successors(model: nn.Module) -> _Successor:
 def _remap(parameters: Any, successor: _Successor) -> Any:
     """The same parameters, or groups of them, after the model was sharded; those of other stages are left out."""
     if isinstance(parameters, dict):
-        kept = {key: value for key, value in parameters.items() if key not in ("params", "param_names")}
-        given = parameters["params"]
-        return {"params": _remap([given] if isinstance(given, torch.Tensor) else given, successor), **kept}
+        options = {key: value for key, value in parameters.items() if key not in ("params", "param_names")}
+        params = parameters["params"]
+        return {"params": _remap([params] if isinstance(params, torch.Tensor) else params, successor), **options}
     if isinstance(parameters, nn.Parameter):
         return successor(parameters)
     if isinstance(parameters, tuple) and len(parameters) == 2 and isinstance(parameters[0], str):

@@ -70,8 +70,8 @@ class CuboidTrainer(Trainer):
         """As ``Trainer.create_optimizer``; one that the Trainer was given is used under DeepSpeed too."""
         if self.optimizer is None:
             self.optimizer = self._given_optimizer
-        made: torch.optim.Optimizer = super().create_optimizer(model)
-        return made
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As ``Trainer.create_scheduler``; see :meth:`create_optimizer`."""
@@ -148,14 +148,9 @@ class CuboidTrainer(Trainer):
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
     def _check_given(self, config: dict[str, Any]) -> None:
-        """Check that a given optimizer and schedule are what is going to be trained with.
-
-        Raises:
-            ConfigError: the config names others.
-            OptimizerError: the schedule is of another optimizer.
-        """
-        given = {"optimizer": self._given_optimizer, "scheduler": self._given_schedule}
-        for section, one in given.items():
+        """Raise an error if the config names another optimizer or schedule, or the schedule is of another optimizer."""
+        by_section = {"optimizer": self._given_optimizer, "scheduler": self._given_schedule}
+        for section, one in by_section.items():
             if one is not None and section in config:
                 raise ConfigError(
                     f"Trainer(optimizers=…) gives a {type(one).__name__}, but the config has a section {section} too; "

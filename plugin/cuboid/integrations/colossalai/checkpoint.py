@@ -152,12 +152,12 @@ class CuboidCheckpointIO(CheckpointIO):
             self._opened = (folder, model.checkpointing.open(folder))
         return self._opened[1]
 
-    def _boosted(self, given: Any = None) -> CuboidModel:
+    def _boosted(self, wrapper: Any = None) -> CuboidModel:
         known = (None, self._model, None if self._model is None else self._model.optimizer)
-        if self._model is None or not any(given is one for one in known):
+        if self._model is None or not any(wrapper is one for one in known):
             raise CheckpointError(
-                f"the {type(given).__name__} isn't what this booster's boost gave; boost it first, and give what boost "
-                "returns"
+                f"the {type(wrapper).__name__} isn't what this booster's boost gave; boost it first, and give what "
+                "boost returns"
             )
         return self._model
 
@@ -176,7 +176,7 @@ def _adapter(model: CuboidModel) -> OptimizerAdapter:
     return adapter
 
 
-def _reject(**asked: Any) -> None:
-    for name, value in asked.items():
+def _reject(**options: Any) -> None:
+    for name, value in options.items():
         if value:
             raise CheckpointError(f"{name} has no meaning for these checkpoints; leave it at its default")

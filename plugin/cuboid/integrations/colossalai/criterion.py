@@ -45,10 +45,7 @@ class _NoInputs:
 
 
 def scale_of(criterion: Callable[..., Any] | None) -> float:
-    """The factor by which a criterion multiplies the model's own loss.
-
-    Args:
-        criterion: as given to ``execute_pipeline``, a function of outputs and inputs. None is the loss itself.
+    """The factor by which a criterion of ``execute_pipeline`` multiplies the model's own loss; 1 without a criterion.
 
     Raises:
         CuboidError: it needs anything but the loss, or isn't a multiple of it.

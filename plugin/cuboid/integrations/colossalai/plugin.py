@@ -115,11 +115,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         return boosted
 
     def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
-        """Make the optimizer step on the sharded model, if it can.
-
-        Raises:
-            OptimizerError: it can't.
-        """
+        """Make the optimizer step on the sharded model, or raise an error that says why it can't."""
         assert self.mesh is not None
         check_schedule(schedule, optimizer)
         if optimizer is None:
@@ -195,9 +191,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
     def _micro_batches(self, data_iter: Iterator[Any], limits: Limits) -> Iterator[Any]:
         """The next batch, cut into micro-batches; it is read when the first of them is."""
         for batch in itertools.islice(data_iter, 1):
-            whole = read_micro_batch(batch, limits)
-            rows = self._config.rows_of(whole["input_ids"].shape[0], training=torch.is_grad_enabled())
-            yield from split_rows(whole, rows)
+            full_batch = read_micro_batch(batch, limits)
+            rows = self._config.rows_of(full_batch["input_ids"].shape[0], training=torch.is_grad_enabled())
+            yield from split_rows(full_batch, rows)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:  # noqa: ARG002

@@ -57,13 +57,7 @@ class BoosterConfig(Section):
 
 @dataclass(frozen=True)
 class PluginConfig:
-    """A whole config, checked.
-
-    Attributes:
-        cuboid: Cuboid's own sections.
-        booster: the rest.
-        source: all of it as the user wrote it.
-    """
+    """A config, checked: Cuboid's own sections, the other keys, and all of it as the user wrote it."""
 
     cuboid: CuboidConfig
     booster: BoosterConfig
@@ -81,16 +75,16 @@ class PluginConfig:
             ConfigError: an unknown key, a wrong value, or values that contradict each other.
             MeshError: the mesh doesn't divide the world.
         """
-        whole = load_config(source)
-        config, rest = require_config(whole)
+        full_config = load_config(source)
+        config, framework_config = require_config(full_config)
         try:
-            booster = BoosterConfig.model_validate(rest)
+            booster = BoosterConfig.model_validate(framework_config)
         except ValidationError as error:
             raise ConfigError("\n".join(map(_explain, error.errors()))) from None
-        check_layout(config, rest, world_size)
+        check_layout(config, framework_config, world_size)
         # Only to check it now: scripts may read sizes before they boost a model.
         config.topology(world_size)
-        return cls(config, booster, whole)
+        return cls(config, booster, full_config)
 
     def flat(self, replicas: int) -> str:
         """The reason why the optimizer gets parameters laid end to end in flat tensors; empty if it doesn't."""

@@ -56,11 +56,7 @@ def _set_both(
 
 
 class ChangedWeights:
-    """Finds changes of parameters, and lets an engine's optimizer step from them.
-
-    Args:
-        optimizer: of a new engine.
-    """
+    """Finds changes of parameters, and lets the optimizer of a new engine step from them."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

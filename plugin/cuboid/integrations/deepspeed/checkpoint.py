@@ -158,10 +158,7 @@ class CheckpointedEngine(DeepSpeedEngine):
 def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
     """An endless iterator over a loader that skips the batches of the current epoch that were already trained on.
 
-    Args:
-        loader: of this rank's replica.
-        samples: number of samples trained on so far, over all replicas.
-        samples_per_round: number of samples in one batch of each replica.
+    Replicas together have trained on ``samples`` so far, and take ``samples_per_round`` in one batch of each.
     """
     batches = samples // samples_per_round % max(len(loader), 1)
     iterator = iter(RepeatingLoader(loader))
@@ -170,5 +167,5 @@ def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
 
 def _is_plain(folder: Path) -> bool:
     """Whether a folder holds a Hugging Face checkpoint that Cuboid didn't write."""
-    ours = (folder / "manifest.json").is_file() or (folder / "latest").is_file()
-    return (folder / "config.json").is_file() and not ours
+    is_cuboid = (folder / "manifest.json").is_file() or (folder / "latest").is_file()
+    return (folder / "config.json").is_file() and not is_cuboid

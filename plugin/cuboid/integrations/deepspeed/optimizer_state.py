@@ -25,11 +25,7 @@ _GROUPS = {
 
 
 def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapter:
-    """An adapter that reads and restores the state of an engine's optimizer.
-
-    Args:
-        optimizer: of the engine.
-        names: names of the model's parameters, by ``id``.
+    """An adapter that reads and restores the state of an engine's optimizer; ``names`` has its parameters', by ``id``.
 
     Raises:
         CheckpointError: this kind of optimizer isn't supported.
@@ -88,6 +84,6 @@ def _partition_slots(in_group: Sequence[nn.Parameter], names: Mapping[int, str])
     for parameter in in_group:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
-            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-            slots.append(Slot(names[id(parameter)], here.start, there.start, here.numel))
+            in_parameter, in_master = mapping.lp_fragment_address, mapping.hp_fragment_address
+            slots.append(Slot(names[id(parameter)], in_parameter.start, in_master.start, in_parameter.numel))
     return slots

@@ -37,9 +37,7 @@ class CuboidPipelineEngine(CuboidEngine):
     def take_over(cls, engine: CuboidEngine, placeholders: list[nn.Parameter]) -> CuboidPipelineEngine:
         """Turn a fresh engine, whose module is a stage, into this class.
 
-        Args:
-            engine: as DeepSpeed has made it.
-            placeholders: the dummy parameters in its optimizer, of groups in which this stage trains nothing.
+        ``placeholders`` are the dummy parameters in its optimizer, of groups in which this stage trains nothing.
         """
         engine.__class__ = cls
         assert isinstance(engine, cls)
