@@ -36,12 +36,12 @@ from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 def _hf_deepspeed_config(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, config_file_or_dict: Any) -> None:
-        ours = own_config(config_file_or_dict)
-        if ours is None:
+        parts = own_config(config_file_or_dict)
+        if parts is None:
             original(self, config_file_or_dict)
             return
-        config, rest = ours
-        check_framework_config(config, rest, current_world_size())
+        config, framework_config = parts
+        check_framework_config(config, framework_config, current_world_size())
         # Loaded here, since accelerate reads fewer kinds of files than DeepSpeed.
         original(self, load_config(config_file_or_dict))
         SHARED_MEMORY_BUILD.skip()
@@ -58,13 +58,13 @@ def _accelerator_state(original: Any) -> Any:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
-        plugin, asked = bound.arguments.get("deepspeed_plugin"), bool(bound.arguments.get("cpu"))
+        plugin, asks_for_cpu = bound.arguments.get("deepspeed_plugin"), bool(bound.arguments.get("cpu"))
         plugins = plugin.values() if isinstance(plugin, dict) else [plugin]
-        asked = asked or parse_flag_from_env("ACCELERATE_USE_CPU")
+        asks_for_cpu = asks_for_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         if AcceleratorState._shared_state or all(_config_in(one) is None for one in plugins):
             return original(*args, **kwargs)
         device = get_accelerator().device_name()
-        if asked and device != "cpu":
+        if asks_for_cpu and device != "cpu":
             raise ConfigError(
                 f"accelerate was asked for the CPU, by Accelerator(cpu=True) or ACCELERATE_USE_CPU, but DeepSpeed runs "
                 f"on {device}; set DS_ACCELERATOR=cpu as well, or don't ask for the CPU"
@@ -162,11 +162,11 @@ def _broadcast(original: Any) -> Any:
 
     @functools.wraps(original)
     def broadcast(*args: Any, **kwargs: Any) -> Any:
-        given, config = signature.bind(*args, **kwargs), shared_config()
+        bound, config = signature.bind(*args, **kwargs), shared_config()
         (name,) = {"src", "from_process"} & signature.parameters.keys()
-        if config is not None and given.arguments.get(name, 0):
-            given.arguments[name] = _ranks_of_copies(config)[given.arguments[name]][0]
-        return original(*given.args, **given.kwargs)
+        if config is not None and bound.arguments.get(name, 0):
+            bound.arguments[name] = _ranks_of_copies(config)[bound.arguments[name]][0]
+        return original(*bound.args, **bound.kwargs)
 
     return broadcast
 
@@ -201,30 +201,30 @@ def _reduce(original: Any) -> Any:
         if config is None or config.ranks == 1 or reduction != "sum":
             return original(self, tensor, reduction, scale)
 
-        def total(own: torch.Tensor) -> torch.Tensor:
-            if own.is_floating_point() or own.is_complex():
+        def total(x: torch.Tensor) -> torch.Tensor:
+            if x.is_floating_point() or x.is_complex():
                 # The ranks of a copy have the same value, or their mean is meant. In half precision the sum over all of
                 # them could overflow.
-                wide = torch.promote_types(own.dtype, torch.float32)
-                return (original(self, own.to(wide), "sum") / config.ranks).to(own.dtype)
-            return _counted_once(own, config)
+                wide = torch.promote_types(x.dtype, torch.float32)
+                return (original(self, x.to(wide), "sum") / config.ranks).to(x.dtype)
+            return _counted_once(x, config)
 
         return recursively_apply(total, tensor, error_on_other_type=True)
 
     return reduce
 
 
-def _counted_once(own: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
+def _counted_once(x: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
     """Sum integers over the copies of the model; the ranks of a copy must have the same ones."""
-    found = [torch.empty_like(own) for _ in range(current_world_size())]
-    torch.distributed.all_gather(found, own.contiguous())
-    by_copy = torch.stack([torch.stack([found[rank] for rank in ranks]) for ranks in _ranks_of_copies(config)])
+    tensors = [torch.empty_like(x) for _ in range(current_world_size())]
+    torch.distributed.all_gather(tensors, x.contiguous())
+    by_copy = torch.stack([torch.stack([tensors[rank] for rank in ranks]) for ranks in _ranks_of_copies(config)])
     if bool((by_copy != by_copy[:, :1]).any()):
         raise CuboidError(
             "accelerator.reduce adds up what the replicas have, but the ranks of one have different whole numbers; use "
             'reduction="mean" of a floating-point tensor, or torch.distributed, for what each rank has by itself'
         )
-    return by_copy[:, 0].sum(0, dtype=own.dtype)
+    return by_copy[:, 0].sum(0, dtype=x.dtype)
 
 
 def _check_trigger(original: Any) -> Any:
@@ -248,23 +248,23 @@ def _prepare_data_loader(original: Any) -> Any:
         config, world_size = _config_of(AcceleratorState()), current_world_size()
         if config is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
         if world_size == config.ranks:
             # accelerate divides both by the ranks of the only copy, which may also dispatch its batches.
-            return original(**{**given, "num_processes": world_size, "process_index": current_rank()})
-        if given.get("dispatch_batches"):
+            return original(**{**arguments, "num_processes": world_size, "process_index": current_rank()})
+        if arguments.get("dispatch_batches"):
             raise ConfigError(
                 "dispatch_batches would give every replica the same batches; leave it out, so that each reads its own"
             )
         topology = config.topology(world_size)
-        own = {
+        replica_arguments = {
             "num_processes": topology.data,
             "process_index": own_copy(config),
             "dispatch_batches": False,
             # Otherwise accelerate derives the two numbers from it.
             "torch_device_mesh": None,
         }
-        return original(**{**given, **own})
+        return original(**{**arguments, **replica_arguments})
 
     return prepare_data_loader
 
@@ -275,10 +275,10 @@ def shared_config() -> CuboidConfig | None:
     config = _config_of(state)
     if state is None:
         # Before there is an Accelerator, TrainingArguments keep a config alive.
-        found = sys.modules.get("transformers.integrations.deepspeed")
-        source = None if found is None else found.deepspeed_config()
-        ours = None if source is None else own_config(source)
-        config = None if ours is None else ours[0]
+        module = sys.modules.get("transformers.integrations.deepspeed")
+        source = None if module is None else module.deepspeed_config()
+        parts = None if source is None else own_config(source)
+        config = None if parts is None else parts[0]
     return None if config is None or config.ranks == 1 else config
 
 
@@ -292,8 +292,8 @@ def _config_of(state: Any) -> CuboidConfig | None:
 
 
 def _config_in(plugin: Any) -> CuboidConfig | None:
-    ours = None if plugin is None else own_config(plugin.deepspeed_config)
-    return None if ours is None else ours[0]
+    parts = None if plugin is None else own_config(plugin.deepspeed_config)
+    return None if parts is None else parts[0]
 
 
 def _copies(config: CuboidConfig) -> int:

@@ -87,10 +87,10 @@ class Patch:
 
     def _check_signature(self, target: Any) -> None:
         function: Any = target.fget if isinstance(target, property) else target
-        found = inspect.signature(function).parameters
-        missing = [name for name in self.parameters if name not in found]
+        parameters = inspect.signature(function).parameters
+        missing = [name for name in self.parameters if name not in parameters]
         if missing:
-            raise PatchError(self._mismatch(f"it takes ({', '.join(found)}), without {', '.join(missing)}"))
+            raise PatchError(self._mismatch(f"it takes ({', '.join(parameters)}), without {', '.join(missing)}"))
 
     def _mismatch(self, what: str) -> str:
         return (

@@ -50,16 +50,16 @@ def _initialize(original: Any) -> Any:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        source = _config_source(given)
-        ours = own_config(source)
-        if ours is None:
-            model = given.get("model")
+        arguments = signature.bind(*args, **kwargs).arguments
+        source = _config_source(arguments)
+        parts = own_config(source)
+        if parts is None:
+            model = arguments.get("model")
             if isinstance(model, nn.Module) and isinstance(unwrap(model), ShardedModel):
                 raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
             return original(*args, **kwargs)
         return run_on_all_ranks(
-            lambda: _initialize_sharded(original, given, source, *ours), what="deepspeed.initialize"
+            lambda: _initialize_sharded(original, arguments, source, *parts), what="deepspeed.initialize"
         )
 
     return initialize
@@ -100,41 +100,45 @@ SHARED_MEMORY_BUILD = SharedMemoryBuild()
 _CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 
 
-def _config_source(given: dict[str, Any]) -> Any:
+def _config_source(arguments: dict[str, Any]) -> Any:
     """The config, from any of the arguments that can hold it."""
-    named = [given.get("config"), given.get("config_params"), *_config_arguments(given).values()]
-    return next((source for source in named if source is not None), None)
+    sources = [arguments.get("config"), arguments.get("config_params"), *_config_arguments(arguments).values()]
+    return next((source for source in sources if source is not None), None)
 
 
-def _config_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def _config_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """The configs among the command-line arguments, by name."""
-    found = {name: getattr(given.get("args"), name, None) for name in _CONFIG_ARGUMENTS}
-    return {name: source for name, source in found.items() if source is not None}
+    sources = {name: getattr(arguments.get("args"), name, None) for name in _CONFIG_ARGUMENTS}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _initialize_sharded(
-    original: Any, given: dict[str, Any], source: ConfigSource, config: CuboidConfig, rest: dict[str, Any]
+    original: Any,
+    arguments: dict[str, Any],
+    source: ConfigSource,
+    config: CuboidConfig,
+    framework_config: dict[str, Any],
 ) -> Any:
-    _check_one_config(given)
-    check_framework_config(config, rest, current_world_size(), is_complete=True)
-    if given.get("mpu") is not None:
+    _check_one_config(arguments)
+    check_framework_config(config, framework_config, current_world_size(), is_complete=True)
+    if arguments.get("mpu") is not None:
         raise ConfigError(
             "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine seq1f1b, which "
             "make their own"
         )
     SHARED_MEMORY_BUILD.skip()
-    module = adopt_model(given.get("model"), config)
+    module = adopt_model(arguments.get("model"), config)
     # The sharded model inside of PEFT's, if it has adapters.
     model: Any = unwrap(module)
     mesh = mesh_of(model)
     config = config.on_mesh(mesh.shape)
-    check_layout(config, rest, mesh.topology.world_size)
-    _start_distributed(given)
+    check_layout(config, framework_config, mesh.topology.world_size)
+    _start_distributed(arguments)
     mesh.connect()
     mesh.connect_host()
-    owned = _owned_shards(mesh, rest)
-    is_made = callable(given.get("optimizer"))
-    run_on_all_ranks(lambda: _take_optimizer(given, model, rest, owned), mesh)
+    owned = _owned_shards(mesh, framework_config)
+    is_made = callable(arguments.get("optimizer"))
+    run_on_all_ranks(lambda: _take_optimizer(arguments, model, framework_config, owned), mesh)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -143,18 +147,18 @@ def _initialize_sharded(
             # Counted on another stage. ZeRO reads the first attribute, DeepSpeed's clipping without ZeRO the second.
             parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
-        _accumulate_in_float32(rest)
-    if "train_micro_batch_size_per_gpu" in rest:
+        _accumulate_in_float32(framework_config)
+    if "train_micro_batch_size_per_gpu" in framework_config:
         # Already checked against the two other batch sizes, from which it follows. accelerate's is too large, since it
         # counts every rank of a mesh as a replica.
-        rest.pop("train_batch_size", None)
-    _forget_config(given)
+        framework_config.pop("train_batch_size", None)
+    _forget_config(arguments)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
-    groups = _parameter_groups(given, model, rest)
-    names = () if groups is None else run_on_all_ranks(lambda: _align(given, model, groups), mesh)
-    with _placeholders(given, model, groups or []) as placeholders:
-        engine, *others = original(**{**given, "model": module, "config": rest, "mpu": unit})
-    if engine.basic_optimizer is not given.get("optimizer") or is_made:
+    groups = _parameter_groups(arguments, model, framework_config)
+    names = () if groups is None else run_on_all_ranks(lambda: _align(arguments, model, groups), mesh)
+    with _placeholders(arguments, model, groups or []) as placeholders:
+        engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
+    if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
         run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
@@ -166,29 +170,27 @@ def _initialize_sharded(
     return (engine, *others)
 
 
-def _check_one_config(given: dict[str, Any]) -> None:
-    arguments = list(_config_arguments(given))
-    has_parameter = given.get("config") is not None or given.get("config_params") is not None
-    if len(arguments) + has_parameter > 1:
-        names = ", ".join([*["initialize(config=…)"] * has_parameter, *(f"args.{name}" for name in arguments)])
-        raise ConfigError(f"there is more than one config: {names}; give one")
+def _check_one_config(arguments: dict[str, Any]) -> None:
+    names_in_args = list(_config_arguments(arguments))
+    has_parameter = arguments.get("config") is not None or arguments.get("config_params") is not None
+    if len(names_in_args) + has_parameter > 1:
+        texts = ", ".join([*["initialize(config=…)"] * has_parameter, *(f"args.{name}" for name in names_in_args)])
+        raise ConfigError(f"there is more than one config: {texts}; give one")
 
 
-def _owned_shards(mesh: Mesh, rest: dict[str, Any]) -> OwnedShards:
-    stage = (rest.get("zero_optimization") or {}).get("stage", 0)
+def _owned_shards(mesh: Mesh, framework_config: dict[str, Any]) -> OwnedShards:
+    stage = (framework_config.get("zero_optimization") or {}).get("stage", 0)
     flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
     return OwnedShards.of(mesh, flat)
 
 
-def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], owned: OwnedShards) -> None:
-    """Adapt the given optimizer, or the parameters given for one, to the sharded model.
-
-    Raises:
-        OptimizerError: it isn't possible.
-    """
-    optimizer, schedule = given.get("optimizer"), given.get("lr_scheduler")
-    if given.get("model_parameters") is not None:
-        given["model_parameters"] = adopt_parameters(model, given["model_parameters"])
+def _take_optimizer(
+    arguments: dict[str, Any], model: nn.Module, framework_config: dict[str, Any], owned: OwnedShards
+) -> None:
+    """Adapt the optimizer of ``initialize``, or the parameters for one, to the sharded model, or raise an error."""
+    optimizer, schedule = arguments.get("optimizer"), arguments.get("lr_scheduler")
+    if arguments.get("model_parameters") is not None:
+        arguments["model_parameters"] = adopt_parameters(model, arguments["model_parameters"])
     if isinstance(optimizer, torch.optim.Optimizer):
         adopt_optimizer(model, optimizer)
         check_optimizer(optimizer, owned)
@@ -197,37 +199,33 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
             raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
     elif callable(optimizer):
         # Called here and not by DeepSpeed, since its groups are aligned with those of other stages first.
-        given["optimizer"] = _made_optimizer(optimizer, given.get("model_parameters"), model)
+        arguments["optimizer"] = _made_optimizer(optimizer, arguments.get("model_parameters"), model)
     elif optimizer is not None:
         raise OptimizerError(
             f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
         )
     else:
-        check_named((rest.get("optimizer") or {}).get("type"), owned)
+        check_named((framework_config.get("optimizer") or {}).get("type"), owned)
     if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
         check_schedule(schedule, None)
 
 
 def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
-    """Check the optimizer that DeepSpeed has made from a config or a callable.
-
-    Raises:
-        OptimizerError: it can't train a sharded model.
-    """
-    made = engine.basic_optimizer
-    if made is None or isinstance(made, DummyOptim):
+    """Raise an error if the optimizer that DeepSpeed has made from the config can't train a sharded model."""
+    optimizer = engine.basic_optimizer
+    if optimizer is None or isinstance(optimizer, DummyOptim):
         return
-    check_optimizer(made, owned, [p for p in engine.module.parameters() if p.requires_grad])
-    used = getattr(engine.optimizer, "optimizer", made)
+    check_optimizer(optimizer, owned, [p for p in engine.module.parameters() if p.requires_grad])
+    base_optimizer = getattr(engine.optimizer, "optimizer", optimizer)
     # DeepSpeed's ZeRO replaces torch's Adagrad by a new one with default settings.
     lost = [
         key
-        for before, after in zip(made.param_groups, used.param_groups, strict=True)
+        for before, after in zip(optimizer.param_groups, base_optimizer.param_groups, strict=True)
         for key, value in before.items()
         if key != "params" and repr(after.get(key, value)) != repr(value)
     ]
-    if used is not made and lost:
-        raise OptimizerError(_REMADE.format(name=type(made).__name__))
+    if base_optimizer is not optimizer and lost:
+        raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
 
 
 #: Error for an optimizer that creates its state in its constructor, under ZeRO.
@@ -239,104 +237,100 @@ _REMADE = (
 
 
 def _made_optimizer(make: Any, parameters: Any, model: Any) -> torch.optim.Optimizer:
-    """The optimizer that a callable makes of parameters or groups.
-
-    Raises:
-        OptimizerError: it makes something else, or an optimizer of other parameters.
-    """
-    given = list(model.parameters()) if parameters is None else list(parameters)
-    groups = [{**entry, "params": list(entry["params"])} for entry in given if isinstance(entry, dict)]
-    listed = [parameter for entry in groups for parameter in entry["params"]] if groups else given
+    """The optimizer that a callable makes of parameters or groups; anything else is an error."""
+    entries = list(model.parameters()) if parameters is None else list(parameters)
+    groups = [{**entry, "params": list(entry["params"])} for entry in entries if isinstance(entry, dict)]
+    listed = [parameter for entry in groups for parameter in entry["params"]] if groups else entries
     is_frozen = not any(parameter.requires_grad for parameter in listed)
     # A stage may be frozen as a whole, but torch makes no optimizer of nothing.
     stand_in = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
     if groups and is_frozen:
         groups[0]["params"].append(stand_in)
-    listed = [stand_in] if is_frozen else given
-    made = make(groups or listed)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise OptimizerError(f"initialize(optimizer=…) made a {type(made).__name__}, which isn't one of torch's kind")
-    for group in made.param_groups:
+    listed = [stand_in] if is_frozen else entries
+    optimizer = make(groups or listed)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"initialize(optimizer=…) made a {type(optimizer).__name__}, which isn't one of torch's kind"
+        )
+    for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not stand_in]
-    made.state.pop(stand_in, None)
-    adopt_optimizer(model, made)
-    return made
+    optimizer.state.pop(stand_in, None)
+    adopt_optimizer(model, optimizer)
+    return optimizer
 
 
-def _parameter_groups(given: dict[str, Any], model: nn.Module, rest: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _parameter_groups(
+    arguments: dict[str, Any], model: nn.Module, framework_config: dict[str, Any]
+) -> list[dict[str, Any]] | None:
     """The groups of the optimizer, or those that DeepSpeed is going to make it of; None if there won't be one.
 
-    Raises:
-        ConfigError: on every rank, if there is nothing to train on any of them.
+    Nothing to train on any rank is an error on every rank.
     """
-    optimizer = given.get("optimizer")
-    if optimizer is None and not rest.get("optimizer"):
+    optimizer = arguments.get("optimizer")
+    if optimizer is None and not framework_config.get("optimizer"):
         return None
     check_trains(model)
     if optimizer is not None:
         return optimizer.param_groups  # type: ignore[no-any-return]
-    asked = given.get("model_parameters")
-    parameters = list(model.parameters()) if asked is None else list(asked)
+    entries = arguments.get("model_parameters")
+    parameters = list(model.parameters()) if entries is None else list(entries)
     is_grouped = bool(parameters) and isinstance(parameters[0], dict)
-    given["model_parameters"] = parameters if is_grouped else [{"params": parameters}]
-    return given["model_parameters"]  # type: ignore[no-any-return]
+    arguments["model_parameters"] = parameters if is_grouped else [{"params": parameters}]
+    return arguments["model_parameters"]  # type: ignore[no-any-return]
 
 
-def _align(given: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]) -> GroupNames:
-    schedule = given.get("lr_scheduler")
-    return align_with_stages(model, groups, given.get("optimizer"), None if callable(schedule) else schedule)
+def _align(arguments: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]) -> GroupNames:
+    schedule = arguments.get("lr_scheduler")
+    return align_with_stages(model, groups, arguments.get("optimizer"), None if callable(schedule) else schedule)
 
 
 @contextmanager
-def _placeholders(given: dict[str, Any], model: Any, groups: list[dict[str, Any]]) -> Iterator[list[nn.Parameter]]:
+def _placeholders(arguments: dict[str, Any], model: Any, groups: list[dict[str, Any]]) -> Iterator[list[nn.Parameter]]:
     """Context in which each parameter group has something to train, since DeepSpeed accepts no others.
 
     A group whose parameters are all on other stages, or frozen, gets a dummy parameter in their place. So all stages
-    have the same groups, for each of which DeepSpeed's optimizers communicate. The model has these parameters only
-    inside the context, where DeepSpeed looks up their names.
-
-    Yields:
-        The dummy parameters.
+    have the same groups, for each of which DeepSpeed's optimizers communicate. The model has these parameters, which
+    are yielded, only inside the context, where DeepSpeed looks up their names.
     """
-    made: list[nn.Parameter] = []
+    placeholders: list[nn.Parameter] = []
     for group in groups:
         if any(parameter.requires_grad for parameter in group["params"]):
             continue
         placeholder = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
         placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
-        model.register_parameter(_PLACEHOLDER.format(len(made)), placeholder)
+        model.register_parameter(_PLACEHOLDER.format(len(placeholders)), placeholder)
         group["params"] = [placeholder]
-        made.append(placeholder)
-    optimizer = given.get("optimizer")
-    if made and isinstance(optimizer, torch.optim.Optimizer) and is_fresh(optimizer):
+        placeholders.append(placeholder)
+    optimizer = arguments.get("optimizer")
+    if placeholders and isinstance(optimizer, torch.optim.Optimizer) and is_fresh(optimizer):
         fill_state(optimizer)
     try:
-        yield made
+        yield placeholders
     finally:
-        for number in range(len(made)):
+        for number in range(len(placeholders)):
             del model._parameters[_PLACEHOLDER.format(number)]
 
 
-def _accumulate_in_float32(rest: dict[str, Any]) -> None:
+def _accumulate_in_float32(framework_config: dict[str, Any]) -> None:
     # A pipeline accumulates a gradient for each unit, for which bfloat16 is too coarse.
-    section = rest.get("bf16") or {}
+    section = framework_config.get("bf16") or {}
     if section.get("enabled") is True:
-        rest.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        framework_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         # DeepSpeed's hooks then add each gradient to the float32 sum as soon as it is computed.
         section["immediate_grad_update"] = True
 
 
-def _forget_config(given: dict[str, Any]) -> None:
-    given.pop("config_params", None)
-    for name in _config_arguments(given):
-        given["args"] = copy.copy(given["args"])
-        setattr(given["args"], name, None)
+def _forget_config(arguments: dict[str, Any]) -> None:
+    arguments.pop("config_params", None)
+    for name in _config_arguments(arguments):
+        arguments["args"] = copy.copy(arguments["args"])
+        setattr(arguments["args"], name, None)
 
 
-def _start_distributed(given: dict[str, Any]) -> None:
+def _start_distributed(arguments: dict[str, Any]) -> None:
     if current_world_size() > 1 and not dist.is_initialized():
         store = await_all_ranks()
-        deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
+        deepspeed.init_distributed(dist_init_required=arguments.get("dist_init_required"))
         del store  # not earlier: rank 0's store serves the other ranks until DeepSpeed has its own
 
 

@@ -63,8 +63,8 @@ def _excepthook(original: Any) -> Any:
 def _place(traceback: TracebackType | None) -> str:
     """The place in the user's script: the innermost frame that is neither Cuboid's nor a framework's."""
     frames = [(frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_tb(traceback)]
-    own = [(frame, line) for name, frame, line in frames if name.partition(".")[0] not in _FRAMEWORKS]
-    return f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else ""
+    script_frames = [(frame, line) for name, frame, line in frames if name.partition(".")[0] not in _FRAMEWORKS]
+    return f" ({script_frames[-1][0].f_code.co_filename}:{script_frames[-1][1]})" if script_frames else ""
 
 
 PATCHES = [

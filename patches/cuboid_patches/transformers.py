@@ -89,11 +89,7 @@ def _trainer(original: Any) -> Any:
 
 
 def _check_trl(trainer: type[Any]) -> None:
-    """Check a trainer of TRL, or one that is derived from it.
-
-    Raises:
-        UnsupportedModelError: it isn't one that was compared with its results in one process.
-    """
+    """Refuse a trainer of TRL, or one derived from it, that wasn't compared with its results in one process."""
     of_trl = next((cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
     if of_trl is None or of_trl.__name__ in _TRL:
         return
@@ -136,12 +132,12 @@ def _rebalance(original: Any) -> Any:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given, config = signature.bind(self, *args, **kwargs), shared_config()
-        if config is not None and given.arguments["dp_size"] == current_world_size():
+        bound, config = signature.bind(self, *args, **kwargs), shared_config()
+        if config is not None and bound.arguments["dp_size"] == current_world_size():
             replicas = current_world_size() // config.ranks
-            rows = given.arguments["effective_batch_size"] // config.ranks
-            given.arguments.update(dp_size=replicas, rank=own_copy(config), effective_batch_size=rows)
-        original(*given.args, **given.kwargs)
+            rows = bound.arguments["effective_batch_size"] // config.ranks
+            bound.arguments.update(dp_size=replicas, rank=own_copy(config), effective_batch_size=rows)
+        original(*bound.args, **bound.kwargs)
 
     return init
 
@@ -175,8 +171,8 @@ def _floating_point_ops(original: Any) -> Any:
             return operations
         if isinstance(model, StageModel):
             # Each rank counts the operations of its own parameters.
-            own: int = PreTrainedModel.num_parameters(model, exclude_embeddings=True)  # type: ignore[arg-type]
-            return 6 * inputs["input_ids"].numel() * own
+            parameters: int = PreTrainedModel.num_parameters(model, exclude_embeddings=True)  # type: ignore[arg-type]
+            return 6 * inputs["input_ids"].numel() * parameters
         return operations // len(model.cuboid.mesh.copy_ranks)
 
     return floating_point_ops
@@ -191,10 +187,10 @@ def _config_kept_alive() -> CuboidConfig | None:
 def _function_of_interface(original: Any) -> Any:
     @functools.wraps(original)
     def getitem(self: Any, key: str) -> Any:
-        found = original(self, key)
+        function = original(self, key)
         if isinstance(self, AttentionInterface):
-            return attention_of(key, found)
-        return mask_of(key, found) if isinstance(self, AttentionMaskInterface) else found
+            return attention_of(key, function)
+        return mask_of(key, function) if isinstance(self, AttentionMaskInterface) else function
 
     return getitem
 
@@ -234,8 +230,8 @@ PATCHES = [
     Patch(
         target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
         package="transformers",
-        reason="when a config of ours is active: tell a damaged config.json by its name, in bounded time, and don't "
-        "ask on each rank's terminal whether to run a model's own code",
+        reason="when a config of ours is active: report a damaged config.json by path and stop parsing it early, and "
+        "don't ask on each rank's terminal whether to run a model's own code",
         parameters=("pretrained_model_name_or_path", "kwargs"),
         replace=_config_from_pretrained,
     ),

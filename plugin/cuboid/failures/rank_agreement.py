@@ -98,11 +98,7 @@ class StepGuard:
     It costs nothing without a failure. A rank that fails writes the reason to the store before it raises, and ranks
     that then lose the connection to it raise the same error: with gloo when its process ends, with NCCL once they have
     read the reason and aborted their groups. A timeout bounds the wait in any case. If a process ended without a
-    report, the error names it and what the others waited for.
-
-    Args:
-        mesh: this rank's mesh.
-        what: name of that part, for messages.
+    report, the error names it and what the others waited for. ``what`` names that part in messages.
     """
 
     def __init__(self, mesh: Mesh, what: str) -> None:
@@ -117,9 +113,9 @@ class StepGuard:
             group = dist.group.WORLD
             peers = None if group is None else _peers_by_group.get(group)
             if peers is not None and peers.aborted_for is not None:
-                theirs = peers.aborted_for.error()
-                theirs.cuboid_told = True  # type: ignore[attr-defined]
-                raise theirs
+                peer_error = peers.aborted_for.error()
+                peer_error.cuboid_told = True  # type: ignore[attr-defined]
+                raise peer_error
             return
         # StopIteration, the end of the data, is not a failure.
         if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
@@ -135,11 +131,7 @@ def report_before_group(error: Exception, what: str) -> None:
     """Report a failure to the other ranks if there is no process group yet; once for each exception.
 
     A :class:`CuboidError` that not all ranks are known to raise gets this rank as its ``rank``, so that this rank
-    prints it: the others may never learn of it.
-
-    Args:
-        error: as caught.
-        what: name of the action that failed.
+    prints it: the others may never learn of it. ``what`` names the action that failed.
     """
     if dist.is_initialized() or hasattr(error, "cuboid_told"):
         return

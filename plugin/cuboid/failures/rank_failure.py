@@ -21,31 +21,19 @@ _LOST = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What a rank reports to the others.
-
-    Attributes:
-        rank: where it arose.
-        kind: name of the exception's class.
-        text: the error's message.
-        alike: whether all ranks failed by themselves, with the same message.
-        everywhere: whether all ranks raise it by themselves.
-    """
+    """What a rank reports to the others: where it arose, the exception's class by name, and its message."""
 
     rank: int
     kind: str
     text: str
+    #: Whether all ranks failed by themselves, with the same message.
     alike: bool = False
+    #: Whether all ranks raise it by themselves.
     everywhere: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int, what: str) -> RankFailure:
-        """Describe an exception that was raised on ``rank``.
-
-        Args:
-            error: as caught.
-            rank: this process's rank, used unless the error names another one.
-            what: name of the action that failed.
-        """
+        """Describe an exception that was raised in the action ``what``; on ``rank``, unless it names another one."""
         if isinstance(error, CuboidError):
             origin = rank if error.rank is None else error.rank
             return cls(origin, type(error).__name__, str(error), everywhere=error.shared)

@@ -54,13 +54,7 @@ _DECISION_S = 2 * _GRACE_S
 
 
 class Peers:
-    """The ranks of one process group, and the state of this rank's meetings with the others.
-
-    Args:
-        rank: this process's rank.
-        size: number of ranks of the world.
-        store: the process group's store, which all ranks see.
-    """
+    """The ranks of one process group, and the state of this rank's meetings with the others."""
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size = rank, size
@@ -224,11 +218,7 @@ class Peers:
 class Rendezvous:
     """One meeting of all ranks, which ends with the same outcome on each of them.
 
-    Args:
-        peers: the ranks that meet.
-        store: theirs.
-        key: prefix of the meeting's keys in the store.
-        what: name of the action, for messages.
+    ``key`` is the prefix of its keys in the ranks' store, ``what`` the name of the action in messages.
     """
 
     def __init__(self, peers: Peers, store: BoundedStore, key: str, what: str) -> None:
@@ -289,14 +279,14 @@ class Rendezvous:
         return arrived
 
     def _check_call(self) -> RankFailure | None:
-        theirs = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
-        if theirs == self._what:
+        other_call = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
+        if other_call == self._what:
             return None
         return RankFailure(
             self._peers.rank,
             RankError.__name__,
-            f"rank {self._peers.rank} is in {self._what}, while another rank is in {theirs}: all ranks must make the "
-            "same calls in the same order",
+            f"rank {self._peers.rank} is in {self._what}, while another rank is in {other_call}: all ranks must make "
+            "the same calls in the same order",
         )
 
     def _decide(self, outcome: str) -> None:

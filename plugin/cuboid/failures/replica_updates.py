@@ -13,11 +13,7 @@ EQUAL_SHARES = (
 
 
 class ReplicaUpdates:
-    """The replicas' steps, which one rank of each records in the store without waiting.
-
-    Args:
-        store: that all ranks see.
-    """
+    """The replicas' steps, which one rank of each records in the store without waiting."""
 
     def __init__(self, store: BoundedStore) -> None:
         self._store = store

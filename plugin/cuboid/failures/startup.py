@@ -117,9 +117,7 @@ def timeout_of_environment() -> float:
 def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None) -> BoundedStore | None:
     """Wait until all ranks are about to make the process group. Every rank calls this before it makes the group.
 
-    Args:
-        launch: by default from the environment.
-        timeout_s: how long to wait; by default :func:`timeout_of_environment`.
+    ``launch`` and ``timeout_s`` are by default those of the environment.
 
     Returns:
         The store, to keep alive until the process group is made; None if the environment has no address to meet at.

@@ -73,17 +73,16 @@ def choose_mesh(
         if described.limits.no_mesh:
             raise UnsupportedModelError(described.limits.no_mesh)
         raise MeshError(_nothing_divides(type(model).__name__, config, cluster))
-    found = _fastest(described, layouts, cluster, length)
-    _log(found, config, length)
-    return found[0].layout.mesh
+    estimates = _fastest(described, layouts, cluster, length)
+    _log(estimates, config, length)
+    return estimates[0].layout.mesh
 
 
 @dataclass(frozen=True)
 class SegmentChoice:
     """Chooses the number of segments of a pipeline once the first sequences, and so their length, are known.
 
-    Args:
-        model, layout, cluster: the model, its layout (whose segments are ignored), and the machines.
+    The layout's own segments are ignored.
     """
 
     model: ModelDescription
@@ -93,11 +92,7 @@ class SegmentChoice:
     def __call__(self, length: int, rows: int, micro_batches: int, *, recomputes: bool) -> int:
         """Return the number of segments with the fastest step; rank 0 logs it.
 
-        Args:
-            length: S, tokens of a sequence; a multiple of what the mesh needs.
-            rows: rows of a micro-batch.
-            micro_batches: micro-batches of a step.
-            recomputes: whether the model checkpoints activations.
+        ``length`` is S, a multiple of what the mesh needs; a micro-batch has ``rows``, a step ``micro_batches``.
         """
         checkpointing: CheckpointingMode = "full" if recomputes else "none"
         layout = replace(self.layout, micro_batch=rows, micro_batches=micro_batches, checkpointing=checkpointing)
@@ -113,13 +108,9 @@ class SegmentChoice:
 def segment_choice(
     model: PreTrainedModel, config: CuboidConfig, mesh: Mesh, cls: type[PreTrainedModel] | None = None
 ) -> SegmentChoice | None:
-    """The rule that decides ``"segments": "auto"``; None if the config gives a number.
+    """The rule that decides ``"segments": "auto"`` for a model before it is cut; None if the config gives a number.
 
-    Args:
-        model: the full model, before it is cut.
-        config: Cuboid's config.
-        mesh: the mesh of this rank.
-        cls: the architecture's class, if the model's own class was derived from it.
+    ``cls`` is the architecture's class, if the model's own class was derived from it.
     """
     pipeline, topology = config.pipeline, mesh.topology
     if pipeline is None or pipeline.segments != "auto":
@@ -251,9 +242,9 @@ def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, l
         for layout in layouts:
             one = replace(layout, checkpointing=checkpointing)
             # Sequences are padded to a multiple of this, and every segment has at least one multiple.
-            own = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))
-            own = max(own, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
-            yield StepCost(model, one, cluster, own, cuboid_software(one), known=known)
+            padded = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))
+            padded = max(padded, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
+            yield StepCost(model, one, cluster, padded, cuboid_software(one), known=known)
 
     try:
         return best_of(costs("none"), what).best
@@ -275,19 +266,19 @@ def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
     )
 
 
-def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
+def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
     """Log on rank 0 which mesh was chosen, and why."""
     if current_rank() != 0:
         return
-    best = found[0]
-    others = "; ".join(f"{each.layout.mesh} with {each.layout.replicas} replicas: {reason(each, best)}"
-                       for each in found[1:3])  # fmt: skip
+    best = estimates[0]
+    runners_up = "; ".join(f"{estimate.layout.mesh} with {estimate.layout.replicas} replicas: {reason(estimate, best)}"
+                       for estimate in estimates[1:3])  # fmt: skip
     _logger.warning(
         '"mesh": "auto" is %s with %d replicas, for micro-batches of %d rows of %d tokens%s on %s: %.3g s a step, %.1f '
         "GiB a rank%s%s%s",
         best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, _assumed(config), best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
         ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
-        f". Behind it: {others}" if others else "",
+        f". Behind it: {runners_up}" if runners_up else "",
         f". Not counted: {uncounted}" if (uncounted := best.uncounted) else "",
     )  # fmt: skip

@@ -220,32 +220,26 @@ def stage_layer_bytes(
             layer_bytes(sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes)
         )
     if splits:
-        again = _ByteCount(mesh)
+        regathered = _ByteCount(mesh)
         for length in lengths:
-            _add_again(again, sizes, mesh, batch / mesh.batch * length * element_bytes)
-        total.update(again.bytes)
-    spared = _ByteCount(mesh)
+            _add_again(regathered, sizes, mesh, batch / mesh.batch * length * element_bytes)
+        total.update(regathered.bytes)
+    saved_bytes = _ByteCount(mesh)
     if weight_gather == "step":
         # layer_bytes has counted two gathers for each unit; one gather in the whole step is left.
-        _add_weights(spared, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
+        _add_weights(saved_bytes, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
     if gradient_sync == "step":
         units = len(lengths) - 1
-        _add_weights(spared, sizes, mesh, element_bytes, times=units)
-        _add_vectors(spared, sizes, mesh, element_bytes, times=units)
-    total.subtract(spared.bytes)
+        _add_weights(saved_bytes, sizes, mesh, element_bytes, times=units)
+        _add_vectors(saved_bytes, sizes, mesh, element_bytes, times=units)
+    total.subtract(saved_bytes.bytes)
     return dict(sorted(total.items()))
 
 
 def _add_projections(
     count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, per_feature: float, *, backward: bool = True
 ) -> None:
-    """Communication of activations over `hidden`.
-
-    Args:
-        count, sizes, mesh: the sum, the layer and the mesh.
-        per_feature: bytes of one feature in a `sequence` block.
-        backward: whether to count backward besides forward.
-    """
+    """Communication of activations over `hidden`; one feature in a `sequence` block takes ``per_feature`` bytes."""
     scattered = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
     if sizes.summed is None:
         scattered += 2 * sizes.key_value
@@ -287,14 +281,14 @@ def _add_weights(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, element_
     block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
     count.add("all_gather", ("batch",), block, times)
     if sizes.latents is not None:
-        rows = sum(padded_length(each, mesh.of("batch", "sequence")) for each in sizes.latents.features)
+        rows = sum(padded_length(width, mesh.of("batch", "sequence")) for width in sizes.latents.features)
         count.add("all_gather", ("batch", "sequence"), rows * sizes.hidden / mesh.hidden * element_bytes, times)
         heads = sizes.latents.weights / (mesh.sequence * mesh.hidden) * element_bytes
         count.add("all_gather", ("batch",), heads, times)
     if sizes.experts is not None:
-        own = sizes.experts
+        experts = sizes.experts
         # Padded to the same number of experts on each rank of `batch`.
-        features = padded_length(own.count, mesh.batch) * (own.up + own.intermediate) / mesh.sequence
+        features = padded_length(experts.count, mesh.batch) * (experts.up + experts.intermediate) / mesh.sequence
         count.add("all_gather", ("batch",), features * sizes.hidden * element_bytes / mesh.hidden, times)
 
 

@@ -34,13 +34,7 @@ _MESH_HOST_S = 2.8e-3
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted step of a layout.
-
-    Args:
-        cost: what it was computed from.
-        time: time of the step, by kind.
-        stages: memory of a rank of each stage, by kind.
-    """
+    """The predicted step of a layout: its time by kind, and the memory of a rank of each stage by kind."""
 
     cost: StepCost
     time: StepTime
@@ -125,7 +119,7 @@ class Estimate:
             "fits": self.fits,
             "memory_bytes": round(self.memory_bytes),
             "memory_limit_bytes": round(self.limit_bytes),
-            "memory_by_stage": [{kind: round(size) for kind, size in each.by_kind().items()} for each in self.stages],
+            "memory_by_stage": [{kind: round(size) for kind, size in stage.by_kind().items()} for stage in self.stages],
             "step_s": self.time.total_s,
             "time": asdict(self.time),
             "bubble": self.time.bubble,
@@ -215,29 +209,31 @@ def segment_counts(layout: Layout, length: int) -> list[int]:
 def best_segments(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> int:
     """The number of segments with the fastest step that fits; if none fits, the one that needs the least memory.
 
-    Args:
-        model, cluster: what is trained, and the machines.
-        layout: its segments and chunks are ignored.
-        length: S, a multiple of what the mesh needs.
+    The layout's own segments and chunks are ignored. ``length`` is S, a multiple of what the mesh needs.
     """
     known: dict[Any, Any] = {}
     layout = layout.without_chunks
     changed = [replace(layout, segments=count) for count in segment_counts(layout, length)]
     tried = [Estimate.of(StepCost(model, one, cluster, length, cuboid_software(one), known=known)) for one in changed]
-    fitting = [each for each in tried if each.fits]
+    fitting = [candidate for candidate in tried if candidate.fits]
     if not fitting:
-        return min(tried, key=lambda each: each.memory_bytes).layout.segments
-    return min(fitting, key=lambda each: each.time.total_s).layout.segments
+        return min(tried, key=lambda candidate: candidate.memory_bytes).layout.segments
+    return min(fitting, key=lambda candidate: candidate.time.total_s).layout.segments
 
 
 def layout_of_config(
-    config: CuboidConfig, rest: Mapping[str, Any], model: ModelDescription, cluster: Cluster, length: int, *,
+    config: CuboidConfig,
+    framework_config: Mapping[str, Any],
+    model: ModelDescription,
+    cluster: Cluster,
+    length: int,
+    *,
     checkpointing: bool = False,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """The layout that a config describes, on all GPUs of a cluster.
 
     Args:
-        config, rest: as returned by :func:`cuboid.config.schema.require_config`.
+        config, framework_config: as returned by :func:`cuboid.config.schema.require_config`.
         model, cluster, length: the model, the machines, and tokens of a sequence.
         checkpointing: whether the script enables the model's gradient checkpointing, which isn't part of a config.
 
@@ -250,11 +246,11 @@ def layout_of_config(
         raise ConfigError(
             'tensor_parallel.mesh is "auto"; `cuboid estimate` needs its sizes, and `cuboid plan` finds some'
         )
-    zero = rest.get("zero_optimization") or {}
+    zero = framework_config.get("zero_optimization") or {}
     offloads = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
     if offloads:
         raise ConfigError(f"zero_optimization.{offloads[0]} has no estimate; leave it out")
-    if not any((rest.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+    if not any((framework_config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
         raise ConfigError(
             "the config trains in float32 (it enables neither bf16 nor fp16), of which the planner knows no rates of "
             'GPUs. To estimate its layout in 16 bits, add "bf16": {"enabled": true}'
@@ -346,9 +342,9 @@ def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple
     return balance
 
 
-def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
+def remedies(base: Estimate) -> list[tuple[str, Estimate]]:
     """Single changes that make a layout fit which doesn't, the fastest first."""
-    layout = found.layout
+    layout = base.layout
     changes: list[tuple[str, Layout]] = []
     if layout.checkpointing == "none":
         changes.append(("gradient checkpointing", replace(layout, checkpointing="full")))
@@ -373,7 +369,7 @@ def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
         try:
             # Given lengths may be for another number of segments.
             changed = replace(changed, lengths=())
-            tried.append((name, estimate(found.cost.model, changed, found.cost.cluster, found.cost.length)))
+            tried.append((name, estimate(base.cost.model, changed, base.cost.cluster, base.cost.length)))
         except ConfigError:
             continue
-    return sorted(((n, each) for n, each in tried if each.fits), key=lambda pair: pair[1].time.total_s)
+    return sorted(((n, remedy) for n, remedy in tried if remedy.fits), key=lambda pair: pair[1].time.total_s)

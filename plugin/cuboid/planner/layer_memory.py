@@ -47,8 +47,12 @@ def state_bytes(
         element_bytes: of a parameter, and of its gradient.
         optimizer_bytes: per parameter: 8 for Adam's two moments in float32, 12 with float32 master weights.
     """
-    own = parameters // mesh.size
-    return {"parameters": own * element_bytes, "gradients": own * element_bytes, "optimizer": own * optimizer_bytes}
+    share = parameters // mesh.size
+    return {
+        "parameters": share * element_bytes,
+        "gradients": share * element_bytes,
+        "optimizer": share * optimizer_bytes,
+    }
 
 
 def layer_kept_bytes(

@@ -14,19 +14,19 @@ _ORIGIN = Coordinate(0, 0, 0, 0, 0)
 
 def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
     """Sizes of one layer that represents all: the first one with experts, or else the first."""
-    layer = next((each for each in model.layers if each.experts is not None), model.layers[0])
-    own = layer.attention
+    layer = next((candidate for candidate in model.layers if candidate.experts is not None), model.layers[0])
+    attention = layer.attention
     # Attention whose heads the mesh doesn't divide is computed whole.
-    plan = None if own.heads % mesh.of("sequence", "hidden") else _key_value_plan(layer, mesh, _ORIGIN)
-    by_name = {each.name: each for each in layer.projections}
+    plan = None if attention.heads % mesh.of("sequence", "hidden") else _key_value_plan(layer, mesh, _ORIGIN)
+    by_name = {projection.name: projection for projection in layer.projections}
     qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
     return BlockSizes(
         hidden=model.hidden,
-        query=own.query if layer.gathers_attention_input else 0,
-        key_value=0 if layer.latents else own.key,
+        query=attention.query if layer.gathers_attention_input else 0,
+        key_value=0 if layer.latents else attention.key,
         intermediate=layer.intermediate,
         gated=layer.gated,
-        summed=None if plan is None or plan.scattered else plan.heads * own.query_dim,
+        summed=None if plan is None or plan.scattered else plan.heads * attention.query_dim,
         whole_key_value=plan is not None and not plan.split_by_sequence,
         norm=model.norm,
         qkv_bias=qkv is not None and qkv.bias,
@@ -39,33 +39,31 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
 
 def _expert_sizes(layer: Layer, experts: Experts) -> ExpertSizes:
     down = experts.projections[-1]
-    gates = tuple(each.outputs for each in layer.projections if each.name == "router")
+    gates = tuple(projection.outputs for projection in layer.projections if projection.name == "router")
     return ExpertSizes(experts.count, experts.per_token, down.inputs, layer.gated, gates)
 
 
 def _latent_sizes(layer: Layer) -> LatentSizes:
     return LatentSizes(
-        features=tuple(each.outputs for each in layer.latents),
-        biases=tuple(each.outputs for each in layer.latents if each.bias),
-        normed=tuple(each.inputs for each in layer.from_latents),
-        weights=sum(each.weights for each in layer.from_latents),
+        features=tuple(projection.outputs for projection in layer.latents),
+        biases=tuple(projection.outputs for projection in layer.latents if projection.bias),
+        normed=tuple(projection.inputs for projection in layer.from_latents),
+        weights=sum(projection.weights for projection in layer.from_latents),
         output=layer.attention.output,
     )
 
 
 def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> KeptSizes:
-    """Sizes of the first layer that determine what it saves for backward.
+    """Sizes of the first layer that determine what it saves for backward, on the rank at a coordinate of the mesh.
 
-    Args:
-        model: the full model.
-        mesh, at: the mesh, and the rank's coordinate: with few key/value heads, some ranks have more of them.
+    With few key/value heads, some ranks have more of them.
     """
-    own = model.layers[0].attention
+    attention = model.layers[0].attention
     return KeptSizes(
-        query_heads=own.heads,
-        key_value=len(_key_value_plan(model.layers[0], mesh, at).keep) * own.query_dim,
+        query_heads=attention.heads,
+        key_value=len(_key_value_plan(model.layers[0], mesh, at).keep) * attention.query_dim,
         nonlinearity=model.nonlinearity,
-        head_norms=own.head_norms,
+        head_norms=attention.head_norms,
     )
 
 
@@ -83,21 +81,19 @@ def end_sizes(model: ModelDescription) -> EndSizes:
 def model_kept_bytes(
     model: ModelDescription, mesh: MeshShape, at: Coordinate, batch: int, length: int, *, element_bytes: int
 ) -> dict[str, int]:
-    """Bytes that a rank saves for backward in a full model, by what saves them.
+    """Bytes that the rank at a coordinate saves for backward in a full model, by what saves them.
 
-    Args:
-        model, mesh, at: as in :func:`kept_sizes`.
-        batch, length, element_bytes: as in :func:`~cuboid.planner.layer_memory.layer_kept_bytes`.
+    Arguments are as in :func:`~cuboid.planner.layer_memory.layer_kept_bytes`.
     """
-    kept = layer_kept_bytes(
+    by_keeper = layer_kept_bytes(
         block_sizes(model, mesh), kept_sizes(model, mesh, at), mesh, batch, length, element_bytes=element_bytes
     )
     ends = end_kept_bytes(end_sizes(model), mesh, batch, length, element_bytes=element_bytes)
-    return {f"layers' {name}": len(model.layers) * size for name, size in kept.items()} | {
+    return {f"layers' {name}": len(model.layers) * size for name, size in by_keeper.items()} | {
         str(name): size for name, size in ends.items()
     }
 
 
 def _key_value_plan(layer: Layer, mesh: MeshShape, at: Coordinate) -> KeyValuePlan:
-    own = layer.attention
-    return plan_key_value_heads(HeadCounts(own.heads, own.key_value_heads, own.query_dim), mesh, at)
+    attention = layer.attention
+    return plan_key_value_heads(HeadCounts(attention.heads, attention.key_value_heads, attention.query_dim), mesh, at)

@@ -46,9 +46,7 @@ Measured = dict[str, list[dict[str, float | str]]]
 class Profiler:
     """Measures one rank; every rank of the world makes the same calls, in the same order.
 
-    Args:
-        device: the device of this rank.
-        seconds: rough time budget of the whole; large sizes that would take too long are left out.
+    All of it takes roughly ``seconds``; large sizes that would take too long are left out.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
@@ -91,7 +89,7 @@ class Profiler:
         self, sizes: Iterable[T], work: Callable[[T], float], rate: Callable[[T], tuple[float, float]]
     ) -> list[float]:
         """Operations a second, from little work to much, within the budget. ``rate`` returns these and the seconds."""
-        found: list[float] = []
+        rates: list[float] = []
         known_s = known_work = 0.0
         for size in sorted(sizes, key=work):
             # All ranks stop at the same size, since they all have the slowest rank's times.
@@ -99,8 +97,8 @@ class Profiler:
                 break
             flops, known_s = rate(size)
             known_work = work(size)
-            found.append(flops)
-        return found
+            rates.append(flops)
+        return rates
 
     def _elementwise(self, elements: int) -> float:
         x, y = (torch.ones(elements, dtype=torch.bfloat16, device=self._device) for _ in range(2))
@@ -141,7 +139,7 @@ class Profiler:
     def _links(self, gpu: Gpu, nodes: list[list[int]]) -> Gpu:
         """Set rate and latency of the links inside a node and between nodes, as far as there are several ranks."""
         for size in divisors(len(nodes[0]))[1:]:
-            groups = [own[first : first + size] for own in nodes for first in range(0, len(own), size)]
+            groups = [ranks[first : first + size] for ranks in nodes for first in range(0, len(ranks), size)]
             rate, latency_s = self._gathers(groups, "node")
             # The largest group comes last and overwrites the others.
             gpu = replace(gpu, link_bytes_per_s=rate, link_efficiency=1.0, link_latency_s=latency_s)
@@ -156,12 +154,12 @@ class Profiler:
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         assert group is not None
         size, times = group.size(), []
-        for given in _GATHERED:
-            x = torch.zeros(given // _ELEMENT, dtype=torch.bfloat16, device=self._device)
+        for nbytes in _GATHERED:
+            x = torch.zeros(nbytes // _ELEMENT, dtype=torch.bfloat16, device=self._device)
             out = x.new_empty(size * x.numel())
             seconds = self._time(partial(gather_into, out, x, group), together=True)
             times.append(seconds)
-            self.measured["all_gather"].append({"link": link, "ranks": size, "bytes": given, "seconds": seconds})
+            self.measured["all_gather"].append({"link": link, "ranks": size, "bytes": nbytes, "seconds": seconds})
         sent = (size - 1) * (_GATHERED[-1] - _GATHERED[0])
         return sent / max(times[-1] - times[0], 1e-9), times[0] / ring_steps(size)
 
@@ -170,9 +168,7 @@ class Profiler:
     def _time(self, action: Callable[[], object], *, together: bool = False) -> float:
         """Seconds of one call on the slowest rank: the mean of calls in a row, or of collectives the median.
 
-        Args:
-            action: what to time; called on every rank.
-            together: whether it is a collective; each call is then timed from a barrier.
+        Each call of a collective (``together``) is timed from a barrier.
         """
         self._once(action)
         count = max(1, min(50, int(self._share_s / max(self._slowest(self._once(action)), 1e-6))))
@@ -209,7 +205,7 @@ def _nodes() -> list[list[int]]:
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
-    if len({len(own) for own in nodes.values()}) > 1:
-        counts = ", ".join(f"{len(own)} on {name}" for name, own in nodes.items())
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        counts = ", ".join(f"{len(ranks)} on {name}" for name, ranks in nodes.items())
         raise CuboidError(f"a profile is of nodes with equal numbers of ranks, and there are {counts}")
     return list(nodes.values())

@@ -14,46 +14,41 @@ from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes
 _GIB = 2**30
 
 
-def print_estimate(found: Estimate, console: Any) -> None:
-    """Print time by kind, memory by kind and stage, and what to change if it doesn't fit.
-
-    Args:
-        found: the estimate.
-        console: a rich console.
-    """
+def print_estimate(estimate: Estimate, console: Any) -> None:
+    """Print time by kind, memory by kind and stage, and what to change if it doesn't fit."""
     from rich.table import Table
 
-    layout, cost = found.layout, found.cost
+    layout, cost = estimate.layout, estimate.cost
     console.print(
         f"{cost.model.name}, {cost.model.parameters / 1e9:.2f}B parameters, {cost.length} tokens, on {cost.cluster}"
     )
     console.print(f"{layout}")
-    if found.uncounted:
-        console.print(f"Not counted: {found.uncounted}.")
+    if estimate.uncounted:
+        console.print(f"Not counted: {estimate.uncounted}.")
     table = Table(title="a step", title_justify="left")
     table.add_column("kind")
     table.add_column("seconds", justify="right")
     table.add_column("of the step", justify="right")
-    for name, seconds in terms(found).items():
-        table.add_row(name, f"{seconds:.4f}", f"{seconds / found.time.total_s:.1%}")
-    table.add_row("all", f"{found.time.total_s:.4f}", "", style="bold")
+    for name, seconds in terms(estimate).items():
+        table.add_row(name, f"{seconds:.4f}", f"{seconds / estimate.time.total_s:.1%}")
+    table.add_row("all", f"{estimate.time.total_s:.4f}", "", style="bold")
     console.print(table)
-    console.print(f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}", highlight=False)
+    console.print(f"{estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}", highlight=False)
     if layout.stages > 1:
-        bubble = f"{found.time.bubble:.1%} of the time from the first forward to the last backward"
+        bubble = f"{estimate.time.bubble:.1%} of the time from the first forward to the last backward"
         console.print(f"bubble: {bubble}, without what comes after it in the step", highlight=False)
-    console.print(_memory_table(found))
-    if found.bytes_by_axis:
-        sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in found.bytes_by_axis.items())
+    console.print(_memory_table(estimate))
+    if estimate.bytes_by_axis:
+        sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in estimate.bytes_by_axis.items())
         console.print(f"sent by a rank in a step inside of layers: {sent}", highlight=False)
-    console.print(_verdict(found), highlight=False)
+    console.print(_verdict(estimate), highlight=False)
 
 
-def _memory_table(found: Estimate) -> Any:
+def _memory_table(estimate: Estimate) -> Any:
     from rich.table import Table
 
     # A table of all stages may be too wide: show the first, the middle, the last and the fullest one.
-    stages = found.stages
+    stages = estimate.stages
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     shown = sorted({0, len(stages) // 2, len(stages) - 1, fullest})
     table = Table(title="memory of a rank, GiB", title_justify="left")
@@ -68,13 +63,13 @@ def _memory_table(found: Estimate) -> Any:
     return table
 
 
-def _verdict(found: Estimate) -> str:
-    spare = found.limit_bytes - found.memory_bytes
-    limit = f"{found.limit_bytes / _GIB:.1f} GiB that tensors can have of {found.cost.cluster.gpu.name}"
+def _verdict(estimate: Estimate) -> str:
+    spare = estimate.limit_bytes - estimate.memory_bytes
+    limit = f"{estimate.limit_bytes / _GIB:.1f} GiB that tensors can have of {estimate.cost.cluster.gpu.name}"
     if spare >= 0:
         return f"It fits: {spare / _GIB:.1f} GiB are left of the {limit}."
     lines = [f"It does not fit: {-spare / _GIB:.1f} GiB more than the {limit}."]
-    for name, changed in remedies(found)[:4]:
+    for name, changed in remedies(estimate)[:4]:
         lines.append(
             f"  with {name} it does: {changed.memory_bytes / _GIB:.1f} GiB, a step of {changed.time.total_s:.3f} s"
         )
@@ -119,11 +114,16 @@ def print_plan(plan: SearchResult, console: Any) -> None:
         # On a narrow terminal words wrap, so that no figure is cut off.
         words = name in ("layout", "against the first")
         table.add_column(name, justify="left" if words else "right", no_wrap=not words)
-    for number, each in enumerate(plan.best, 1):
+    for number, estimate in enumerate(plan.best, 1):
         table.add_row(
-            str(number), str(each.layout), f"{each.time.total_s:.3f}", f"{each.tokens_per_s:,.0f}", f"{each.mfu:.1%}",
-            f"{each.memory_bytes / _GIB:.1f}", reason(each, best),
-        )  # fmt: skip
+            str(number),
+            str(estimate.layout),
+            f"{estimate.time.total_s:.3f}",
+            f"{estimate.tokens_per_s:,.0f}",
+            f"{estimate.mfu:.1%}",
+            f"{estimate.memory_bytes / _GIB:.1f}",
+            reason(estimate, best),
+        )
     console.print(table)
 
 
@@ -134,17 +134,24 @@ def print_comparison(first: Estimate, second: Estimate, console: Any) -> None:
     table = Table(title=f"A: {first.layout}\nB: {second.layout}", title_justify="left")
     for name in ("", "A", "B", "B − A"):
         table.add_column(name, justify="left" if not name else "right")
-    for (name, own), other in zip(terms(first).items(), terms(second).values(), strict=True):
-        table.add_row(f"{name}, s", f"{own:.4f}", f"{other:.4f}", f"{other - own:+.4f}")
+    for (name, first_value), second_value in zip(terms(first).items(), terms(second).values(), strict=True):
+        table.add_row(f"{name}, s", f"{first_value:.4f}", f"{second_value:.4f}", f"{second_value - first_value:+.4f}")
     a, b = first.time.total_s, second.time.total_s
     table.add_row("step, s", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", style="bold")
-    memories = [max(each.stages, key=lambda stage: stage.total).by_kind() for each in (first, second)]
+    memories = [max(estimate.stages, key=lambda stage: stage.total).by_kind() for estimate in (first, second)]
     for kind in memories[0]:
-        own, other = (memory[kind] / _GIB for memory in memories)
-        if own or other:
-            table.add_row(f"{kind.replace('_', ' ')}, GiB", f"{own:.2f}", f"{other:.2f}", f"{other - own:+.2f}")
-    own, other = first.memory_bytes / _GIB, second.memory_bytes / _GIB
-    table.add_row("memory, GiB", f"{own:.2f}", f"{other:.2f}", f"{other - own:+.2f}", style="bold")
+        first_value, second_value = (memory[kind] / _GIB for memory in memories)
+        if first_value or second_value:
+            table.add_row(
+                f"{kind.replace('_', ' ')}, GiB",
+                f"{first_value:.2f}",
+                f"{second_value:.2f}",
+                f"{second_value - first_value:+.2f}",
+            )
+    first_value, second_value = first.memory_bytes / _GIB, second.memory_bytes / _GIB
+    table.add_row(
+        "memory, GiB", f"{first_value:.2f}", f"{second_value:.2f}", f"{second_value - first_value:+.2f}", style="bold"
+    )
     for name, one in (("A", first), ("B", second)):
         if not one.fits:
             table.add_row(f"{name} does not fit: {one.limit_bytes / _GIB:.1f} GiB can be used", "", "", "")
@@ -166,16 +173,8 @@ _COLOURS = (
 )
 
 
-def draw_estimate(found: Estimate, path: Path) -> None:
-    """Draw memory by stage and kind beside the limit, and the step by kind.
-
-    Args:
-        found: the estimate.
-        path: file of the picture; its suffix (.png, .svg or .pdf) determines the format.
-
-    Raises:
-        CuboidError: no such format.
-    """
+def draw_estimate(estimate: Estimate, path: Path) -> None:
+    """Draw memory by stage and kind beside the limit, and the step by kind, as .png, .svg or .pdf."""
     check_picture(path)
     # matplotlib takes a second to import, which only drawing should cost.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -183,15 +182,15 @@ def draw_estimate(found: Estimate, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=[max(2, min(len(found.stages), 12)), 2])
-    names = [str(stage) for stage in range(len(found.stages))]
-    kinds = {kind: [stage.by_kind()[kind] / _GIB for stage in found.stages] for kind in found.stages[0].by_kind()}
+    left, right = figure.subplots(1, 2, width_ratios=[max(2, min(len(estimate.stages), 12)), 2])
+    names = [str(stage) for stage in range(len(estimate.stages))]
+    kinds = {kind: [stage.by_kind()[kind] / _GIB for stage in estimate.stages] for kind in estimate.stages[0].by_kind()}
     _stack(left, names, kinds)
-    left.axhline(found.limit_bytes / _GIB, color="#1A1A1A", linestyle="--", linewidth=1)
+    left.axhline(estimate.limit_bytes / _GIB, color="#1A1A1A", linestyle="--", linewidth=1)
     left.set(title="memory of a rank, GiB; dashed: what tensors can have", xlabel="stage")
-    _stack(right, ["step"], {name: [seconds] for name, seconds in terms(found).items()})
-    right.set(title=f"a step, s: {found.tokens_per_s:,.0f} tokens/s")
-    figure.suptitle(f"{found.cost.model.name} on {found.cost.cluster}: {found.layout}", fontsize="medium")
+    _stack(right, ["step"], {name: [seconds] for name, seconds in terms(estimate).items()})
+    right.set(title=f"a step, s: {estimate.tokens_per_s:,.0f} tokens/s")
+    figure.suptitle(f"{estimate.cost.model.name} on {estimate.cost.cluster}: {estimate.layout}", fontsize="medium")
     save_picture(figure, path)
 
 

@@ -40,12 +40,7 @@ CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
-
-    Args:
-        best: the best layouts, the best one first.
-        considered: number of layouts that divide model, batch and cluster.
-    """
+    """The best layouts, the best one first, and the number of layouts that divide model, batch and cluster."""
 
     best: tuple[Estimate, ...]
     considered: int
@@ -90,16 +85,16 @@ def search(
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
-        found = best_of(costs, what, goal=goal, count=count)
+        result = best_of(costs, what, goal=goal, count=count)
     except ConfigError as error:
         refused = "; ".join(model.limits.refused(cluster.gpus))
         if not refused:
             raise
         raise ConfigError(f"{error}. Left out was what training rejects: {refused}") from None
     if goal == "smallest":
-        return found
-    more = [cost_of(layout) for layout in _with_less_bubble(costs, found.best[-1].time)]
-    return SearchResult(tuple(_improved(found.best, more, count)), found.considered + len(more))
+        return result
+    more = [cost_of(layout) for layout in _with_less_bubble(costs, result.best[-1].time)]
+    return SearchResult(tuple(_improved(result.best, more, count)), result.considered + len(more))
 
 
 def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
@@ -119,9 +114,9 @@ def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[La
                 yield replace(cost.layout, schedule=schedule, chunks=chunks)
 
 
-def _improved(found: Iterable[Estimate], costs: Iterable[StepCost], count: int) -> list[Estimate]:
-    """The best ``count`` of ``found``, which fit, and of further layouts."""
-    best = list(found)
+def _improved(estimates: Iterable[Estimate], costs: Iterable[StepCost], count: int) -> list[Estimate]:
+    """The best ``count`` of some estimates, sorted, that fit, and of further layouts."""
+    best = list(estimates)
     for cost in costs:
         if len(best) >= count and cost.least_s() > best[count - 1].time.total_s:
             continue
@@ -161,31 +156,31 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
         if least <= usable_bytes(cost.cluster):
             candidates.append((least if goal == "smallest" else cost.least_s(), number, cost))
     candidates.sort(key=lambda candidate: candidate[:2])
-    found: list[Estimate] = []
+    fitting: list[Estimate] = []
     for bound, _, cost in candidates:
         # Candidates are sorted by their bounds: no later one can be among the best.
-        if len(found) >= count and bound > _value(found[count - 1], goal):
+        if len(fitting) >= count and bound > _value(fitting[count - 1], goal):
             break
         if ends_memory(cost) <= usable_bytes(cost.cluster):
             one = Estimate.of(cost)
             if one.fits:
-                found = _with(found, one, goal)
-    if not found:
+                fitting = _with(fitting, one, goal)
+    if not fitting:
         raise ConfigError(_nothing_fits(what, every))
-    return SearchResult(tuple(found[:count]), len(every))
+    return SearchResult(tuple(fitting[:count]), len(every))
 
 
-def _with(found: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
+def _with(estimates: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
     """Add an estimate and sort; of layouts with the same mesh, stages, replicas and segments only the best stays."""
     best: dict[Any, Estimate] = {}
-    for each in sorted([*found, one], key=lambda each: _value(each, goal)):
-        layout = each.layout
-        best.setdefault((layout.mesh, layout.stages, layout.replicas, layout.segments), each)
+    for estimate in sorted([*estimates, one], key=lambda estimate: _value(estimate, goal)):
+        layout = estimate.layout
+        best.setdefault((layout.mesh, layout.stages, layout.replicas, layout.segments), estimate)
     return list(best.values())
 
 
-def _value(found: Estimate, goal: Goal) -> float:
-    return found.memory_bytes if goal == "smallest" else found.time.total_s
+def _value(estimate: Estimate, goal: Goal) -> float:
+    return estimate.memory_bytes if goal == "smallest" else estimate.time.total_s
 
 
 def _nothing_fits(what: str, costs: Sequence[StepCost]) -> str:
@@ -251,7 +246,7 @@ def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iter
     gathers: list[tuple[Literal["layer", "step"], Literal["unit", "step"]]] = [("layer", "unit")]
     if batch > 1:
         gathers += [("step", "unit"), ("step", "step")] if base.stages > 1 else [("step", "unit")]
-    for rows in (batch * each for each in _ROWS):
+    for rows in (batch * per_rank for per_rank in _ROWS):
         if rows_of_replica % rows:
             continue
         sized = replace(base, micro_batch=rows, micro_batches=rows_of_replica // rows)
@@ -268,9 +263,9 @@ def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iter
 # --- reasons ----------------------------------------------------------------------------------------------------
 
 
-def terms(found: Estimate) -> dict[str, float]:
+def terms(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step by kind, under the names that tables use."""
-    time = found.time
+    time = estimate.time
     return {
         "computing": time.compute_s,
         "communication": time.exposed_s,
@@ -281,15 +276,15 @@ def terms(found: Estimate) -> dict[str, float]:
     }
 
 
-def reason(found: Estimate, best: Estimate) -> str:
+def reason(estimate: Estimate, best: Estimate) -> str:
     """Why a layout loses to the best one: the terms that cost it most."""
-    pairs = zip(terms(found).items(), terms(best).values(), strict=True)
-    behind = sorted(((own - other, name) for (name, own), other in pairs), reverse=True)
+    pairs = zip(terms(estimate).items(), terms(best).values(), strict=True)
+    behind = sorted(((seconds - best_seconds, name) for (name, seconds), best_seconds in pairs), reverse=True)
     worst = [(more, name) for more, name in behind if more > 0.002 * best.time.total_s][:2]
-    if found is best:
+    if estimate is best:
         return "the best"
     if not worst:
-        return "no slower" if found.time.total_s <= best.time.total_s * 1.002 else "a little of everything"
+        return "no slower" if estimate.time.total_s <= best.time.total_s * 1.002 else "a little of everything"
     return ", ".join(f"{more / best.time.total_s:+.1%} {name}" for more, name in worst)
 
 
@@ -341,9 +336,9 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
     Raises:
         ConfigError: it isn't of that form, doesn't divide the cluster or the batch, or no config accepts it.
     """
-    head, *rest = (part.strip() for part in text.split(","))
+    head, *options = (part.strip() for part in text.split(","))
     mesh = MeshShape.parse(head)
-    given = {
+    values = {
         "stages": "1",
         "segments": "1",
         "rows": str(mesh.batch),
@@ -354,18 +349,18 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         "schedule": "seq1f1b",
         "chunks": "0",  # as the schedule needs
     }
-    for part in rest:
+    for part in options:
         key, _, value = part.partition("=")
-        if key not in given:
-            raise ConfigError(f"layout {text!r}: {key!r} is not one of {', '.join(given)}")
-        given[key] = value
+        if key not in values:
+            raise ConfigError(f"layout {text!r}: {key!r} is not one of {', '.join(values)}")
+        values[key] = value
     numbers = {}
     for key in ("stages", "segments", "rows", "zero", "chunks"):
         least = 1 if key in ("stages", "segments", "rows") else 0
-        if not given[key].isdecimal() or int(given[key]) < least:
-            raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number of at least {least}")
-        numbers[key] = int(given[key])
-    checkpointing, gather, sync = given["checkpointing"], given["gather"], given["sync"]
+        if not values[key].isdecimal() or int(values[key]) < least:
+            raise ConfigError(f"layout {text!r}: {key}={values[key]!r} is not a number of at least {least}")
+        numbers[key] = int(values[key])
+    checkpointing, gather, sync = values["checkpointing"], values["gather"], values["sync"]
     if checkpointing not in ("none", "full") or gather not in ("layer", "step") or sync not in ("unit", "step"):
         raise ConfigError(
             f"layout {text!r}: checkpointing is none or full, gather layer or step, and sync unit or step"
@@ -374,7 +369,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
     if numbers["segments"] > 1 and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: segments are a pipeline's units; give it stages, or leave them out")
-    schedule = given["schedule"]
+    schedule = values["schedule"]
     if schedule not in NAMES or (schedule != "seq1f1b" and numbers["stages"] == 1):
         raise ConfigError(f"layout {text!r}: schedule is one of {', '.join(NAMES)}, of several stages")
     chunks = numbers["chunks"] or (2 if schedule in CHUNKED else 1)

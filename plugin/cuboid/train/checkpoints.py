@@ -23,24 +23,17 @@ from cuboid.train.run_lock import RunLock
 
 @dataclass(frozen=True)
 class RunCheckpoints:
-    """Writes and reads a run's checkpoints.
-
-    Attributes:
-        engine: what ``deepspeed.initialize`` returned.
-        job: of the run.
-        data: description of the training data.
-        global_batch: sequences of one optimizer step, over all ranks.
-        started: when this process began, by ``time.perf_counter``.
-        progress: for messages.
-        lock: on the run's folder; None on all ranks but the first.
-    """
+    """Writes and reads a run's checkpoints."""
 
     engine: Any
     job: TrainJob
     data: TokensMeta
+    #: Sequences of one optimizer step, over all ranks.
     global_batch: int
+    #: When this process began, by ``time.perf_counter``.
     started: float
     progress: TrainProgress
+    #: On the run's folder; None on all ranks but the first.
     lock: RunLock | None
 
     @property
@@ -84,11 +77,7 @@ class RunCheckpoints:
         return self, History(self._losses_before(state), list(state.heldout_losses), earlier_step_s=state.step_s)
 
     def check_lock(self) -> None:
-        """Check that the run's folder still belongs to this run.
-
-        Raises:
-            CuboidError: on the first rank; another run has taken it over.
-        """
+        """Raise an error on the first rank if another run has taken over the run's folder."""
         if self.lock is not None:
             self.lock.check()
 

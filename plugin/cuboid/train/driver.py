@@ -39,13 +39,7 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatchDriver:
-    """``forward``, ``backward`` and ``step`` for each micro-batch, as with any DeepSpeed engine.
-
-    Attributes:
-        engine: what ``deepspeed.initialize`` returned.
-        device: of this rank.
-        interrupts: of this rank.
-    """
+    """``forward``, ``backward`` and ``step`` for each micro-batch, as with any DeepSpeed engine."""
 
     engine: Any
     device: torch.device
@@ -80,18 +74,12 @@ class MicroBatchDriver:
 
 @dataclass(frozen=True)
 class PipelineDriver:
-    """``train_batch`` and ``eval_batch``, which take the micro-batches of a whole step.
-
-    Attributes:
-        engine: what ``deepspeed.initialize`` returned for a config with a pipeline.
-        device: of this rank.
-        interrupts: of this rank.
-        accumulation: micro-batches of a step; evaluation runs as many per call, so that it needs no more memory.
-    """
+    """``train_batch`` and ``eval_batch`` of a pipeline's engine, which take the micro-batches of a whole step."""
 
     engine: Any
     device: torch.device
     interrupts: Interrupts
+    #: Micro-batches of a step; evaluation runs as many per call, so that it needs no more memory.
     accumulation: int
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
@@ -104,8 +92,8 @@ class PipelineDriver:
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
         """See :class:`Driver`."""
         loss_sum, tokens = 0.0, 0
-        rest = iter(batches)
-        while group := list(islice(rest, self.accumulation)):
+        batches_left = iter(batches)
+        while group := list(islice(batches_left, self.accumulation)):
             feed = ({"input_ids": batch.input_ids, "labels": batch.labels} for batch in group)
             loss = float(self.engine.eval_batch(feed, num_micro_batches=len(group)))
             group_tokens = sum(batch.tokens for batch in group)
@@ -118,6 +106,6 @@ class PipelineDriver:
 
 def mean(value: float, weight: float, device: torch.device, interrupts: Interrupts) -> float:
     """Weighted mean of one number per rank, in one all-reduce with the agreement on whether to stop; collective."""
-    weighted, weights, *asked = total([value * weight, weight, *interrupts.own()], device)
-    interrupts.agree(asked)
+    weighted, weights, *votes = total([value * weight, weight, *interrupts.own()], device)
+    interrupts.agree(votes)
     return weighted / weights

@@ -78,12 +78,7 @@ def _known(loss: float) -> float | None:
 
 
 def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
-    """This rank's part of the report.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
-        sent_bytes: bytes that this rank sends in one optimizer step, by axis.
-    """
+    """This rank's part of the report; ``sent_bytes`` are those of one optimizer step, by axis."""
     return RankFigures(
         stage=cuboid.mesh_of(engine).coordinate.pipe,
         parameters=sum(parameter.numel() for parameter in engine.module.parameters()),
@@ -95,22 +90,19 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
 def pipeline_figures(job: TrainJob, engine: Any, steps: int) -> PipelineFigures:
     """How the layers and sequences of full length were divided, and the trace, if one was taken.
 
-    Args:
-        job: the run.
-        engine: what ``deepspeed.initialize`` returned.
-        steps: optimizer steps of this process. A trace of a later one is of an earlier process, before the run was
-            resumed.
+    This process has made ``steps`` optimizer steps. A trace of a later one is of an earlier process, before the run was
+    resumed.
     """
-    asked = engine.module.staging.plan.config.pipeline
-    traced = asked.trace and asked.trace_step <= steps
+    pipeline_config = engine.module.staging.plan.config.pipeline
+    traced = pipeline_config.trace and pipeline_config.trace_step <= steps
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
     return PipelineFigures(
-        stages=asked.stages,
-        chunks=asked.chunks,
+        stages=pipeline_config.stages,
+        chunks=pipeline_config.chunks,
         layers=list(engine.pipeline.layers),
         segment_lengths=list(lengths),
-        schedule=asked.schedule,
-        trace=_trace_figures(Path(str(asked.trace)), asked.trace_step) if traced else None,
+        schedule=pipeline_config.schedule,
+        trace=_trace_figures(Path(str(pipeline_config.trace)), pipeline_config.trace_step) if traced else None,
     )
 
 

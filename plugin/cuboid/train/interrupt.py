@@ -72,11 +72,7 @@ class Interrupts:
             raise SystemExit(128 + min(self._seen)) from None
 
     def defer(self, on_first: Callable[[], None]) -> None:
-        """From now on, only record the first signal.
-
-        Args:
-            on_first: called when it arrives, in another thread.
-        """
+        """From now on, only record the first signal; ``on_first`` is called when it arrives, in another thread."""
         self._deferred = on_first
 
     def own(self) -> list[float]:
@@ -84,11 +80,7 @@ class Interrupts:
         return [float(number in self._seen) for number in _SIGNALS]
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Set :attr:`stop` if any rank received a signal.
-
-        Args:
-            totals: the sum of :meth:`own` over all ranks.
-        """
+        """Set :attr:`stop` if any rank received a signal; ``totals`` is the sum of :meth:`own` over all ranks."""
         for number, total in zip(_SIGNALS, totals, strict=True):
             if total > 0 and self.stop is None:
                 self.stop = number

@@ -180,8 +180,8 @@ def plan(options: TrainOptions) -> TrainJob:
     if resumed is None and not is_unfinished:
         reject_other_run(options.out, (MODEL, REPORT))
     # --steps, else the resumed run's length, else (None) that of the config's schedule.
-    asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
-    steps = run_length(asked, config)
+    requested_steps = resumed.state.steps if resumed is not None and options.steps is None else options.steps
+    steps = run_length(requested_steps, config)
     if resumed is not None and steps < resumed.state.step:
         raise CuboidError(
             f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"

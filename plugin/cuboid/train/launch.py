@@ -23,11 +23,7 @@ _PATIENCE = 3
 
 
 class ShieldedLauncher:
-    """A launcher in its own session, so that the terminal's Ctrl-C doesn't reach it.
-
-    Args:
-        command: the launcher's command line.
-    """
+    """A launcher in its own session, so that the terminal's Ctrl-C doesn't reach it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._interrupts = 0

@@ -86,26 +86,18 @@ class RunLength:
 
 @dataclass(frozen=True)
 class Loop:
-    """Trains an engine on one replica's share of the data.
-
-    Attributes:
-        engine: what ``deepspeed.initialize`` returned.
-        driver: of the engine.
-        interrupts: of this rank.
-        blocks: the training data.
-        heldout: the held-out blocks, int64 ``[blocks, sequence_length]``.
-        shuffle: the order of the training data.
-        share: this replica's part.
-        accumulation: micro-batches of one optimizer step.
-    """
+    """Trains an engine on one replica's share of the data."""
 
     engine: Any
     driver: Driver
     interrupts: Interrupts
+    #: The training data, and its order.
     blocks: Blocks
+    #: int64 ``[blocks, sequence_length]``.
     heldout: Tensor
     shuffle: Shuffle
     share: Share
+    #: Micro-batches of one optimizer step.
     accumulation: int
 
     @property
@@ -156,8 +148,8 @@ class Loop:
 
     def _evaluate(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
-        done = bool(history.heldout) and history.heldout[-1].step == history.step
-        if run_length.evaluates_after(history.step) and not done:
+        is_evaluated = bool(history.heldout) and history.heldout[-1].step == history.step
+        if run_length.evaluates_after(history.step) and not is_evaluated:
             loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss))

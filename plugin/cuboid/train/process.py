@@ -147,14 +147,14 @@ def run_at_length(action: Callable[[], None] | None, world: World, *, what: str)
         meet()
         return
     with ThreadPoolExecutor(1, "cuboid meetings") as threads:
-        met = threads.submit(meet)
+        meetings = threads.submit(meet)
         try:
             action()
         except BaseException as error:
             action_ended.set_exception(error)
         else:
             action_ended.set_result(None)
-        met.result()
+        meetings.result()
 
 
 def gather(item: T, world: World) -> list[T]:

@@ -74,12 +74,7 @@ class RunState(BaseModel):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to resume.
-
-    Attributes:
-        path: folder of the checkpoint.
-        state: the run's state in it.
-    """
+    """A run to resume: the folder of the checkpoint, and the run's state in it."""
 
     path: Path
     state: RunState
@@ -92,19 +87,12 @@ class Resumed:
         """
         other.reject_differences(**{name: getattr(self.state, name) for name in _DIFFERENCES})
 
-    def reject_differences(self, **asked: int | str) -> None:
-        """Check that the resumed run has the same settings.
-
-        Args:
-            asked: this run's settings, by the names of fields of :class:`RunState`.
-
-        Raises:
-            CuboidError: names all that differ.
-        """
-        recorded = {name: getattr(self.state, name) for name in asked}
+    def reject_differences(self, **settings: int | str) -> None:
+        """Raise an error unless the resumed run has these settings, named after fields of :class:`RunState`."""
+        recorded = {name: getattr(self.state, name) for name in settings}
         differing = [
             _DIFFERENCES[name].format(was=recorded[name], now=now)
-            for name, now in asked.items()
+            for name, now in settings.items()
             if recorded[name] != now
         ]
         if differing:
@@ -182,14 +170,9 @@ def with_remedy(error: DamagedCheckpointError) -> str:
 
 
 def reject_other_run(out: Path, results: Sequence[str] = (REPORT,)) -> None:
-    """Check that a new run doesn't overwrite one that could be resumed, or that has finished.
+    """Raise an error if a new run in ``out`` would overwrite one that could be resumed, or that has finished.
 
-    Args:
-        out: folder of the new run.
-        results: names of a finished run's files that the new run would replace.
-
-    Raises:
-        CuboidError: ``out`` has checkpoints or results.
+    ``results`` are the names of a finished run's files that it would replace.
     """
     checkpoints = complete(out / CHECKPOINTS)
     if checkpoints:
@@ -198,9 +181,9 @@ def reject_other_run(out: Path, results: Sequence[str] = (REPORT,)) -> None:
             "it: --resume (make train RESUME=1); or begin another one in another --out (NAME=…), or after removing "
             "that folder"
         )
-    left = [name for name in results if (out / name).exists()]
-    if left:
+    files = [name for name in results if (out / name).exists()]
+    if files:
         raise CuboidError(
-            f"{out} has the result of another run ({', '.join(left)}), which would be replaced. Begin this one in "
+            f"{out} has the result of another run ({', '.join(files)}), which would be replaced. Begin this one in "
             "another --out (NAME=…), or after moving or removing that folder"
         )

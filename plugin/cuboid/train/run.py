@@ -122,29 +122,25 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
 
 
 def _check_resumed_alike(job: TrainJob, world: World) -> None:
-    """Check that all ranks found the same checkpoint to resume from, or none; collective.
-
-    Raises:
-        CuboidError: they didn't.
-    """
+    """Raise an error unless all ranks found the same checkpoint to resume from, or none; collective."""
     checkpoints = gather(None if job.resumed is None else job.resumed.path.name, world)
-    other = next((rank for rank, name in enumerate(checkpoints) if name != checkpoints[0]), None)
-    if other is not None:
-        first, there = (name or "no checkpoint" for name in (checkpoints[0], checkpoints[other]))
+    other_rank = next((rank for rank, name in enumerate(checkpoints) if name != checkpoints[0]), None)
+    if other_rank is not None:
+        first_name, other_name = (name or "no checkpoint" for name in (checkpoints[0], checkpoints[other_rank]))
         raise CuboidError(
-            f"rank 0 finds {first} to resume from in {job.options.out / CHECKPOINTS}, and rank {other} finds {there}: "
-            "--out has to be on a file system that all hosts share"
+            f"rank 0 finds {first_name} to resume from in {job.options.out / CHECKPOINTS}, and rank {other_rank} finds "
+            f"{other_name}: --out has to be on a file system that all hosts share"
         )
 
 
 def _model(job: TrainJob) -> PreTrainedModel:
     """Load the checkpoint, or initialize a new model from the seed, with the same weights on every layout."""
-    asked = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
-    asked["trust_remote_code"] = job.options.trust_remote_code
+    options = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
+    options["trust_remote_code"] = job.options.trust_remote_code
     if job.options.model is not None:
-        return cuboid.from_pretrained(str(job.options.model), job.config, **asked)
+        return cuboid.from_pretrained(str(job.options.model), job.config, **options)
     torch.manual_seed(job.options.seed)
-    return cuboid.from_config(job.model_config, job.config, **asked)
+    return cuboid.from_config(job.model_config, job.config, **options)
 
 
 def _stop(by: signal.Signals, checkpoints: RunCheckpoints, history: History) -> Stopped:

@@ -92,12 +92,7 @@ class Holder(BaseModel):
 
 
 class RunLock:
-    """The lock on a run's folder, once it is this process's.
-
-    Args:
-        path: the file.
-        holder: this process, as the file names it.
-    """
+    """The lock on a run's folder, once it is this process's, which the file names as ``holder``."""
 
     def __init__(self, path: Path, holder: Holder) -> None:
         self._path, self._holder = path, holder
@@ -146,7 +141,7 @@ def held(out: Path, command: str, say: Callable[[str], object]) -> Iterator[RunL
         CuboidError: another run writes there.
         CheckpointError: the folder can't be written.
     """
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
     check_output(out)
     lock = _take(out / LOCK, Holder.here(command), say)
     try:
@@ -155,7 +150,7 @@ def held(out: Path, command: str, say: Callable[[str], object]) -> Iterator[RunL
         lock.release()
         # A run that fails before it has written anything leaves no folder; others than empty ones stay.
         with contextlib.suppress(OSError):
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
 
 

@@ -17,40 +17,39 @@ from cuboid.train.reporting.report import TRACE
 def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
     """Reject a config with which this job or DeepSpeed would fail later.
 
-    Args:
-        config: as the user wrote it, or as it will be passed to DeepSpeed.
-        is_complete: whether it is the latter; in the former, ``"auto"`` may stand for values of the command line.
+    It is complete if it will be passed to DeepSpeed so; as the user wrote it, ``"auto"`` may stand for values of the
+    command line.
 
     Raises:
         ConfigError: names the key.
         MeshError: the mesh doesn't divide the world.
     """
-    ours, rest = require_config(config)
-    check_framework_config(ours, rest, current_world_size(), is_complete=is_complete)
-    if rest.get("optimizer") is None:
+    cuboid_config, framework_config = require_config(config)
+    check_framework_config(cuboid_config, framework_config, current_world_size(), is_complete=is_complete)
+    if framework_config.get("optimizer") is None:
         raise ConfigError(
             'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": '
             "true}} to train with"
         )
 
 
-def run_length(asked: int | None, config: dict[str, Any]) -> int:
+def run_length(requested_steps: int | None, config: dict[str, Any]) -> int:
     """The number of optimizer steps. The schedule in ``config`` is stretched to it in place, including its warm-up.
 
     Raises:
-        ConfigError: neither ``asked`` nor the config has it.
+        ConfigError: neither ``requested_steps`` nor the config has it.
         CuboidError: it is less than 1.
     """
     schedule = (config.get("scheduler") or {}).get("params") or {}
-    written = schedule.get("total_num_steps")
-    steps = written if asked is None else asked
+    config_steps = schedule.get("total_num_steps")
+    steps = config_steps if requested_steps is None else requested_steps
     if not isinstance(steps, int):
         raise ConfigError("--steps is missing, and the config has no scheduler.params.total_num_steps to take it from")
     at_least(steps, "--steps", 1)
-    if isinstance(written, int) and written > 0 and written != steps:
+    if isinstance(config_steps, int) and config_steps > 0 and config_steps != steps:
         warmup = schedule.get("warmup_num_steps")
         if isinstance(warmup, int):
-            schedule["warmup_num_steps"] = max(1, round(warmup * steps / written))
+            schedule["warmup_num_steps"] = max(1, round(warmup * steps / config_steps))
     if "total_num_steps" in schedule:
         schedule["total_num_steps"] = steps
     return steps
@@ -62,13 +61,13 @@ def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
     Returns:
         The folder that the config names; None if it names none.
     """
-    ours, _ = split_config(config)
-    if ours is None or ours.pipeline is None or not ours.pipeline.trace:
+    cuboid_config, _ = split_config(config)
+    if cuboid_config is None or cuboid_config.pipeline is None or not cuboid_config.pipeline.trace:
         return None
     section = config["pipeline"]
-    section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
-    section["trace_step"] = min(ours.pipeline.trace_step, max(steps, 1))
-    return None if ours.pipeline.trace is True else Path(ours.pipeline.trace)
+    section["trace"] = str(out / TRACE) if cuboid_config.pipeline.trace is True else cuboid_config.pipeline.trace
+    section["trace_step"] = min(cuboid_config.pipeline.trace_step, max(steps, 1))
+    return None if cuboid_config.pipeline.trace is True else Path(cuboid_config.pipeline.trace)
 
 
 def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:

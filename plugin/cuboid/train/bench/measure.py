@@ -90,12 +90,12 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     trusted = options.trust_remote_code
     settings = model_config(options.model, trust_remote_code=trusted)
     check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
-    ours, _ = require_config(config)
+    cuboid_config, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
     dtype = weights_dtype(config)
-    asked = {"auto_class": AutoModelForCausalLM, "dtype": dtype, "trust_remote_code": trusted}
-    model = cuboid.from_pretrained(str(options.model), config, **asked)
+    load_options = {"auto_class": AutoModelForCausalLM, "dtype": dtype, "trust_remote_code": trusted}
+    model = cuboid.from_pretrained(str(options.model), config, **load_options)
     mesh = cuboid.mesh_of(model)
     with torch.device("meta"):
         # The full model, for the formulas: the sharded one has this rank's shapes only.
@@ -103,17 +103,19 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
     batches = _batches(options, rows, full_model.config.get_text_config().vocab_size, mesh.coordinate.data, device)
-    step = _step_of(engine, batches, accumulation, has_pipeline=ours.pipeline is not None)
+    step = _step_of(engine, batches, accumulation, has_pipeline=cuboid_config.pipeline is not None)
     for _ in range(options.warmup):
         step()
     counted = "" if memory.reset_peak() else ", since its start"
     mesh.comm_counter.reset()
     times = [_timed(step) for _ in range(options.steps)]
     figures = gather((times, mesh.comm_counter.snapshot(), memory.peak_bytes()), world)
-    formula, kept = None, None
-    if ours.pipeline is None:
-        gathers = ours.tensor_parallel.weight_gather
-        formula, kept = _formulas(full_model, mesh, gathers, rows, options.sequence_length, accumulation, dtype)
+    formula, formula_kept_bytes = None, None
+    if cuboid_config.pipeline is None:
+        gathers = cuboid_config.tensor_parallel.weight_gather
+        formula, formula_kept_bytes = _formulas(
+            full_model, mesh, gathers, rows, options.sequence_length, accumulation, dtype
+        )
     report = BenchReport(
         layout=_layout(mesh),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name(),
@@ -126,7 +128,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         formula_bytes=formula,
         memory=memory.kind() + counted,
         peak_bytes=max(peak for _, _, peak in figures),
-        formula_kept_bytes=kept,
+        formula_kept_bytes=formula_kept_bytes,
     )
     if options.report is not None and world.is_first:
         report.write(options.report)
@@ -220,7 +222,7 @@ def _formulas(
     step = {axes: accumulation * total for axes, total in sorted(sent.items())}
     try:
         check_countable(full_model)
-        kept = model_kept_bytes(described, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
+        by_keeper = model_kept_bytes(described, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
     except CuboidError:
         return step, None
-    return step, sum(kept.values())
+    return step, sum(by_keeper.values())

@@ -87,10 +87,10 @@ class BenchReport:
 
     def write(self, path: Path) -> None:
         """Write JSON."""
-        measured = {
+        content = {
             **asdict(self),
             "median_s": self.median_s,
             "tokens_per_s": self.tokens / self.median_s,
             "mfu": self.mfu,
         }
-        write_json(path, measured)
+        write_json(path, content)

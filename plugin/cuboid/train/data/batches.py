@@ -100,10 +100,10 @@ def heldout_batches(blocks: Tensor, share: Share) -> Iterator[HeldoutBatch]:
     A mesh needs full micro-batches, and a pipeline the same number on every replica. So batches are filled up with
     ignored rows, and shares with batches of only such rows.
     """
-    mine = blocks[share.replica :: share.replicas]
+    own_blocks = blocks[share.replica :: share.replicas]
     longest = -(-len(blocks) // share.replicas)
     for first in range(0, longest, share.micro_batch):
-        rows = mine[first : first + share.micro_batch]
+        rows = own_blocks[first : first + share.micro_batch]
         filler = blocks[:1].expand(share.micro_batch - len(rows), -1)
         input_ids = torch.cat([rows, filler])
         labels = input_ids.clone()

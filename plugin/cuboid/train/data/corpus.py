@@ -113,8 +113,8 @@ def split_files(files: Sequence[Path], root: Path, share: float = HELDOUT_SHARE)
     little when files are added or removed.
     """
     count = min(max(1, round(len(files) * share)), len(files) - 1)
-    drawn = sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
-    heldout = set(drawn[:count])
+    by_hash = sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    heldout = set(by_hash[:count])
     return [file for file in files if file not in heldout], [file for file in files if file in heldout]
 
 
