@@ -48,12 +48,12 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint's files aren't what was written.
 
     Attributes:
-        whole: the newest intact checkpoint beside it; None if there is none.
+        intact: the newest intact checkpoint beside it; None if there is none.
     """
 
-    def __init__(self, message: str, whole: Path | None) -> None:
+    def __init__(self, message: str, intact: Path | None) -> None:
         super().__init__(message)
-        self.whole = whole
+        self.intact = intact
 
 
 class RankError(CuboidError):

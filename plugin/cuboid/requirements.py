@@ -23,12 +23,13 @@ def check_installed() -> None:
     """
     for package, versions in RANGES.items():
         try:
-            found = version(package)
+            installed = version(package)
         except PackageNotFoundError:
             raise ImportError(f"cuboid needs {package} {versions}, which is not installed", name=package) from None
         # A build from source has the next release's number and a local suffix, such as 2.13.0a0+git1234567.
-        if not SpecifierSet(versions).contains(found.partition("+")[0], prereleases=True):
+        if not SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True):
             raise ImportError(
-                f"cuboid works with {package} {versions}, but {found} is installed: pip install '{package}{versions}'",
+                f"cuboid works with {package} {versions}, but {installed} is installed: "
+                f"pip install '{package}{versions}'",
                 name=package,
             )

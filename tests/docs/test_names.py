@@ -1,4 +1,5 @@
-"""``.ci/names`` rejects a name with two meanings, and a file named after its folder."""
+"""``.ci/names`` rejects a name with two meanings, a file named after its folder, and variables that don't say what they
+are."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "names"))
-findings = SCRIPT["findings"]
+findings, variable_findings = SCRIPT["findings"], SCRIPT["variable_findings"]
 
 
 @pytest.fixture
@@ -30,3 +31,47 @@ def test_what_has_two_meanings_is_named_with_its_places(package):
 
 def test_the_package_itself_has_none():
     assert findings(SCRIPT["PACKAGE"]) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "own = 1",
+        "own: int = 1",
+        "first, *own = 1, 2",
+        "for own in (): ...",
+        "rows = [row for own in () for row in own]",
+        "with open('x') as own: ...",
+        "def f(own): ...",
+        "def f(*, own=1): ...",
+        "f = lambda own: own",
+        "if (own := 1): ...",
+        "import os as own",
+        "try: ...\nexcept OSError as own: ...",
+        "match 1:\n    case [*own]: ...",
+    ],
+)
+def test_a_variable_that_does_not_say_what_it_is_is_named_with_its_line(tmp_path, code):
+    (tmp_path / "plugin").mkdir()
+    (tmp_path / "plugin" / "loop.py").write_text(code + "\n")
+    (sentence,) = variable_findings(tmp_path, ["plugin"], [])
+    line = 2 if "\n" in code else 1
+    assert sentence == f"plugin/loop.py:{line}: own doesn't say what the variable is"
+
+
+def test_attributes_keywords_and_functions_may_have_any_name(tmp_path):
+    (tmp_path / "loop.py").write_text("def own(): ...\nx.own = f(own=1).whole\nowner = x\n")
+    assert variable_findings(tmp_path, ["."], []) == []
+
+
+def test_a_folder_that_is_done_leaves_the_list(tmp_path):
+    for folder in ("models", "weights"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "models" / "loop.py").write_text("found = 1\n")
+    assert variable_findings(tmp_path, ["models", "weights"], ["models", "weights"]) == [
+        "weights is done: take it off TO_DO in .ci/names"
+    ]
+
+
+def test_variables_say_what_they_are_in_the_folders_that_are_done():
+    assert variable_findings(SCRIPT["ROOT"]) == []

@@ -67,9 +67,9 @@ class RunCheckpoints:
         try:
             self.engine.load_checkpoint(path)
         except DamagedCheckpointError as error:
-            if self.job.options.resume_if_any and error.whole is not None:
+            if self.job.options.resume_if_any and error.intact is not None:
                 self.progress.say(f"{error}. Resuming from that one")
-                earlier = find_run(self.job.options.out, error.whole.name)
+                earlier = find_run(self.job.options.out, error.intact.name)
                 self.job.resumed.check_same_run(earlier)
                 return replace(self, job=replace(self.job, resumed=earlier)).begin()
             raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error

@@ -115,7 +115,7 @@ def find_run_if_any(out: Path) -> Resumed | None:
     try:
         return find_run(out)
     except CheckpointError as error:
-        intact = getattr(error.__cause__, "whole", None)
+        intact = getattr(error.__cause__, "intact", None)
         if intact is None:
             raise
         logger.warning("%s. Resuming from %s", error.__cause__, intact.name)
@@ -163,9 +163,9 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
 
 def with_remedy(error: DamagedCheckpointError) -> str:
     """The error's message, extended by how to resume from the intact checkpoint that it suggests."""
-    if error.whole is None:
+    if error.intact is None:
         return str(error)
-    name = error.whole.name
+    name = error.intact.name
     return f"{error}. Resume from that one: --resume-from {name} (make train RESUME={name})"
 
 

@@ -62,7 +62,7 @@ class LateSplit:
         if not self._is_split:
             return output
         self.is_whole = True
-        full: torch.Tensor = _GatherFull.apply(output, self._mesh)
+        full: torch.Tensor = _GatherActivation.apply(output, self._mesh)
         return full
 
     @uncompiled
@@ -88,8 +88,8 @@ class LateSplit:
             return output
         self.is_whole = True
         if isinstance(output, tuple):
-            return _GatherFull.apply(output[0], self._mesh), *output[1:]
-        return _GatherFull.apply(output, self._mesh)
+            return _GatherActivation.apply(output[0], self._mesh), *output[1:]
+        return _GatherActivation.apply(output, self._mesh)
 
     def whole_shape(self, part: torch.Tensor) -> tuple[int, int, int]:
         """The shape of the activations of which a rank has a part."""
@@ -170,7 +170,7 @@ class ImageSplit:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`part`."""
         if self._mesh.size("sequence", "hidden") > 1:
-            x = _GatherFull.apply(x, self._mesh)
+            x = _GatherActivation.apply(x, self._mesh)
         return x.narrow(SEQUENCE_DIM, 0, self.length)
 
     def filled_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
         if is_part and images is not None:
             return images.whole(x)
-        return _GatherFull.apply(x, mesh) if is_part and is_split else x
+        return _GatherActivation.apply(x, mesh) if is_part and is_split else x
 
     positions = length * mesh.size("sequence") if images is None else images.length
 
@@ -264,7 +264,7 @@ def _is_activation(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 3 and x.is_floating_point()
 
 
-class _GatherFull(torch.autograd.Function):
+class _GatherActivation(torch.autograd.Function):
     """``[B/b, S/s, H/h]`` to ``[B/b, S, H]``, from which all ranks of sequence × hidden compute the same."""
 
     @staticmethod
@@ -279,7 +279,7 @@ class _GatherFull(torch.autograd.Function):
 
 
 class _OwnPart(torch.autograd.Function):
-    """The transpose of :class:`_GatherFull`."""
+    """The transpose of :class:`_GatherActivation`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:

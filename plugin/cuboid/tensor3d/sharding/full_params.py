@@ -14,7 +14,7 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
-class _GatherFull(torch.autograd.Function):
+class _GatherParameter(torch.autograd.Function):
     """A shard to the parameter in its Hugging Face shape, on every rank."""
 
     @staticmethod
@@ -39,5 +39,5 @@ def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):
         return None
-    full: torch.Tensor = _GatherFull.apply(shard, module.layout(name), module.mesh)
+    full: torch.Tensor = _GatherParameter.apply(shard, module.layout(name), module.mesh)
     return full
