@@ -14,16 +14,12 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """A verified checkpoint: the sizes of all files were checked, and on request their checksums.
-
-    Attributes:
-        path: its folder.
-        step: optimizer steps at the time it was written.
-        document: contents of its ``state.json``.
-    """
+    """A verified checkpoint: the sizes of all files were checked, and on request their checksums."""
 
     path: Path
+    #: Optimizer steps at the time it was written.
     step: int
+    #: Contents of its ``state.json``.
     document: dict[str, Any]
 
 

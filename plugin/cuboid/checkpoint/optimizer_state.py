@@ -216,11 +216,7 @@ def split_state(state: Mapping[str, Any], stepped: OptimizerTensor) -> tuple[dic
 
 
 def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore a parameter group's hyperparameters from the saved group that had its parameters.
-
-    Raises:
-        CheckpointError: they come from several saved groups.
-    """
+    """Restore a parameter group's hyperparameters from the one saved group that had its parameters, or raise."""
     sources = [index for index, other in enumerate(saved) if not set(names).isdisjoint(other["parameters"])]
     if not names or not sources:
         return

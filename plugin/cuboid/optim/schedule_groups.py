@@ -101,11 +101,8 @@ def regrouped(
 ) -> dict[str, Any]:
     """A schedule's saved state with its lists by group in the order of other groups, found by their parameters' names.
 
-    Args:
-        state: as it was saved.
-        saved: the names of each group's parameters when it was saved.
-        groups: those of each group now.
-        present: the schedule's state now.
+    ``saved`` has the names of each group's parameters when it was saved, ``groups`` those of each group now;
+    ``present`` is the schedule's state now.
 
     Raises:
         CheckpointError: a group has no counterpart, or several with other values.

@@ -116,11 +116,7 @@ class RunCheckpoints:
     def _write_losses(self, history: History) -> bool:
         """Bring the run's file of losses up to date; collective.
 
-        Returns:
-            False if it can't be written and the config lets training continue.
-
-        Raises:
-            CheckpointError: it can't be written.
+        Returns False if it can't be written and the config lets training continue; else that is an error.
         """
         mesh, path = cuboid.mesh_of(self.engine), self.job.options.out / LOSSES
 

@@ -107,34 +107,28 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A checked :class:`TrainOptions`.
-
-    Attributes:
-        options: the command line.
-        config: the DeepSpeed config, with a schedule as long as the run and its trace in the run's folder.
-        steps: optimizer steps.
-        micro_batch: sequences of one micro-batch of one replica of the mesh.
-        accumulation: micro-batches of one optimizer step.
-        dtype: of the weights.
-        tokenizer: the model's.
-        model_config: the model's.
-        vocabulary: entries of the model's embedding.
-        model_sha256: hash of the model's architecture.
-        tokens: the data, if it has been tokenized by ``cuboid prepare``.
-        resumed: the run to resume, if any.
-    """
+    """A checked :class:`TrainOptions`."""
 
     options: TrainOptions
+    #: The DeepSpeed config, with a schedule as long as the run and its trace in the run's folder.
     config: dict[str, Any]
+    #: Optimizer steps.
     steps: int
+    #: Sequences of one micro-batch of one replica of the mesh.
     micro_batch: int
+    #: Micro-batches of one optimizer step.
     accumulation: int
+    #: Of the weights.
     dtype: torch.dtype
     tokenizer: Any
     model_config: PretrainedConfig
+    #: Entries of the model's embedding.
     vocabulary: int
+    #: Hash of the model's architecture.
     model_sha256: str
+    #: The data, if it has been tokenized by ``cuboid prepare``.
     tokens: TokenFolder | None
+    #: The run to resume, if any.
     resumed: Resumed | None
 
     @property

@@ -109,12 +109,7 @@ class Loop:
         """Train from the end of the history until its length is reached or the ranks agree to stop; collective.
 
         The held-out loss is evaluated before the first step and then ``run_length.evaluations`` times, the last time at
-        the end.
-
-        Args:
-            run_length: the length of the run, and when it evaluates and saves.
-            history: extended in place.
-            progress: updated after each step.
+        the end. The history is extended in place.
 
         Raises:
             CuboidError: the loss isn't finite, or a checkpoint can't be written.

@@ -27,12 +27,9 @@ def digest_of(losses: Sequence[float]) -> str:
 
 
 def write_losses(path: Path, losses: Sequence[float], *, present: int) -> None:
-    """Bring the file up to date.
+    """Bring the file up to date with the losses of all steps so far.
 
-    Args:
-        path: of the file.
-        losses: of all steps so far.
-        present: how many of them this process has written there; if 0, the file is replaced.
+    This process has written ``present`` of them there already; if 0, the file is replaced.
 
     Raises:
         CheckpointError: there is another file of that name.

@@ -37,18 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was stopped by a signal.
-
-    Attributes:
-        by: the signal.
-        step: optimizer steps so far.
-        steps: length of the run.
-        checkpoint: to resume from; None if there was nothing to save, or it could not be written.
-    """
+    """A run that was stopped by a signal, after ``step`` of its optimizer ``steps``."""
 
     by: signal.Signals
     step: int
     steps: int
+    #: To resume from; None if there was nothing to save, or it could not be written.
     checkpoint: Path | None
 
 

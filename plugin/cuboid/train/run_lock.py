@@ -196,11 +196,7 @@ def _touched(path: Path) -> int:
 
 
 def _read(path: Path) -> Holder | None:
-    """The process that a lock names; None if there is none, or it was never finished.
-
-    Raises:
-        CuboidError: it isn't a lock.
-    """
+    """The process that a lock names; None if there is none, or it was never finished. Another file is an error."""
     try:
         with open(open_regular(path), encoding="utf-8", errors="replace") as file:
             text = file.read(_LONGEST)

@@ -163,11 +163,7 @@ def check_output_file(path: Path) -> None:
 
 
 def _end_of_links(path: Path) -> Path:
-    """What a link will create if it points to nothing.
-
-    Raises:
-        CheckpointError: links lead to each other.
-    """
+    """What a link will create if it points to nothing; links that lead to each other are an error."""
     try:
         return path.resolve() if path.is_symlink() else path
     except (OSError, RuntimeError):

@@ -127,11 +127,7 @@ class _Document(_StateSection):
 
 
 def check_document(document: dict[str, Any], path: Path) -> None:
-    """Check that everything that resuming uses is present and of the right type.
-
-    Args:
-        document: contents of ``state.json``.
-        path: the checkpoint's folder, for messages.
+    """Check that a ``state.json`` has everything that resuming uses, in the right type; ``path`` is for messages.
 
     Raises:
         CheckpointError: names the first key that isn't.
@@ -191,10 +187,6 @@ def first_ancestors(source: str) -> list[Ancestor]:
 
 def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
     """The lineage of a run that resumed from a checkpoint: the checkpoint's lineage and the checkpoint, oldest first.
-
-    Args:
-        path: the checkpoint's folder.
-        document: contents of its ``state.json``.
 
     Raises:
         CheckpointError: the document lacks a key or is malformed.

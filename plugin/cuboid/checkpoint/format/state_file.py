@@ -146,13 +146,10 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 class _Encoder:
-    """Encodes values as JSON, and collects their tensors.
-
-    Attributes:
-        tensors: what to store in the file beside the document, by names that resemble their keys.
-    """
+    """Encodes values as JSON, and collects their tensors."""
 
     def __init__(self) -> None:
+        #: What to store in the file beside the document, by names that resemble the tensors' keys.
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, key: str) -> Any:

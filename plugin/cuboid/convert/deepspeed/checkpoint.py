@@ -103,8 +103,7 @@ def _merge(tensors: dict[str, PickledTensor], masters: dict[str, PickledTensor])
 def _checked(model: PreTrainedModel, tensors: BlockTensors, shared: set[str], folder: Path) -> BlockTensors:
     """Check the tensors against the model; returns the model's tensors, with tied ones only once.
 
-    Raises:
-        CheckpointError: one is missing, foreign or of another shape, or two that the model ties differ.
+    It is an error if one is missing, foreign or of another shape, or if two that the model ties differ.
     """
     kind, model_specs = type(model).__name__, state_specs(model)
     hint = "is --model the one that was trained?"

@@ -24,20 +24,16 @@ _EXPERT_KEYS = ("ds_autoep_layers", "autoep_layers")
 
 @dataclass(frozen=True)
 class Files:
-    """DeepSpeed's files in a folder.
-
-    Attributes:
-        folder: the tag's folder.
-        models: ``*_model_states.pt`` by model-parallel rank, then by data-parallel rank.
-        optimizers: ``*_optim_states.pt`` likewise.
-        layers: ``layer_XX-model_states.pt`` by number.
-        universal: whether there are merged tensors under ``zero/``.
-    """
+    """DeepSpeed's files in a tag's folder."""
 
     folder: Path
+    #: ``*_model_states.pt`` by model-parallel rank, then by data-parallel rank.
     models: Mapping[int, Sequence[Path]]
+    #: ``*_optim_states.pt`` likewise.
     optimizers: Mapping[int, Sequence[Path]]
+    #: ``layer_XX-model_states.pt`` by number.
     layers: Mapping[int, Path]
+    #: Whether there are merged tensors under ``zero/``.
     universal: bool
 
     def __bool__(self) -> bool:

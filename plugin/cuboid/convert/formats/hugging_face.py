@@ -27,12 +27,9 @@ def weights_in(folder: Path) -> str | None:
 
 
 def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> BlockTensors:
-    """The weights of a folder in which :func:`weights_in` found some.
+    """The weights of a folder in which :func:`weights_in` found some; ``stack`` closes the files on exit.
 
-    Args:
-        folder: the checkpoint's folder.
-        stack: closes the files on exit.
-        trusted: whether pickles may be loaded.
+    Pickles are loaded only if they are trusted.
 
     Raises:
         CheckpointError: a file is missing or damaged, or contradicts the index.

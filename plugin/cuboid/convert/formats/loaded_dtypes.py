@@ -66,11 +66,7 @@ def dtypes_when_loaded(config: Path, specs: Mapping[str, TensorSpec], dtype: tor
 
 
 def _blank_model(config: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config on the meta device, made as for loading in a dtype.
-
-    Raises:
-        CheckpointError: transformers has no class for it, or can't make one.
-    """
+    """The model of a config on the meta device, made as for loading in a dtype; an error if transformers can't."""
     # A conversion must not run code that comes with a checkpoint.
     settings = model_config(config, trust_remote_code=False)
     cls = _class_of(settings)

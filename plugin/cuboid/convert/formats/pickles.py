@@ -50,14 +50,7 @@ _MOST_FILES = 256
 
 @dataclass(frozen=True)
 class Extent:
-    """A contiguous run of elements in a file.
-
-    Attributes:
-        path: the file.
-        position: offset of the first byte.
-        count: number of elements.
-        dtype: dtype of the elements.
-    """
+    """``count`` consecutive elements in a file, from the byte at ``position`` on."""
 
     path: Path
     position: int

@@ -26,10 +26,7 @@ ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
 def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> BlockTensors:
     """The full tensors of a folder of per-rank files, all of which are first compared with their checksums.
 
-    Args:
-        folder: one with a ``shards.json``.
-        stack: closes the files on exit.
-        checking: opens a progress bar for the comparison.
+    ``stack`` closes the files on exit; ``checking`` opens a progress bar for the comparison.
 
     Raises:
         CheckpointError: names a file that is missing, foreign, truncated or altered.

@@ -305,24 +305,20 @@ def fixed_schedule(name: str, shape: PipelineShape, ranks: int) -> Schedule:
 
 @dataclass(frozen=True)
 class ModelPipeline:
-    """The properties of a model's pipeline that determine the order of its actions.
+    """The properties of a model's pipeline that determine the order of its actions."""
 
-    Args:
-        schedule: a name in :data:`NAMES`.
-        ranks: P.
-        chunks: v, stages on each rank.
-        counts: number of layers of each stage, for the stages of all ranks.
-        lengths: tokens of each segment.
-        limit: memory limit in sequences (see :class:`ActionCosts`); None for the default of :class:`Request`.
-        recomputes: whether activation checkpointing is on.
-    """
-
+    #: A name in :data:`NAMES`.
     schedule: str
     ranks: int
+    #: Stages on each rank.
     chunks: int
+    #: Number of layers of each stage, for the stages of all ranks.
     counts: tuple[int, ...]
+    #: Tokens of each segment.
     lengths: tuple[int, ...]
+    #: In sequences (see :class:`ActionCosts`); None for the default of :class:`Request`.
     limit: float | None = None
+    #: Whether activation checkpointing is on.
     recomputes: bool = False
 
     def order(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> Schedule:

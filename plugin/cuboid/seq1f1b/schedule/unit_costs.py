@@ -175,13 +175,8 @@ def kept_bytes(
 
     An estimate: the input and output features of each projection, at ``element_bytes`` each. An input that several
     projections share is counted once for each, to account for the norms' copies. Activation checkpointing keeps less.
-
-    Args:
-        sizes: sizes of the model.
-        layers: number of layers of each stage.
-        lengths: tokens of each segment.
-        element_bytes: bytes of one element of the activations; 2 for bf16.
-        rows: rows of a micro-batch.
+    ``layers`` has the number of layers of each stage, ``lengths`` the tokens of each segment; a micro-batch has
+    ``rows``.
     """
     features = [sum(layer.kept for layer in stage_layers) for stage_layers in _stages(sizes.layers, layers)]
 

@@ -23,10 +23,7 @@ class DeadlockError(ScheduleError):
 def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True) -> None:
     """Check that every unit runs once, on the rank of its stage, and that all ranks can finish.
 
-    Args:
-        schedule: each rank's computations in order.
-        shape: the pipeline's shape.
-        backward: whether the units run backward too, whole or split.
+    With ``backward``, the units run backward too, whole or split.
 
     Raises:
         ScheduleError: an action is wrong; the message names it.

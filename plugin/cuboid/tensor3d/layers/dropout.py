@@ -41,17 +41,13 @@ class Generators(Protocol):
 
 @dataclass
 class _Region:
-    """Random numbers of one region.
-
-    Attributes:
-        seed: the same on all ranks.
-        is_settled: whether everything inside is to be drawn under the rank's seed. Else
-            :class:`~cuboid.tensor3d.layers.random_draws.RandomDraws` still looks at each draw.
-        draws: number of regions inside so far.
-    """
+    """Random numbers of one region, whose seed is the same on all ranks."""
 
     seed: int
+    #: Whether everything inside is to be drawn under the rank's seed. Otherwise
+    #: :class:`~cuboid.tensor3d.layers.random_draws.RandomDraws` still looks at each draw.
     is_settled: bool
+    #: Number of regions inside so far.
     draws: int = 0
 
     def next_seed(self) -> int:

@@ -19,14 +19,9 @@ _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of text, in a fixed order.
+    """Documents of text, in a fixed order: those to train on, and those for evaluation only."""
 
-    Attributes:
-        source: their origin, for the report.
-        train: documents to train on.
-        heldout: documents for evaluation only.
-    """
-
+    #: Their origin, for the report.
     source: str
     train: tuple[str, ...]
     heldout: tuple[str, ...]
@@ -130,11 +125,7 @@ def _split_text(source: str, text: str) -> Corpus:
 
 
 def _read_text(file: Path) -> str | None:
-    """The file's text, or None if it isn't UTF-8 text.
-
-    Raises:
-        CuboidError: it can't be read.
-    """
+    """The file's text, or None if it isn't UTF-8 text; a file that can't be read is an error."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

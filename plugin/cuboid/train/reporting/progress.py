@@ -21,12 +21,8 @@ _GIB = 1 << 30
 class TrainProgress:
     """Shows loss, tokens per second, memory per rank and the remaining time.
 
-    If the output isn't a terminal (a log), a line is written at each tenth of the run instead.
-
-    Args:
-        steps: length of the run.
-        shown: whether this rank shows anything.
-        done: steps before the run was resumed.
+    If the output isn't a terminal (a log), a line is written at each tenth of the run instead. Before the run was
+    resumed, it made ``done`` steps.
     """
 
     def __init__(self, steps: int, shown: bool, done: int = 0) -> None:
