@@ -87,8 +87,8 @@ def _save_pretrained(original: Any) -> Any:
             return
         from cuboid.integrations.peft.adapter_files import save_adapters
 
-        given = signature.bind(self, *args, **kwargs).arguments
-        save_adapters(self, given["save_directory"], {**given, **given.get("kwargs", {})})
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        save_adapters(self, arguments["save_directory"], {**arguments, **arguments.get("kwargs", {})})
 
     return save_pretrained
 

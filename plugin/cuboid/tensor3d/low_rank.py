@@ -83,7 +83,7 @@ class FactorA(ShardedModule, nn.Linear):
     """A of a low-rank update: the rank's input ``[B/b, …, I/…]`` to Z, whole in its r features.
 
     Args:
-        whole: the factor as one process has it.
+        factor: the layer as one process has it.
         layout: how it is cut.
         mesh: this rank's mesh.
     """
@@ -91,12 +91,12 @@ class FactorA(ShardedModule, nn.Linear):
     #: Blocks are small: unsharded together with those of norms, once per forward.
     gathered_once = ("weight",)
 
-    def __init__(self, whole: nn.Linear, layout: LowRankLayout, mesh: Mesh) -> None:
+    def __init__(self, factor: nn.Linear, layout: LowRankLayout, mesh: Mesh) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.in_features, self.out_features = factor.in_features, factor.out_features
         self.register_parameter("bias", None)
-        spec = ShardingSpec(tuple(whole.weight.shape), ((), layout.in_axes))
-        _take_shards(self, whole, {"weight": spec}, mesh)
+        spec = ShardingSpec(tuple(factor.weight.shape), ((), layout.in_axes))
+        _take_shards(self, factor, {"weight": spec}, mesh)
         self._reduce = layout.reduce
         self._sequence, self._hidden = mesh.along("sequence"), mesh.along("hidden")
 
@@ -114,7 +114,7 @@ class FactorB(ShardedModule, nn.Linear):
     """B of a low-rank update: Z to the update of the rank's part of the layer's output.
 
     Args:
-        whole: the factor as one process has it, perhaps with a bias.
+        factor: the layer as one process has it, perhaps with a bias.
         layout: how it is cut.
         mesh: this rank's mesh.
         rows: indices of the block's out features that the rank's output has; None for all of them.
@@ -123,15 +123,15 @@ class FactorB(ShardedModule, nn.Linear):
     gathered_once = ("weight",)
     rows: torch.Tensor | None
 
-    def __init__(self, whole: nn.Linear, layout: LowRankLayout, mesh: Mesh, rows: torch.Tensor | None) -> None:
+    def __init__(self, factor: nn.Linear, layout: LowRankLayout, mesh: Mesh, rows: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        shape, parts = tuple(whole.weight.shape), layout.parts
+        self.in_features, self.out_features = factor.in_features, factor.out_features
+        shape, parts = tuple(factor.weight.shape), layout.parts
         specs = {"weight": ShardingSpec(shape, (layout.out_axes, ()), (parts, 1))}
         self.register_parameter("bias", None)
-        if whole.bias is not None:
+        if factor.bias is not None:
             specs["bias"] = ShardingSpec(shape[:1], (layout.out_axes,), (parts,))
-        _take_shards(self, whole, specs, mesh)
+        _take_shards(self, factor, specs, mesh)
         self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
@@ -143,9 +143,9 @@ class FactorB(ShardedModule, nn.Linear):
         return nn.functional.linear(z, weight, bias)
 
 
-def _take_shards(module: FactorA | FactorB, whole: nn.Linear, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
+def _take_shards(module: FactorA | FactorB, factor: nn.Linear, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
     for name, spec in specs.items():
-        full = whole.get_parameter(name)
+        full = factor.get_parameter(name)
         shard = take_shard(full.detach(), spec, mesh)
         module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
     module.init_sharding(mesh, specs)

@@ -87,14 +87,14 @@ class AdapterFiles:
             source = _folder_of(folder, adapter)
             _check_same(config, source)
             with TensorFile(source / SAFETENSORS_WEIGHTS_NAME) as file:
-                for own, name, parameter in _parameters(inner):
-                    if own not in (adapter, None):
+                for adapter_of_parameter, name, parameter in _parameters(inner):
+                    if adapter_of_parameter not in (adapter, None):
                         continue
                     key = f"{_PREFIX}{name}".replace(f".{adapter}.", ".")
-                    layout, found = layouts.get(name), file.specs.get(key)
+                    layout, spec = layouts.get(name), file.specs.get(key)
                     shape = tuple(parameter.shape) if layout is None else layout.shape
-                    if found is None or tuple(found.shape) != shape:
-                        has = "nothing" if found is None else f"a tensor of shape {list(found.shape)}"
+                    if spec is None or tuple(spec.shape) != shape:
+                        has = "nothing" if spec is None else f"a tensor of shape {list(spec.shape)}"
                         raise CheckpointError(
                             f"{file.path}: for {key}, of shape {list(shape)} in the model, it has {has}; make the "
                             "adapter with the same options and target_modules"
@@ -140,10 +140,10 @@ def save_adapters(peft_model: Any, folder: str | Path, arguments: Mapping[str, A
         except OSError as error:
             raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error
 
-    given = arguments.get("state_dict")
-    if given is not None and _is_whole(peft_model, given):
-        if given and arguments.get("is_main_process", mesh.rank == 0):
-            write(given)
+    full_state = arguments.get("state_dict")
+    if full_state is not None and _is_whole(peft_model, full_state):
+        if full_state and arguments.get("is_main_process", mesh.rank == 0):
+            write(full_state)
         return
     mesh.connect()
     state = files.state(peft_model)

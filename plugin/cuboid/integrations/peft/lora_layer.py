@@ -138,8 +138,8 @@ def full_parameter(module: ShardedModule, name: str) -> torch.Tensor:
     spec, mesh = module.layout(name), module.mesh
     shard = module.get_parameter(name).detach()
     mesh.connect()
-    whole = shard.new_empty(spec.shape)
+    full = shard.new_empty(spec.shape)
     along = mesh.along(*AXES)
     for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, along), strict=True):
-        put_shard(whole, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
-    return whole
+        put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
+    return full
