@@ -41,6 +41,7 @@ from cuboid.models.certification.certificates import (
 )
 from cuboid.models.certification.check import small_for_probe
 from cuboid.models.certification.code_identity import code_of
+from cuboid.models.certification.default_models import default_config, own_part
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.kinds.probe_rows import CannotProbe
@@ -126,23 +127,6 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 _DECODER = "decoder"
-#: Where transformers' own defaults make no model.
-_REPAIRS: dict[str, dict[str, Any]] = {
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "nemotron": {"num_key_value_heads": 8},
-    "ministral": {"head_dim": 128},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "xmod": {"default_language": "en_XX"},
-    "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256},
-        **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
-    },
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", **_ROPE}}},
-    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
-}
 #: For what other tasks these are probed on meshes; the page shows them as examples, and the table saves their users the
 #: probe's seconds.
 _DECODERS = ("llama", "qwen2", "qwen3", "gpt2")
@@ -321,14 +305,12 @@ def causal_cases(model_types: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
     """The class and a config of an architecture, with the sizes of transformers' defaults."""
-    changes = {**_REPAIRS.get(model_type, {}), **FLAVOURS.get(model_type, {}).get(flavour, {})}
+    changes = dict(FLAVOURS.get(model_type, {}).get(flavour, {}))
     if flavour == _DECODER:
         changes["is_decoder"] = True
-    config = AutoConfig.for_model(model_type, **changes)
+    config = default_config(model_type, **changes)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text = next((getattr(config, name, None) for name in config.sub_configs if name == "text_config"), None)
-    if text is not None and isinstance(text, cls.config_class):
-        config = text
+    config = own_part(config, cls)
     config._attn_implementation = "eager" if flavour.endswith("eager") else config._attn_implementation
     return cls, config
 

@@ -1,17 +1,22 @@
 """`cuboid verify` of checkpoints that are for other things than causal language modelling, as their configs say."""
 
+import functools
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from cuboid import CuboidError
+from cuboid.cli import commands
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.small_config import small_config
-from cuboid.verify import Plan, verify
+from cuboid.verify import Plan, SmallModel, verify
 from cuboid.verify.masks import compare_masks, mask_correlation, probe_masks
 from cuboid.verify.run import complete
 
@@ -149,6 +154,78 @@ def test_what_plain_transformers_cannot_run_or_load_is_said_in_a_sentence(saved)
         complete(Plan(saved("MllamaForCausalLM")), None)
 
 
+#: By name: the class that `--arch` makes, a layout of two ranks, and what is said if it can't be compared.
+NAMED = {
+    "gpt_oss": ("GptOssForCausalLM", "--mesh 1x1x2", None),
+    "glm4": ("Glm4ForCausalLM", "--stages 2", None),
+    "smollm3": ("SmolLM3ForCausalLM", "--mesh 1x2x1", None),
+    "olmoe": ("OlmoeForCausalLM", "--mesh 1x2x1", None),
+    "qwen3_next": ("Qwen3NextForCausalLM", "--mesh 1x2x1", None),
+    "phi3": ("Phi3ForCausalLM", "--stages 2 --layers 5", None),
+    "bert": ("BertForMaskedLM", "--mesh 1x1x2", None),
+    "t5": ("T5ForConditionalGeneration", "--mesh 2x1x1", None),
+    "BertForTokenClassification": ("BertForTokenClassification", "--stages 2 --segments 1", None),
+    "vit": ("ViTForImageClassification", "--mesh 1x1x2", "ViTForImageClassification is given pixel_values"),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", NAMED)
+def test_the_command_makes_a_small_model_of_any_type(name):
+    _, layout, reason = NAMED[name]
+    result = CliRunner().invoke(commands, ["verify", "--arch", name, *layout.split(), "--no-engine"])
+    if reason is None:
+        assert (result.exit_code, "checks pass" in result.stdout) == (0, True), result.stdout + str(result.exception)
+    else:
+        assert isinstance(result.exception, CuboidError)
+        assert reason in str(result.exception)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_small_model_is_of_the_class_that_its_type_is_for(name, tmp_path):
+    SmallModel(name).write(tmp_path)
+    cls = NAMED[name][0]
+    assert type(Plan(str(tmp_path)).empty_model()).__name__ == cls
+    weights = [x for x in load_file(tmp_path / "model.safetensors").values() if x.dim() == 1 and len(x) > 1]
+    # Neither norms of one nor biases of zero, behind which mistakes would hide.
+    assert all(len(x.unique()) > 1 for x in weights)
+
+
+def test_small_models_of_other_types_have_all_kinds_of_layers_and_at_least_so_many():
+    assert SmallModel("smollm3", layers=5).config().num_hidden_layers == 5
+    for least, layers in ((1, 4), (7, 7)):
+        kinds = SmallModel("qwen3_next", layers=least).config().layer_types
+        assert (len(kinds), set(kinds)) == (layers, {"linear_attention", "full_attention"})
+    with pytest.raises(CuboidError, match="layers is 33; bert has 12 by default"):
+        SmallModel("bert", layers=33).config()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"heads": 4}, "heads is 4"), ({"tied": False}, "tied is False"), ({"rope": "yarn"}, "rope is 'yarn'"),
+     ({"sliding_window": 8}, "sliding_window is 8"), ({"vocabulary": 7, "layers": 2}, "vocabulary is 7")],
+)  # fmt: skip
+def test_options_of_sizes_that_cannot_be_chosen_are_refused_by_name(options, what):
+    for make in (SmallModel, functools.partial(SmallModel.fitting, ranks=2)):
+        with pytest.raises(CuboidError, match=rf"{what}; it goes with arch llama, .*the small model of gpt_oss"):
+            make("gpt_oss", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt_os", "'gpt_os' is no model type and no model's class in transformers .*did you mean 'gpt_oss'"),
+        ("wav2vec2", "Wav2Vec2Model is given input_values"),
+        ("rag", "transformers has no model of 'rag' for which there are rules"),
+        ("BertForPreTraining", "BertForPreTraining is for several objectives of pretraining"),
+        ("GPT2DoubleHeadsModel", "AutoModel makes no GPT2DoubleHeadsModel of its config"),
+    ],
+)
+def test_names_without_a_small_model_are_refused_in_a_sentence(name, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        SmallModel(name).config()
+
+
 def test_no_dropout_is_left(saved):
     plan = Plan(saved("BertForSequenceClassification"))
     assert plan.model_config().hidden_dropout_prob == plan.model_config().attention_probs_dropout_prob == 0
@@ -168,6 +245,14 @@ def test_zeros_in_front_of_a_dropout_are_not_taken_for_dropped():
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
     (mask,) = probe_masks(model.named_modules(), model, lambda: model(-torch.ones(4000)))["1"].calls
     assert 0.45 < mask.double().mean() < 0.55
+
+
+def test_ranks_with_the_same_padding_but_other_tokens_were_not_given_the_same():
+    dropout = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    given = torch.zeros(2, 3, 8, 64)
+    given[:, :, 5:] = torch.randn(2, 3, 3, 64)
+    one, other = (probe_masks(dropout.named_modules(), dropout, lambda x=x: dropout(x))["0"] for x in given)
+    assert not torch.equal(one.inputs[0], other.inputs[0])
 
 
 class Functional(torch.nn.Module):

@@ -20,13 +20,33 @@ from cuboid.cli.limits import (
     finite,
 )
 from cuboid.cli.paths import check_outputs
+from cuboid.models.certification.default_models import unknown_name
 from cuboid.verify.plan import Dtype
-from cuboid.verify.small_models import Architecture, Rope
+from cuboid.verify.small_models import ARCHITECTURES, Rope
+
+
+def _known(name: str | None) -> str | None:
+    """The value of ``--arch``.
+
+    Raises:
+        BadParameter: transformers has no such name.
+    """
+    reason = None if name is None or name in ARCHITECTURES else unknown_name(name)
+    if reason is not None:
+        raise typer.BadParameter(reason)
+    return name
 
 
 def verify(
     model: Annotated[Path | None, typer.Option(help="Hugging Face checkpoint, a folder.")] = None,
-    arch: Annotated[Architecture | None, typer.Option(help="A small random model instead.")] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="A small random model instead, of a model type of transformers such as gpt_oss, bert or t5, or of a "
+            "class such as BertForTokenClassification.",
+            callback=_known,
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ] = None,
@@ -74,21 +94,35 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest relative error that passes.", min=0, callback=finite)
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="With --arch: query heads.", min=1, max=MOST_HEADS)] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="With --arch: decoder layers; of types whose sizes can't be chosen at least so many, and one of each "
+            "kind. Default: 2, or one for each stage.",
+            min=1,
+            max=MOST_LAYERS,
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Query heads. These options are for --arch {', '.join(ARCHITECTURES)}; small models of other types "
+            "have the sizes that their type is certified with.",
+            min=1,
+            max=MOST_HEADS,
+        ),
+    ] = None,
     kv_heads: Annotated[
         int | None, typer.Option(help="With --arch: key and value heads.", min=1, max=MOST_HEADS)
     ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="With --arch: decoder layers. Default: 2, or one for each stage.", min=1, max=MOST_LAYERS),
-    ] = None,
     vocabulary: Annotated[
-        int, typer.Option(help="With --arch: number of tokens.", min=2, max=LARGEST_VOCABULARY)
-    ] = 131,
+        int | None,
+        typer.Option(help="With --arch: number of tokens. Default: 131.", min=2, max=LARGEST_VOCABULARY),
+    ] = None,
     tied: Annotated[
         bool | None, typer.Option(help="With --arch: tie the embeddings. Default: the architecture's.")
     ] = None,
-    bias: Annotated[bool, typer.Option(help="With --arch: biases where they are optional.")] = False,
+    bias: Annotated[bool | None, typer.Option("--bias", help="With --arch: biases where they are optional.")] = None,
     sliding_window: Annotated[
         int | None,
         typer.Option(help="With --arch: attention window, where the architecture may have one.", min=1),
@@ -128,8 +162,9 @@ def verify(
     # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.parts)}
-    options |= {"router_loss": 0.1}  # ignored by models without routers
     options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
+    if arch in ARCHITECTURES:
+        options |= {"router_loss": 0.1}  # ignored by models without routers
     small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()
     with _checkpoint(model, small) as path, console.status("running both sides"):

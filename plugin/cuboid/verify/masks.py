@@ -39,7 +39,7 @@ class DropoutMasks:
 
     Attributes:
         calls: flat masks of the elements that were kept, call by call.
-        inputs: the first elements of what each call was given; ranks that were given the same compute the same.
+        inputs: elements of what each call was given; ranks that were given the same compute the same.
         recomputed: masks of recomputations in backward.
     """
 
@@ -136,7 +136,9 @@ class _Recorder(TorchFunctionMode):
             masks.recomputed.append(mask)
             return
         masks.calls.append(mask)
-        masks.inputs.append(x.detach().flatten()[:_SAMPLE].double().cpu())
+        # From everywhere: at padding, which may be at the beginning, all ranks may have zeros.
+        given = x.detach().flatten()
+        masks.inputs.append(given[:: max(1, given.numel() // _SAMPLE)][:_SAMPLE].double().cpu())
 
     def __torch_function__(
         self,

@@ -1,22 +1,29 @@
-"""Small random checkpoints of the supported architectures, so that comparisons need no download."""
+"""Small random checkpoints of any model type, so that comparisons need no download."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from cuboid.errors import CuboidError, MeshError
+from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
+from cuboid.models.certification.check import ATTEMPTS, name_padding, quiet_cpu, random_model
+from cuboid.models.certification.default_models import default_model
+from cuboid.models.certification.layer_kinds import small_with_all_kinds
+from cuboid.models.certification.small_config import layer_count
+from cuboid.models.kinds.probe_rows import CannotProbe
 
 #: Architectures with a parallel plan for a mesh.
 MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
 #: Architectures that are supported in a pipeline only.
 PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox"]
+#: Those whose sizes can be chosen. Small models of other types are those of self-tests.
 Architecture = Literal[MeshArchitecture, PipelineArchitecture]
 #: Scaled rotary embeddings.
 Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
@@ -34,8 +41,11 @@ _LATENT, _LATENT_ROPE = 24, 4
 class SmallModel:
     """Sizes and options of a small random model.
 
+    Of an architecture that isn't one of :data:`ARCHITECTURES`, it is the model with which certification tests the type:
+    with tiny sizes, all kinds of layers, and at least ``layers`` of them. Other options are refused.
+
     Args:
-        architecture: one of :data:`ARCHITECTURES`.
+        architecture: one of :data:`ARCHITECTURES`, or the name of a model type or a model's class in transformers.
         heads: query heads.
         kv_heads: key and value heads; GPT-2, GPT-NeoX and DeepSeek 3 always have as many as query heads.
         head_dim: even, as rotary embeddings need. The hidden size is ``heads * head_dim``.
@@ -52,7 +62,7 @@ class SmallModel:
         seed: of the weights.
     """
 
-    architecture: Architecture
+    architecture: str
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 8
@@ -67,12 +77,23 @@ class SmallModel:
     router_loss: float = 0.0
     seed: int = 0
 
-    @classmethod
-    def fitting(cls, architecture: Architecture, ranks: int, **options: Any) -> SmallModel:
-        """A model whose heads any mesh of ``ranks`` ranks can divide.
+    def __post_init__(self) -> None:
+        options = {each.name: (getattr(self, each.name), each.default) for each in fields(self)[1:]}
+        _check_options(self.architecture, {name: value for name, (value, plain) in options.items() if value != plain})
 
-        ``options`` are fields, and take precedence; None for a number of heads chooses one that fits.
+    @classmethod
+    def fitting(cls, architecture: str, ranks: int, **options: Any) -> SmallModel:
+        """A model whose heads any mesh of ``ranks`` ranks can divide, if the architecture's sizes can be chosen.
+
+        ``options`` are fields, and take precedence; those that are None have their defaults.
+
+        Raises:
+            CuboidError: the architecture doesn't have one of the options.
         """
+        options = {name: value for name, value in options.items() if value is not None}
+        _check_options(architecture, options)
+        if architecture not in ARCHITECTURES:
+            return cls(architecture, **options)
         heads = options.pop("heads", None) or math.ceil(8 / ranks) * ranks
         kv_heads = options.pop("kv_heads", None) or next(heads // share for share in (4, 2, 1) if heads % share == 0)
         return cls(architecture, heads=heads, kv_heads=kv_heads, **options)
@@ -86,10 +107,11 @@ class SmallModel:
         """The Hugging Face config.
 
         Raises:
-            CuboidError: an unknown architecture, or inconsistent sizes.
+            UnsupportedModelError: an unknown architecture, or one that can't be made small.
+            CuboidError: inconsistent sizes.
         """
         if self.architecture not in ARCHITECTURES:
-            raise CuboidError(f"arch is {self.architecture!r}; known: {', '.join(ARCHITECTURES)}")
+            return _tested(self)[1]
         if self.heads % self.kv_heads:
             raise MeshError(f"kv_heads is {self.kv_heads}, which doesn't divide heads = {self.heads}")
         if self.rope is not None and self.architecture not in _ROPE_ARCHITECTURES:
@@ -121,7 +143,16 @@ class SmallModel:
         }
 
     def write(self, directory: str | Path) -> None:
-        """Write a float32 checkpoint, with plain transformers."""
+        """Write a float32 checkpoint, with plain transformers.
+
+        Raises:
+            CuboidError: as :meth:`config`.
+        """
+        self._model().save_pretrained(directory)
+
+    def _model(self) -> PreTrainedModel:
+        if self.architecture not in ARCHITECTURES:
+            return _tested_model(self)
         generator = torch.Generator().manual_seed(self.seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -132,7 +163,7 @@ class SmallModel:
         if self.pad_token is not None:  # its embedding is initialized to zero, which would hide mistakes too
             row = model.get_input_embeddings().weight.data[self.pad_token]
             row += _WEIGHT_STD * torch.randn(row.shape, generator=generator)
-        model.save_pretrained(directory)
+        return model
 
     def rope_parameters(self) -> dict[str, Any]:
         """The config's ``rope_parameters``, if scaling was chosen."""
@@ -155,6 +186,40 @@ class SmallModel:
         }
         rope = {"rope_type": self.rope, "rope_theta": 10000.0, "factor": 4.0, **more[self.rope]}
         return {"rope_parameters": rope}
+
+
+def _check_options(architecture: str, options: Mapping[str, Any]) -> None:
+    name = next((name for name in options if name != "layers"), None)
+    if architecture not in ARCHITECTURES and name is not None:
+        raise CuboidError(
+            f"{name} is {options[name]!r}; it goes with arch {', '.join(ARCHITECTURES)}, while the small model of "
+            f"{architecture} is the one that its type is certified with, of which only layers can be chosen"
+        )
+
+
+def _tested(small: SmallModel) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class, and the config that certification tests it with."""
+    cls, config = default_model(small.architecture)
+    if layer_count(config) < small.layers:
+        raise CuboidError(f"layers is {small.layers}; {small.architecture} has {layer_count(config)} by default")
+    try:
+        with quiet_cpu():
+            return cls, small_with_all_kinds(cls, config, small.layers)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"no small model of {small.architecture} can be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _tested_model(small: SmallModel) -> PreTrainedModel:
+    cls, config = _tested(small)
+    try:
+        with quiet_cpu():
+            model = random_model(cls, config, None, ATTEMPTS[-1])
+    except CannotProbe as error:
+        raise UnsupportedModelError(f"{small.architecture}: {error}") from error
+    name_padding(model)
+    return model
 
 
 def _config(small: SmallModel) -> PretrainedConfig:

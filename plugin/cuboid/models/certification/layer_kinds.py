@@ -31,11 +31,16 @@ class NoSmallModel(Exception):
     """Not all kinds of layers are in any small model."""
 
 
-def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, least: int = 0) -> PretrainedConfig:
     """A small config, of a model that has all kinds of layers that the real one has.
 
     It is :func:`small_config`'s, if that has them; else one that keeps as many of the first layers as it takes; else
     one that keeps the first layer of each kind.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+        least: so many layers, if the real model has as many.
 
     Raises:
         NoSmallModel: none of these has all kinds.
@@ -49,11 +54,12 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig) -
     except Exception:
         # The probe's error says why no model can be made.
         return small
-    if _missing(real, found) is None:
+    if _missing(real, found) is None and layer_count(small) >= min(least, count):
         return small
+    least = max(least, _LEAST_LAYERS)
     firsts = sorted({kinds.index(kind) for kinds in real.values() for kind in kinds})
-    choices = [range(max(firsts[-1] + 1, _LEAST_LAYERS))] if firsts[-1] < _MOST_LAYERS else []
-    for kept in (*choices, *([*firsts, *_others(firsts, count)] if len(firsts) <= _MOST_LAYERS else [],)):
+    choices = [range(max(firsts[-1] + 1, least))] if firsts[-1] < _MOST_LAYERS else []
+    for kept in (*choices, *([*firsts, *_others(firsts, count, least)] if len(firsts) <= _MOST_LAYERS else [],)):
         try:
             small = small_config(config, sorted(kept))
             missing = _missing(real, _kinds_of(cls, small))
@@ -67,10 +73,10 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig) -
     )
 
 
-def _others(firsts: list[int], count: int) -> list[int]:
+def _others(firsts: list[int], count: int, least: int) -> list[int]:
     """Layers to keep in addition, so that there are enough for stages."""
     more = [index for index in range(count) if index not in firsts]
-    return more[: max(0, _LEAST_LAYERS - len(firsts))]
+    return more[: max(0, least - len(firsts))]
 
 
 def _missing(

@@ -1,0 +1,127 @@
+"""A class and a config of full size for the name of a model type or class: what transformers' own defaults make."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.kinds.registry import auto_class_of, check_class
+
+_ROPE = {"rope_theta": 10000.0}
+#: Where transformers' own defaults make no model.
+_REPAIRS: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "ministral": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256},
+        **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", **_ROPE}}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
+}
+#: What a type is for, if it has several heads: an encoder-decoder both of its sequences, an encoder masked words.
+_HEADS = (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+
+
+def default_model(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class and config of a model type, such as ``gpt_oss``, or of a class, such as ``BertForTokenClassification``.
+
+    Raises:
+        UnsupportedModelError: transformers has no such name, no config by default, or there are no rules for its task.
+    """
+    reason = unknown_name(name)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    if name in CONFIG_MAPPING_NAMES:
+        config = default_config(name)
+        return _class_of(name, config)
+    cls: type[PreTrainedModel] = getattr(transformers, name)
+    check_class(cls)
+    config = default_config(cls.config_class.model_type)
+    auto_class = auto_class_of([name])
+    if cls not in _classes(auto_class._model_mapping, own_part(config, cls)):
+        raise UnsupportedModelError(f"{auto_class.__name__} makes no {name} of its config, so nothing loads one")
+    return cls, own_part(config, cls)
+
+
+def unknown_name(name: str) -> str | None:
+    """Why a name is that of no model type and no class of transformers; None if it is one."""
+    cls: Any = getattr(transformers, name, None)
+    is_class = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    is_model = is_class and getattr(cls, "config_class", None) is not None
+    if name in CONFIG_MAPPING_NAMES or is_model:
+        return None
+    near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "one is 'llama', or 'BertForTokenClassification'"
+    return f"{name!r} is no model type and no model's class in transformers {transformers.__version__}; {hint}"
+
+
+def default_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """A model type's config with its own defaults, repaired where these make no model.
+
+    Raises:
+        UnsupportedModelError: it has no defaults.
+    """
+    try:
+        return AutoConfig.for_model(model_type, **{**_REPAIRS.get(model_type, {}), **changes})
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"transformers' own defaults make no model: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _class_of(name: str, config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class for what a model type is for, and the config that it takes."""
+    refusal: UnsupportedModelError | None = None
+    for mapping in _HEADS:
+        # Of several, the first: others have a second head, for what is distilled.
+        for cls in _classes(mapping, config)[:1]:
+            try:
+                check_class(cls)
+            except UnsupportedModelError as error:
+                refusal = refusal or error
+                continue
+            return cls, own_part(config, cls)
+    raise refusal or UnsupportedModelError(
+        f"transformers has no model of {name!r} for which there are rules: it is a part of others, or has another task"
+    )
+
+
+def _classes(mapping: Any, config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
+    if type(config) not in mapping:
+        return ()
+    try:
+        found = mapping[type(config)]
+    except ValueError:  # some of the tables' names are of no class
+        return ()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def own_part(config: PretrainedConfig, cls: type[PreTrainedModel]) -> PretrainedConfig:
+    """The config that a class is made from: of what also sees images, the text's."""
+    text = getattr(config, "text_config", None) if "text_config" in config.sub_configs else None
+    return text if isinstance(text, cls.config_class) else config
