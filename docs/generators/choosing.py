@@ -16,7 +16,7 @@ from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import Estimate, estimate, layout_of_config
-from cuboid.planner.search import CHECKPOINTING_LINE, config_of, search
+from cuboid.planner.search import config_of, search
 from generators.marked import DOCS, table
 from generators.planner_rows import CONFIGS, described
 
@@ -84,8 +84,6 @@ class Case:
         cluster = Cluster.parse(self.cluster)
         best = search(self.described(), cluster, LENGTHS[self.length], self.rows, count=1).best[0]
         said = f"{self.model}, sequences of {LENGTHS[self.length]} tokens, {self.rows} in a step."
-        if best.layout.checkpointing == "full":
-            said += f" The script calls {CHECKPOINTING_LINE}."
         own = {"cluster": self.cluster, "sequence_length": LENGTHS[self.length]}
         return {"//": said, **own, **config_of(best.layout)}
 
@@ -93,9 +91,7 @@ class Case:
         """What the recipe takes."""
         config, rest = require_config(self.path)
         cluster, length = Cluster.parse(config.cluster or ""), config.sequence_length or 0
-        layout = layout_of_config(
-            config, rest, self.described(), cluster, length, checkpointing=CHECKPOINTING_LINE in rest["//"]
-        )
+        layout = layout_of_config(config, rest, self.described(), cluster, length)
         return estimate(self.described(), layout, cluster, length)
 
 

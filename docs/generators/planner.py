@@ -184,7 +184,7 @@ def rivals() -> str:
         model, length, gpus = _RIVALS[row["model"]], int(row["seq_tokens"]), int(row["gpus"])
         cluster = Cluster(GPUS["H100-80GB"], 1, gpus)
         meshes = [mesh for mesh in model.limits.fitting(gpus) if mesh.batch == 1]
-        tried = [estimate(model, Layout(mesh, checkpointing="full"), cluster, length) for mesh in meshes]
+        tried = [estimate(model, Layout(mesh, checkpointing="layers"), cluster, length) for mesh in meshes]
         best = min(tried, key=lambda each: each.time.total_s)
         waiting = estimate(model, replace(best.layout, offload=1.0), cluster, length)
         sizes = [f"{each.memory_bytes / 1e9:.1f}" for each in (best, waiting)]

@@ -230,7 +230,7 @@ def vtrain(file: str, table: str) -> Iterator[Row]:
                          "sequence length", "micro batch", "global batch")
         )  # fmt: skip
         layout = Layout(MeshShape(1, tp, 1), pp, rows, batch // (rows * dp), dp, zero_stage=0,
-                        checkpointing="full" if table == "vtrain_multi" else "none")  # fmt: skip
+                        checkpointing="layers" if table == "vtrain_multi" else "none")  # fmt: skip
         layout = replace(layout, stage_layers=_even(layers, pp))
         name = f"h{hidden} l{layers} s{length}: {tp}×{dp}×{pp}, {rows} of {batch} rows"
         yield Row(table, name, gpt(hidden, layers, heads, length), layout, _cluster("A100-80GB", layout.ranks), length,
@@ -251,7 +251,7 @@ def korthikanti() -> Iterator[Row]:
         full = row["recompute"] == "full"
         layout = Layout(
             MeshShape(1, tp, 1), pp, rows, batch // (rows * dp), dp, chunks=int(row["interleave"]), zero_stage=0,
-            checkpointing="full" if full else "attention",
+            checkpointing="layers" if full else "scores",
         )  # fmt: skip
         layout = replace(layout, stage_layers=_even(layers, pp))
         software = MEGATRON_2022 if row["seq_parallel"] == "rs_ag" else MEGATRON_2021
@@ -297,7 +297,7 @@ def torchtitan() -> Iterator[Row]:
         micro = fsdp * rows // pp
         layout = Layout(
             MeshShape(fsdp, tp, 1), pp, micro, pp, chunks=2 if row["schedule"].startswith("Inter") else 1, context=cp,
-            checkpointing="full" if row["ac"] == "full" else "mlp_up", weight_gather="step" if pp > 1 else "layer",
+            checkpointing="layers" if row["ac"] == "full" else "mlp_up", weight_gather="step" if pp > 1 else "layer",
         )  # fmt: skip
         software = replace(
             TORCHTITAN, products_speed=1.5 if row["dtype"] == "fp8" else 1.0,

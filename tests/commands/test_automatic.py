@@ -135,7 +135,7 @@ def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypat
 
 def test_the_number_of_segments_is_the_fastest_that_fits():
     described, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100-80GB")
-    layout = Layout(MeshShape(), 8, 1, 8, checkpointing="full")
+    layout = Layout(MeshShape(), 8, 1, 8, checkpointing="layers")
     found = {k: estimate(described, replace(layout, segments=k), cluster, 32768) for k in segment_counts(layout, 32768)}
     fitting = {k: each.time.total_s for k, each in found.items() if each.fits}
     assert best_segments(described, layout, cluster, 32768) == min(fitting, key=fitting.__getitem__)

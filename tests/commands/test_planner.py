@@ -28,7 +28,7 @@ from cuboid.planner.estimate import estimate, layout_of_config, remedies
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
-from cuboid.planner.search import CHECKPOINTING_LINE, SearchResult, best_of, config_of, layouts, parse_layout, search
+from cuboid.planner.search import SearchResult, best_of, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, description_of, small
 
@@ -278,9 +278,9 @@ def test_configs_of_layouts_are_what_the_parser_accepts(data):
 
 def test_explained_layouts_are_read():
     cluster = Cluster.parse("8xH100")
-    layout = parse_layout("2x1x2,stages=2,segments=4,rows=2,checkpointing=full,gather=step,sync=step", cluster, 8)
+    layout = parse_layout("2x1x2,stages=2,segments=4,rows=2,checkpointing=attention,gather=step,sync=step", cluster, 8)
     assert layout == Layout(
-        MeshShape(2, 1, 2), 2, 2, 4, 1, 4, checkpointing="full", weight_gather="step", gradient_sync="step"
+        MeshShape(2, 1, 2), 2, 2, 4, 1, 4, checkpointing="attention", weight_gather="step", gradient_sync="step"
     )  # fmt: skip
     layout = parse_layout("2x1x1,stages=4,rows=2,schedule=zero_bubble-v", cluster, 8)
     assert (layout.schedule, layout.chunks) == ("zero_bubble-v", 2)
@@ -320,11 +320,11 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
     assert "set your own learning rate, 0.0003 stands there" in " ".join(output.split())
-    assert (CHECKPOINTING_LINE in output) is (best[0]["layout"]["checkpointing"] == "full")
+    chosen = json.loads(config.read_text()).get("activation_checkpointing", {"mode": "none"})
+    assert chosen == {"mode": best[0]["layout"]["checkpointing"]}
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(each["fits"] for each in best)
     arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
-    arguments += ["--checkpointing"] if best[0]["layout"]["checkpointing"] == "full" else []
     output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
     assert "It fits" in output
     found = json.loads(out.read_text())
@@ -350,7 +350,8 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     config.write_text(json.dumps(config_of(Layout(MeshShape(2, 4, 1), micro_batch=8, micro_batches=4))))
     arguments = ["--model", model_path, "--config", config, "--cluster", "8xA100-40GB", "--seq-len", 8192]
     assert "does not fit" in (output := run("estimate", *arguments, "--json", out))
-    assert "with gradient checkpointing it does" in output
+    for mode in ("attention", "layers"):
+        assert f'with "activation_checkpointing": {{"mode": "{mode}"}} it does' in " ".join(output.split())
     assert json.loads(out.read_text())["fits"] is False
 
 

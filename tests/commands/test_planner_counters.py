@@ -22,6 +22,7 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.kept import _count, _Key, _Sample, _Saved, count_kept
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
+from cuboid.seq1f1b.attention import chunked_attention
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 from cuboid.seq1f1b.schedule.choice import CHUNKED
 from cuboid.verify import SmallModel
@@ -75,19 +76,25 @@ def counting(model, pool):
             gradient.counted = live._pack(gradient)
             return value, gradient
 
+        def keep_and_count(kernel, out, lse, version):
+            made = kept_output(kernel, out, lse, version)
+            object.__setattr__(made, "counted", [live._pack(out), live._pack(lse)])
+            return made
+
+        kept_output = chunked_attention.KeptOutput
         store.add, stage_runner.chunked_loss = add_and_count, loss_and_count
+        chunked_attention.KeptOutput = keep_and_count
         try:
             yield live
         finally:
             del store.add
             stage_runner.chunked_loss = loss
+            chunked_attention.KeptOutput = kept_output
 
 
-def counted(path, config, recompute, rows):
+def counted(path, config, rows):
     """Of a step: the most bytes that are kept, and those of the parameters."""
     model = cuboid.from_pretrained(path, config, config=config_of(path), dtype=torch.bfloat16).train()
-    if recompute:
-        model.gradient_checkpointing_enable()
     runs = Pipeline(model)
     runs.pool = MeteredPool()
     ids = torch.randint(2, 100, (MICRO_BATCHES, rows, LENGTH))
@@ -96,21 +103,21 @@ def counted(path, config, recompute, rows):
     return live.peak_bytes, sum(each.nbytes for each in model.parameters()), model.cuboid.mesh.comm_counter.snapshot()
 
 
-def measure(pool, path, schedule, mesh="1x1x1", recompute=False, stages=2, rows=ROWS):
+def measure(pool, path, schedule, mesh="1x1x1", checkpointing="none", stages=2, rows=ROWS):
     """What is counted on each rank, and what is predicted."""
     shape, chunks = MeshShape.parse(mesh), 2 if schedule in CHUNKED else 1
     segments = 1 if schedule == "1f1b" else 3
     pipeline = {"engine": "seq1f1b", "stages": stages, "segments": segments, "schedule": schedule, "chunks": chunks}
     axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
     config = {"pipeline": pipeline, "train_micro_batch_size_per_gpu": rows}
+    config["activation_checkpointing"] = {"mode": checkpointing}
     if shape.size > 1:
         config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
-    found = pool.run(stages * shape.size, counted, path, config, recompute, rows, timeout_s=TIMEOUT_S)
+    found = pool.run(stages * shape.size, counted, path, config, rows, timeout_s=TIMEOUT_S)
     with torch.device("meta"):
         described = describe_modules(AutoModelForCausalLM.from_config(config_of(path)))
     layout = Layout(
-        shape, stages, rows, MICRO_BATCHES, 1, segments, chunks, schedule,
-        checkpointing="full" if recompute else "none",
+        shape, stages, rows, MICRO_BATCHES, 1, segments, chunks, schedule, checkpointing=checkpointing
     )  # fmt: skip
     return found, StepCost(described, layout, Cluster.parse(f"{layout.ranks}xH100"), LENGTH, cuboid_software(layout))
 
@@ -178,9 +185,13 @@ def test_what_latent_attention_keeps_on_a_mesh_is_what_counters_see(pool, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["layers", "attention"])
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble"])
-def test_what_is_kept_under_activation_checkpointing_is_what_counters_see(pool, checkpoint, schedule):
-    check(measure(pool, checkpoint(model("llama")), schedule, recompute=True))
+def test_what_is_kept_under_activation_checkpointing_is_what_counters_see(
+    pool, checkpoint, schedule, mesh, checkpointing
+):
+    check(measure(pool, checkpoint(model("llama")), schedule, mesh, checkpointing))
 
 
 @pytest.mark.slow
@@ -203,7 +214,7 @@ def test_what_a_split_backward_sends_is_what_counters_see(pool, checkpoint, arch
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, architecture, mesh):
     (plain, before), (again, after) = (
-        measure(pool, checkpoint(model(architecture)), "seq1f1b", mesh, recompute) for recompute in (False, True)
+        measure(pool, checkpoint(model(architecture)), "seq1f1b", mesh, mode) for mode in ("none", "layers")
     )
     again_bytes, plain_bytes = (Estimate.of(cost).bytes_by_axis for cost in (after, before))
     expected = {axes: count - plain_bytes[axes] for axes, count in again_bytes.items()}

@@ -342,11 +342,10 @@ def test_masks_differ_between_ranks_and_generators_stay_in_step(pool):
             assert 400 < int((masks[i] == masks[j]).sum()) < 600
 
 
-def dropout_gradients(mesh, checkpointing):
+def dropout_gradients(mesh, checkpoints):
     small = SmallModel("gpt2", heads=8, kv_heads=8)
-    model = cuboid.shard(built(small, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2), mode(mesh))
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    section = {"activation_checkpointing": {"mode": checkpoints}}
+    model = cuboid.shard(built(small, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2), {**mode(mesh), **section})
     ids = tokens(small)
     torch.manual_seed(3)
     loss = model(input_ids=ids, labels=ids).loss
@@ -354,9 +353,10 @@ def dropout_gradients(mesh, checkpointing):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_activation_checkpointing_repeats_the_masks(pool):
-    plain = pool.run(4, dropout_gradients, "1x2x2", False)
-    again = pool.run(4, dropout_gradients, "1x2x2", True)
+@pytest.mark.parametrize("checkpoints", ["layers", "attention"])
+def test_activation_checkpointing_repeats_the_masks(pool, checkpoints):
+    plain = pool.run(4, dropout_gradients, "1x2x2", "none")
+    again = pool.run(4, dropout_gradients, "1x2x2", checkpoints)
     for (loss, gradients), (loss_again, gradients_again) in zip(plain, again, strict=True):
         assert loss == loss_again
         for name, gradient in gradients.items():

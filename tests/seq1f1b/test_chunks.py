@@ -145,6 +145,12 @@ def test_activation_checkpointing(parity: Compare) -> None:
     parity("zero_bubble-v", SmallModel("mistral", layers=4, sliding_window=8), checkpointing=True)
 
 
+@pytest.mark.slow
+def test_kept_attention(parity: Compare) -> None:
+    settings = {"activation_checkpointing": {"mode": "attention"}}
+    parity("zero_bubble-v", SmallModel("mistral", layers=4, sliding_window=8), settings=settings)
+
+
 # Beside the schedules of one stage a rank
 
 

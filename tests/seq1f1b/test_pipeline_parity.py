@@ -337,6 +337,13 @@ def test_activation_checkpointing(parity: Compare, small: SmallModel, mesh: str)
     parity({}, small, mesh=mesh, checkpointing=True)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mesh", [ALONE, "1x2x1", "1x1x2", "2x1x1"])
+@pytest.mark.parametrize("small", [SmallModel("llama"), SmallModel("mistral", sliding_window=8)], ids=name_of)
+def test_kept_attention(parity: Compare, small: SmallModel, mesh: str) -> None:
+    parity({"segments": 3}, small, mesh=mesh, settings={"activation_checkpointing": {"mode": "attention"}})
+
+
 def test_clipping(parity: Compare) -> None:
     # Tied weights are on two stages, and count once.
     report = parity({}, SmallModel("llama", tied=True), clipping=0.25)

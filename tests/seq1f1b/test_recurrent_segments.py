@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification import check
 from cuboid.models.certification.float64 import precision
@@ -61,11 +62,12 @@ def test_segments_go_on_where_the_one_before_ended(architecture, lengths, paddin
     assert difference(architecture, lengths, padding) < 1e-9
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kept", [{}, {"context_fn": keep_attention}], ids=["layers", "attention"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_recomputation_reads_what_the_forward_read(architecture):
+def test_a_recomputation_reads_what_the_forward_read(architecture, kept):
     # Norms are in float32 here; a state of another segment would be wrong by more than a percent.
-    assert difference(architecture, (6, 5, 2), use_reentrant=False) < 1e-4
+    assert difference(architecture, (6, 5, 2), use_reentrant=False, **kept) < 1e-4
 
 
 def test_states_without_a_graph_are_refused():

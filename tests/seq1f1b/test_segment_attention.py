@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from attending import SCALE, cuts_of, in_segments, largest_error, random_heads, whole
+from attending import SCALE, KernelCalls, cuts_of, in_segments, largest_error, random_heads, whole
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.forward_context import Unit, UnitSlot
+from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.attention.segments import (
     check_segments,
     prepare_masks,
@@ -508,6 +509,61 @@ def test_models_with_packed_sequences(name, implementation):
             return
         expected = reference(model, ids, labels, position_ids=positions)
         assert_equal_runs(segmented_model(model, name).run(ids, labels, LENGTHS, position_ids=positions), expected)
+
+
+def run_checkpointed(model, name, mode, rows):
+    """Loss and gradients with nothing, layers' inputs or attention too kept, and calls of attention's kernels."""
+    ids, labels, mask, positions = rows
+    segmented = segmented_model(model, name)
+    if mode != "none":
+        kept = {"context_fn": keep_attention} if mode == "attention" else {}
+        segmented.model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
+        for layer in segmented.layers.values():
+            checkpoint_in_float64(layer)
+    with precision(keep_float64=True), KernelCalls() as calls:
+        return segmented.run(ids, labels, LENGTHS, mask, positions), calls
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("rows", ["plain", "padded", "packed"])
+@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
+def test_kept_attention_has_the_bits_of_recomputed_attention(name, implementation, rows):
+    ids, labels = batch()
+    mask = positions = None
+    if rows == "padded":
+        if implementation == "eager" and name not in ("llama", "gpt2"):
+            return  # padding beyond a window sees nothing, which is refused
+        mask = padding("right")
+        labels = labels.masked_fill(mask == 0, 3)  # so that the padding's own mask is needed
+    if rows == "packed":
+        if name in ("opt", "gpt_oss"):
+            return  # refused, see above
+        positions = torch.stack([packed_positions(4, 7, 13), packed_positions(9, 9, 6), packed_positions(24)])
+    model, given = built(name, implementation), (ids, labels, mask, positions)
+    runs = {mode: run_checkpointed(model, name, mode, given) for mode in ("none", "layers", "attention")}
+    (loss, gradients), once = runs["attention"]
+    (loss_again, gradients_again), twice = runs["layers"]
+    assert loss == loss_again
+    for parameter, gradient in gradients_again.items():
+        assert torch.equal(gradients[parameter], gradient), parameter
+    never = runs["none"][1]
+    assert (once.fused, twice.fused) == (never.fused, 2 * never.fused)
+    # Without a fused kernel, probabilities are computed again, as those do in their backward; the output isn't.
+    is_fused = implementation != "eager" and (name != "deepseek_v3" or rows == "plain")
+    outputs = model.config.num_hidden_layers * len(LENGTHS)
+    assert once.products == (never.products if is_fused else twice.products - outputs)
+
+
+def test_an_output_that_is_changed_in_place_cannot_be_kept():
+    (query, key, value), _ = random_heads(8, 4, 2, 8, 8, 1)
+    store, kept = KVCache(8, KVCachePool()), []
+    with torch.no_grad():
+        out = attend_segment(query, key, value, store, 0, 0, SCALE, kept)
+    assert kept[0].nbytes == out.nbytes + out[..., 0].nbytes
+    assert torch.equal(attend_segment(query, key, value, store, 0, 0, SCALE, kept), out)
+    out.mul_(2)
+    with pytest.raises(UnsupportedModelError, match=r"in place.*layers"):
+        attend_segment(query, key, value, store, 0, 0, SCALE, kept)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -1,11 +1,26 @@
 """Attention of random heads in segments, and of the whole sequence by torch's own kernel."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment
 
 #: Of the scores, unless a test says otherwise.
 SCALE = 0.4
+
+
+class KernelCalls(TorchDispatchMode):
+    """Counts what attention's forward kernels are made of: torch's fused one, and products of stacked matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.fused += name == "_scaled_dot_product_flash_attention_for_cpu"
+        self.products += name == "bmm"
+        return func(*args, **(kwargs or {}))
 
 
 def cuts_of(lengths):

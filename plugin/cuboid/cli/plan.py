@@ -31,8 +31,8 @@ def plan(
         typer.Option(
             metavar="A B",
             help="Compare two layouts term by term instead, such as 1x8x1 and 2x2x1,stages=2,segments=4,rows=2. "
-            "Further keys: zero, checkpointing (none, full), gather (layer, step), sync (unit, step), schedule and "
-            "chunks.",
+            "Further keys: zero, checkpointing (none, layers, attention), gather (layer, step), sync (unit, step), "
+            "schedule and chunks.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -51,7 +51,7 @@ def plan(
     from cuboid.planner.description.meta_model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
-    from cuboid.planner.search import CHECKPOINTING_LINE, LEARNING_RATE, config_of, parse_layout, search
+    from cuboid.planner.search import LEARNING_RATE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
     if explain is not None and (out or json):
@@ -76,8 +76,6 @@ def plan(
         console.print(f"Left out was what training rejects: {reason}", highlight=False)
     best = result.best[0]
     print_estimate(best, console)
-    if best.layout.checkpointing == "full":
-        console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
     config = config_of(best.layout)
     # Check that Cuboid itself accepts the config before it is written.
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -338,6 +338,21 @@ class CheckpointConfig(Section):
     )
 
 
+#: What is recomputed in backward; see :class:`ActivationCheckpointingConfig`.
+ActivationCheckpointingMode = Literal["none", "layers", "attention"]
+
+
+class ActivationCheckpointingConfig(Section):
+    """The ``activation_checkpointing`` section: what forward keeps for backward, which computes the rest again."""
+
+    mode: ActivationCheckpointingMode = Field(
+        description="What is recomputed in backward. "
+        '"none": nothing, unless the script enables checkpointing itself; "layers": each layer, of which the forward '
+        'keeps only the input; "attention": the same without attention, whose output and log-sum-exp are kept too, so '
+        "that its kernel runs once.",
+    )
+
+
 class FrameworkNumbers(Section):
     """Numbers from the framework's part of a config that a layout depends on; None if absent or ``"auto"``.
 
@@ -391,6 +406,7 @@ class CuboidConfig(Section):
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
     pipeline: PipelineConfig | None = None
+    activation_checkpointing: ActivationCheckpointingConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
     cluster: str | None = Field(
         default=None,
@@ -505,7 +521,10 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
         ConfigError: it can't be read, or has an unknown key, a wrong type or inconsistent sizes.
     """
     config = read_config(source)
-    return _split(config) if _is_ours(config) else (None, copy.deepcopy(dict(config)))
+    if _is_ours(config):
+        return _split(config)
+    _reject_lone_mode(config)
+    return None, copy.deepcopy(dict(config))
 
 
 def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
@@ -522,7 +541,10 @@ def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
         if _names_us(source):
             raise
         return None
-    return _split(config) if _is_ours(config) else None
+    if _is_ours(config):
+        return _split(config)
+    _reject_lone_mode(config)
+    return None
 
 
 def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
@@ -541,6 +563,7 @@ def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
         sections["tensor_parallel"] = {**_NO_MESH, **framework_config.pop("tensor_parallel")}
     _check_sections(sections, framework_config)
     _take_checkpoint(framework_config, sections)
+    _take_activation_checkpointing(framework_config, sections)
     try:
         own_values = {name: framework_config.pop(name) for name in _OWN_KEYS if name in framework_config}
         return CuboidConfig.model_validate(
@@ -553,7 +576,7 @@ def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
 def _check_sections(sections: dict[str, Any], framework_config: dict[str, Any]) -> None:
     """Reject sections of Cuboid's that aren't mappings or have another name, with an error that names the section."""
     for name, section in {**sections, **framework_config}.items():
-        if name in ("tensor_parallel", "pipeline", "checkpoint"):
+        if name in ("tensor_parallel", "pipeline", "checkpoint", "activation_checkpointing"):
             if not isinstance(section, dict):
                 raise ConfigError(f"{name} is {section!r}; it is a section of keys, or left out")
         elif _is_meant_for_us(name, section):
@@ -584,6 +607,45 @@ def _take_checkpoint(framework_config: dict[str, Any], sections: dict[str, Any])
     framework_config.pop("checkpoint")
     if deepspeed_section:
         framework_config["checkpoint"] = deepspeed_section
+
+
+def _take_activation_checkpointing(framework_config: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Move Cuboid's key out of the ``activation_checkpointing`` section, in which DeepSpeed has keys of its own.
+
+    Raises:
+        ConfigError: a key isn't known, or is one of DeepSpeed's that would have no effect.
+    """
+    section = framework_config.get("activation_checkpointing")
+    if section is None:
+        return
+    known = ["mode", *_DEEPSPEED_CHECKPOINTING]
+    for key, value in section.items():
+        # JSON has no comments, so people write them as keys with such prefixes.
+        if key not in known and not key.startswith(("_", "#", "//")):
+            raise ConfigError(f"activation_checkpointing.{key} is not a known key; {suggestion(key, known)}")
+        # Scripts may call DeepSpeed's own function, which reads its keys; offloading by a key alone never happens.
+        if value and key in _DEEPSPEED_CHECKPOINTING and ("mode" in section or key == "cpu_checkpointing"):
+            raise ConfigError(f"activation_checkpointing.{key}: {_DEEPSPEED_CHECKPOINTING[key]}; leave it out")
+    if "mode" in section:
+        sections["activation_checkpointing"] = {"mode": section.pop("mode")}
+    if not any(key in _DEEPSPEED_CHECKPOINTING for key in section):
+        framework_config.pop("activation_checkpointing")
+
+
+def _reject_lone_mode(config: Mapping[str, Any]) -> None:
+    """Reject Cuboid's key in a config that is DeepSpeed's alone, which would ignore it.
+
+    Raises:
+        ConfigError: it is there.
+    """
+    section = config.get("activation_checkpointing")
+    modes = get_args(ActivationCheckpointingMode)
+    if isinstance(section, Mapping) and section.get("mode") in modes:
+        raise ConfigError(
+            'activation_checkpointing.mode is for models that Cuboid shards, and the config has no "tensor_parallel": '
+            '{"mode": "3d_tensor", "mesh": {…}} and no "pipeline": {"engine": "seq1f1b", …}; add one of them, or call '
+            "model.gradient_checkpointing_enable() instead"
+        )
 
 
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
@@ -726,10 +788,20 @@ _NO_CHECKPOINT_KEYS = {
     "parallel_write": "all ranks always write in parallel",
     "writer": "files are written by Cuboid itself",
 }
+#: Keys of DeepSpeed's own ``deepspeed.checkpointing.checkpoint``, with the reason why they mean nothing here.
+_DEEPSPEED_CHECKPOINTING = {
+    "partition_activations": "a layer's input is a rank's part of it on every mesh",
+    "cpu_checkpointing": "what is kept can't be moved to the host yet",
+    "contiguous_memory_optimization": "it is for deepspeed.checkpointing.checkpoint, which isn't used",
+    "number_checkpoints": "every layer is checkpointed",
+    "synchronize_checkpoint_boundary": "it is for deepspeed.checkpointing.checkpoint, which isn't used",
+    "profile": "it is for deepspeed.checkpointing.checkpoint, which isn't used",
+}
 _SECTION_MODELS: dict[str, type[Section]] = {
     "mesh": MeshConfig,
     "tensor_parallel": TensorParallelConfig,
     "pipeline": PipelineConfig,
+    "activation_checkpointing": ActivationCheckpointingConfig,
     "checkpoint": CheckpointConfig,
 }
 _SECTION_KEYS = {name for model in _SECTION_MODELS.values() for name in model.model_fields}

@@ -12,6 +12,7 @@ from torch import nn
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.errors import ConfigError, OptimizerError
+from cuboid.models.sharded.activation_checkpointing import check_checkpointing, enable_checkpointing
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of, unwrap
 from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
@@ -36,6 +37,9 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     if not isinstance(sharded, ShardedModel):
         return shard(model, config)
     _check_same(sharded, config)
+    if config.activation_checkpointing is not None and sharded.cuboid.checkpointing is None:
+        check_checkpointing(sharded, sharded.cuboid.base, config.activation_checkpointing.mode)
+        enable_checkpointing(sharded, config.activation_checkpointing.mode)
     return model
 
 
@@ -152,6 +156,13 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
         stages = "1 pipeline stage" if staging is None else staging.plan.config.stages_in_words
         raise ConfigError(
             f"the model is cut into {stages}, but the config has {config.stages_in_words}; load it with the same config"
+        )
+    mode = None if config.activation_checkpointing is None else config.activation_checkpointing.mode
+    before = model.cuboid.checkpointing
+    if mode is not None and before is not None and mode != before:
+        raise ConfigError(
+            f'the model was sharded with activation_checkpointing.mode "{before}", but the config has "{mode}"; load '
+            "it with the same config"
         )
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
+from cuboid.models.sharded.activation_checkpointing import enable_checkpointing
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import ShardOf
 from cuboid.models.sharded.sharded_model import shard_modules
@@ -76,8 +77,12 @@ class RankPart:
             model: after :meth:`ModelPlan.cut`, of its architecture's own class.
             shard_of: returns the shard of a parameter.
         """
-        mesh = self.plan.mesh
+        mesh, config = self.plan.mesh, self.plan.config
         if self.staging is not None:
-            return finish_stage(model, self.staging, mesh, self.parallel, shard_of)
-        assert self.parallel is not None, "a mesh without stages has a plan"
-        return shard_modules(model, self.parallel, mesh, self.plan.config.tensor_parallel, shard_of)
+            finished = finish_stage(model, self.staging, mesh, self.parallel, shard_of)
+        else:
+            assert self.parallel is not None, "a mesh without stages has a plan"
+            finished = shard_modules(model, self.parallel, mesh, config.tensor_parallel, shard_of)
+        if config.activation_checkpointing is not None:
+            enable_checkpointing(finished, config.activation_checkpointing.mode)
+        return finished

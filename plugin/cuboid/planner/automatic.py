@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def choose_mesh(
         if described.limits.no_mesh:
             raise UnsupportedModelError(described.limits.no_mesh)
         raise MeshError(_nothing_divides(type(model).__name__, config, cluster))
-    estimates = _fastest(described, layouts, cluster, length)
+    estimates = _fastest(described, layouts, cluster, length, _mode(config))
     _log(estimates, config, length)
     return estimates[0].layout.mesh
 
@@ -94,7 +95,9 @@ class SegmentChoice:
 
         ``length`` is S, a multiple of what the mesh needs; a micro-batch has ``rows``, a step ``micro_batches``.
         """
-        checkpointing: CheckpointingMode = "full" if recomputes else "none"
+        # Where the config keeps attention, checkpointing that the script enables keeps it too.
+        enabled: CheckpointingMode = "attention" if self.layout.checkpointing == "attention" else "layers"
+        checkpointing = enabled if recomputes else "none"
         layout = replace(self.layout, micro_batch=rows, micro_batches=micro_batches, checkpointing=checkpointing)
         count = best_segments(self.model, layout, self.cluster, length)
         if current_rank() == 0:
@@ -122,6 +125,7 @@ def segment_choice(
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
         weight_gather=config.tensor_parallel.weight_gather, gradient_sync=config.tensor_parallel.gradient_sync,
+        checkpointing=_mode(config) or "none",
     )  # fmt: skip
     return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
 
@@ -164,7 +168,8 @@ def settle_stages(
 
     sizes = sizes_of(model)
     lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
-    settled, compared = settle_schedule(pipeline, sizes, lengths, micro_batches)
+    recomputes = _mode(config) is not None
+    settled, compared = settle_schedule(pipeline, sizes, lengths, micro_batches, recomputes=recomputes)
     if current_rank() == 0:
         _logger.warning(
             '"schedule": "auto" is, for %d micro-batches of %d tokens in %d segments%s, %s', micro_batches,
@@ -233,8 +238,19 @@ def _rows(config: CuboidConfig, replicas: int) -> tuple[int, int]:
     return (rows if rows is not None and rows * steps * replicas == numbers.batch else 0), steps
 
 
-def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, length: int) -> tuple[Estimate, ...]:
-    """The fastest layouts without gradient checkpointing, or with it if none fits without."""
+def _mode(config: CuboidConfig) -> CheckpointingMode | None:
+    """What the config's own checkpointing recomputes; None if it is left to the script."""
+    section = config.activation_checkpointing
+    return None if section is None or section.mode == "none" else section.mode
+
+
+def _fastest(
+    model: ModelDescription, layouts: list[Layout], cluster: Cluster, length: int, mode: CheckpointingMode | None
+) -> tuple[Estimate, ...]:
+    """The fastest layouts with the config's checkpointing.
+
+    If the config has none, those without, or, if none fits without, with any.
+    """
     known: dict[Any, Any] = {}
     what = f"{model.name} with {length} tokens on {cluster}"
 
@@ -246,10 +262,12 @@ def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, l
             padded = max(padded, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
             yield StepCost(model, one, cluster, padded, cuboid_software(one), known=known)
 
+    if mode is not None:
+        return best_of(costs(mode), what).best
     try:
         return best_of(costs("none"), what).best
     except ConfigError:
-        return best_of(costs("full"), what).best
+        return best_of(itertools.chain(costs("attention"), costs("layers")), what).best
 
 
 def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
@@ -266,6 +284,10 @@ def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
     )
 
 
+def _said(mode: CheckpointingMode) -> str:
+    return f', with "activation_checkpointing": {{"mode": "{mode}"}}, without which nothing fits'
+
+
 def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
     """Log on rank 0 which mesh was chosen, and why."""
     if current_rank() != 0:
@@ -278,7 +300,7 @@ def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> 
         "GiB a rank%s%s%s",
         best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, _assumed(config), best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
-        ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
+        _said(best.layout.checkpointing) if _mode(config) is None and best.layout.recomputes else "",
         f". Behind it: {runners_up}" if runners_up else "",
         f". Not counted: {uncounted}" if (uncounted := best.uncounted) else "",
     )  # fmt: skip

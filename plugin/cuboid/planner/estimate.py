@@ -14,7 +14,7 @@ from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
-from cuboid.planner.cost.layout import CUBOID, Layout, Software
+from cuboid.planner.cost.layout import CUBOID, CheckpointingMode, Layout, Software
 from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
@@ -102,7 +102,7 @@ class Estimate:
         for length in units:
             if layout.stages == 1:
                 sent.update(layer_bytes(sizes, mesh, rows, length, weight_gather=gather))
-            if layout.checkpointing == "full":
+            if layout.recomputes:
                 sent.update(recomputed_bytes(sizes, mesh, rows, length))
         return {axis: count * layers for axis, count in sorted(sent.items())}
 
@@ -235,7 +235,7 @@ def layout_of_config(
     Args:
         config, framework_config: as returned by :func:`cuboid.config.schema.require_config`.
         model, cluster, length: the model, the machines, and tokens of a sequence.
-        checkpointing: whether the script enables the model's gradient checkpointing, which isn't part of a config.
+        checkpointing: whether the script enables the model's gradient checkpointing, where the config leaves it to it.
 
     Raises:
         ConfigError: the config leaves a needed size open, sets something that has no estimate, or doesn't fit the
@@ -274,20 +274,38 @@ def layout_of_config(
         count,
         replicas,
         zero_stage=int(zero.get("stage", 0)),
-        checkpointing="full" if checkpointing else "none",
+        checkpointing=_checkpointing(config, by_script=checkpointing),
         weight_gather=config.tensor_parallel.weight_gather,
         gradient_sync=config.tensor_parallel.gradient_sync,
     )
     if config.tensor_parallel.gather_logits is True:
         raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')
     pipeline = config.pipeline
-    return layout if pipeline is None else _with_segments(layout, pipeline, model, cluster, length)
+    if pipeline is None:
+        return layout
+    # Stages are placed before a script can enable anything.
+    recomputes = _checkpointing(config, by_script=False) != "none"
+    return _with_segments(layout, pipeline, model, cluster, length, recomputes=recomputes)
+
+
+def _checkpointing(config: CuboidConfig, *, by_script: bool) -> CheckpointingMode:
+    """What is recomputed, by the config and its script."""
+    mode: CheckpointingMode = "none"
+    if config.activation_checkpointing is not None:
+        mode = config.activation_checkpointing.mode
+    return "layers" if by_script and mode == "none" else mode
 
 
 def _with_segments(
-    layout: Layout, pipeline: PipelineConfig, model: ModelDescription, cluster: Cluster, length: int
+    layout: Layout,
+    pipeline: PipelineConfig,
+    model: ModelDescription,
+    cluster: Cluster,
+    length: int,
+    *,
+    recomputes: bool,
 ) -> Layout:
-    """Apply the config's pipeline section to a layout."""
+    """Apply the config's pipeline section to a layout; ``recomputes``: whether the config checkpoints activations."""
     if pipeline.schedule not in NAMES:
         raise ConfigError(f"pipeline.schedule {pipeline.schedule!r} is none of {', '.join(NAMES)}")
     if pipeline.partition == "measured":
@@ -307,7 +325,8 @@ def _with_segments(
         return layout
     # The schedule is chosen by simulating steps, which depend on where the sequence is cut.
     lengths = StepCost(model, layout, cluster, length).lengths
-    return with_pipeline(layout, settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches)[0], model)
+    settled, _ = settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches, recomputes=recomputes)
+    return with_pipeline(layout, settled, model)
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
@@ -346,8 +365,12 @@ def remedies(base: Estimate) -> list[tuple[str, Estimate]]:
     """Single changes that make a layout fit which doesn't, the fastest first."""
     layout = base.layout
     changes: list[tuple[str, Layout]] = []
-    if layout.checkpointing == "none":
-        changes.append(("gradient checkpointing", replace(layout, checkpointing="full")))
+    modes: list[CheckpointingMode] = []
+    if layout.checkpointing in ("none", "attention"):
+        modes = ["layers"] if layout.checkpointing == "attention" else ["attention", "layers"]
+    changes += [
+        (f'"activation_checkpointing": {{"mode": "{mode}"}}', replace(layout, checkpointing=mode)) for mode in modes
+    ]
     if layout.weight_gather == "step":
         changes.append(('"weight_gather": "layer"', replace(layout, weight_gather="layer")))
     if layout.gradient_sync == "step":
@@ -363,7 +386,8 @@ def remedies(base: Estimate) -> list[tuple[str, Estimate]]:
         smaller = replace(layout, micro_batch=rows, micro_batches=2 * layout.micro_batches)
         changes.append((f"micro-batches of {rows} rows, twice as many", smaller))
     if layout.checkpointing == "none" and layout.stages > 1 and layout.segments < 8:
-        changes.append(("gradient checkpointing and 8 segments", replace(layout, checkpointing="full", segments=8)))
+        changed = replace(layout, checkpointing="layers", segments=8)
+        changes.append(('"activation_checkpointing": {"mode": "layers"} and 8 segments', changed))
     tried = []
     for name, changed in changes:
         try:

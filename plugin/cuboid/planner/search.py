@@ -12,7 +12,7 @@ from cuboid.config.schema import require_config
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
-from cuboid.planner.cost.layout import Layout
+from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
@@ -26,6 +26,8 @@ _ROWS = (1, 2, 4, 8)
 _SCHEDULES = (("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 2), ("zero_bubble-v", 2))
 #: How many pipelines they are tried on, and roughly the fraction of the bubble that they leave.
 _PIPELINES, _BUBBLE_LEFT = 6, 0.3
+#: What the config's ``activation_checkpointing.mode`` may be.
+_CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layers", "attention": "attention"}
 #: How many layouts are compared to name the smallest one when nothing fits.
 _COMPARED = 32
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
@@ -34,8 +36,6 @@ _MOST_NODES_OF_MESH = 2
 Goal = Literal["fastest", "smallest", "fewest"]
 #: A placeholder in the config of a plan: the planner doesn't choose the learning rate.
 LEARNING_RATE = 3e-4
-#: What the training script must call for a layout with checkpointing: no key of a config enables it.
-CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,8 @@ def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iter
                         sized, segments=segments, weight_gather=gather, gradient_sync=sync, zero_stage=zero
                     )  # fmt: skip
                     yield one
-                    yield replace(one, checkpointing="full")
+                    yield replace(one, checkpointing="layers")
+                    yield replace(one, checkpointing="attention")
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------
@@ -289,10 +290,7 @@ def reason(estimate: Estimate, best: Estimate) -> str:
 
 
 def config_of(layout: Layout) -> dict[str, Any]:
-    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it.
-
-    It can't enable the layout's checkpointing: the script needs :data:`CHECKPOINTING_LINE` for that.
-    """
+    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it."""
     mesh = layout.mesh
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -311,6 +309,8 @@ def config_of(layout: Layout) -> dict[str, Any]:
             **({"gradient_sync": "step"} if layout.gradient_sync == "step" else {}),
         },
     }
+    if layout.recomputes:
+        config["activation_checkpointing"] = {"mode": layout.checkpointing}
     if layout.stages > 1:
         config["pipeline"] = {
             "engine": "seq1f1b",
@@ -329,8 +329,8 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
 
     Args:
         text: the mesh, then any of ``stages`` (default: 1), ``segments`` (1), ``rows`` (one for each rank of `batch`),
-            ``zero`` (1), ``checkpointing`` (none, or full), ``gather`` (layer, or step), ``sync`` (unit, or step),
-            ``schedule`` (seq1f1b) and ``chunks`` (2 with a schedule of several chunks, else 1).
+            ``zero`` (1), ``checkpointing`` (none, layers, or attention), ``gather`` (layer, or step), ``sync`` (unit,
+            or step), ``schedule`` (seq1f1b) and ``chunks`` (2 with a schedule of several chunks, else 1).
         cluster, global_batch: determine the numbers of replicas and micro-batches.
 
     Raises:
@@ -361,9 +361,9 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
             raise ConfigError(f"layout {text!r}: {key}={values[key]!r} is not a number of at least {least}")
         numbers[key] = int(values[key])
     checkpointing, gather, sync = values["checkpointing"], values["gather"], values["sync"]
-    if checkpointing not in ("none", "full") or gather not in ("layer", "step") or sync not in ("unit", "step"):
+    if checkpointing not in _CHECKPOINTING or gather not in ("layer", "step") or sync not in ("unit", "step"):
         raise ConfigError(
-            f"layout {text!r}: checkpointing is none or full, gather layer or step, and sync unit or step"
+            f"layout {text!r}: checkpointing is none, layers or attention, gather layer or step, and sync unit or step"
         )
     if sync == "step" and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
@@ -384,7 +384,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         )
     layout = Layout(
         mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
-        zero_stage=numbers["zero"], checkpointing="full" if checkpointing == "full" else "none",
+        zero_stage=numbers["zero"], checkpointing=_CHECKPOINTING[checkpointing],
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
         schedule=schedule, chunks=chunks,

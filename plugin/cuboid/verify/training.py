@@ -12,6 +12,7 @@ from torch import nn
 from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.routers.router_loss import exact_router_loss
+from cuboid.models.sharded.sharded_model import ShardedModel
 from cuboid.verify.plan import Plan, tokens_of
 from cuboid.verify.task_inputs import micro_batches, token_share
 
@@ -87,13 +88,15 @@ def train(model: Any, plan: Plan, side: RunSide, *, moments: bool = False) -> Ru
 
 
 def prepare(model: Any, plan: Plan) -> None:
-    """Put a model into training mode, with activation checkpointing if the plan has it."""
+    """Put a model into training mode, with activation checkpointing if the plan or the config has it."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             # Some heads have a fixed dropout probability, which isn't in the config.
             module.p = 0.0
-    if plan.checkpointing:
+    # The config may ask for it too; whatever enables it, recomputations need the plan's contexts.
+    by_config = isinstance(model, ShardedModel) and model.cuboid.checkpointing not in (None, "none")
+    if plan.checkpointing or by_config:
         checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 

@@ -13,6 +13,7 @@ from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.sharded.activation_checkpointing import check_checkpointing
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.models.stages.stage_model import StageModel
@@ -80,6 +81,8 @@ def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: 
 def _certified(
     model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel], mesh: Mesh, *, runs_here: bool
 ) -> ModelPlan:
+    if config.activation_checkpointing is not None:
+        check_checkpointing(model, cls, config.activation_checkpointing.mode)
     parallel = stages = None
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
     if config.pipeline is None or mesh.shape.size > 1:

@@ -249,9 +249,9 @@ def first_segment_forgets(original: Any, self: KVCache, layer: Any, start: int, 
     return (key, value) if start == 0 else original(self, layer, start, key, value)
 
 
-def no_scaling(original: Any, call: Any, unit: Any, module: Any) -> Any:
+def no_scaling(original: Any, call: Any, *others: Any) -> Any:
     options = {name: value for name, value in call.options.items() if name != "scaling"}
-    return original(dataclasses.replace(call, options=options), unit, module)
+    return original(dataclasses.replace(call, options=options), *others)
 
 
 # --- kinds of bugs that others shipped ---------------------------------------------------------------------------

@@ -126,5 +126,7 @@ def _explain(error: Any) -> str:
         return f"{keys}: {error['msg']} (given: {error['input']!r})"
     if keys in _ELSEWHERE:
         return f"{keys} isn't read by the Booster plugin: {_ELSEWHERE[keys]}"
-    known = sorted([*BoosterConfig.model_fields, "tensor_parallel", "pipeline", "checkpoint"])
+    known = sorted(
+        [*BoosterConfig.model_fields, "tensor_parallel", "pipeline", "activation_checkpointing", "checkpoint"]
+    )
     return f"{keys} isn't a key that the Booster plugin reads; {suggestion(keys, known)}"

@@ -24,6 +24,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, fake_mask, forward_context, is_outside
+from cuboid.models.attention.kept_attention import ModelKernel, kept_attention
 from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
 from cuboid.models.attention.segments import AttentionRecord, find_record, hang_record
@@ -32,7 +33,6 @@ from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _MaskFunction = Callable[..., Any]
 
 
@@ -84,7 +84,7 @@ def check_reached() -> None:
 
 # Models look functions up in each layer's forward. The same lookup gives the same object, as without us.
 @functools.cache
-def attention_of(name: str, kernel: _Kernel) -> _Kernel:
+def attention_of(name: str, kernel: ModelKernel) -> ModelKernel:
     """Return what an attention module is to call in place of one implementation's function.
 
     Args:
@@ -113,22 +113,28 @@ def attention_of(name: str, kernel: _Kernel) -> _Kernel:
     return attend
 
 
-def _attend(name: str, kernel: _Kernel, record: AttentionRecord, module: nn.Module, call: Call) -> Any:
+def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.Module, call: Call) -> Any:
     record.calls += 1
     if record.images is not None:
         query, key, value = _without_filling(record.images, module, call.query, call.key, call.value)
         call = Call(query, key, value, call.mask, call.options)
+    # Compiled code keeps what its compiler decides.
+    running = None if torch.compiler.is_compiling() else kept_attention.get()
+    kept = None if running is None else running.next_call()
     unit = None if record.slot is None else record.unit
     if record.slot is not None and unit is not None:
         check_call(call, unit, module)
         # A module may call attention more than once, as differential attention does for each half of its values.
         layer = (module, record.slot.next_call(module))
         if is_plain(name, call, unit):
-            return attend_plain(call, unit, layer), None
+            return attend_plain(call, unit, layer, None if kept is None else kept.segment), None
         call = with_prefix(name, call, unit, layer)
     mesh = record.mesh if call.options.get("dropout") else None
     with nullcontext() if mesh is None else own_random_numbers(mesh, call.query.device):
-        output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+        if kept is None:
+            output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+        else:
+            output, weights = kept.attend(kernel, module, call)
     return output if record.images is None else record.images.filled_up(output, dim=1), weights
 
 

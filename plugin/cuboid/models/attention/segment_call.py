@@ -14,7 +14,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.forward_context import Unit
 from cuboid.models.attention.segment_mask import FLASH
-from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
+from cuboid.seq1f1b.attention.chunked_attention import KeptCall, attend_segment, prefix
 
 #: Arguments that don't change plain causal attention. A call with any other goes to the model's own kernel.
 _HARMLESS = {
@@ -83,11 +83,18 @@ def is_plain(name: str, call: Call, unit: Unit) -> bool:
     )
 
 
-def attend_plain(call: Call, unit: Unit, layer: Hashable) -> torch.Tensor:
-    """Compute the output ``[B, L, Hq, Dv]`` with the fused kernels; ``layer`` identifies the call in the KV cache."""
+def attend_plain(call: Call, unit: Unit, layer: Hashable, kept: KeptCall | None = None) -> torch.Tensor:
+    """Compute the output ``[B, L, Hq, Dv]`` with the fused kernels.
+
+    Args:
+        call: of the attention function.
+        unit: the running unit.
+        layer: identifies the call in the KV cache.
+        kept: what the call keeps for its recomputation; None if it keeps nothing.
+    """
     scale = call.options.get("scaling")
     scale = call.query.shape[-1] ** -0.5 if scale is None else float(scale)
-    out = attend_segment(call.query, call.key, call.value, unit.store, layer, unit.start, scale)
+    out = attend_segment(call.query, call.key, call.value, unit.store, layer, unit.start, scale, kept)
     return out.transpose(1, 2).contiguous()
 
 

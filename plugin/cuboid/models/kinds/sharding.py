@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.config.schema import TensorParallelConfig
+from cuboid.config.schema import ActivationCheckpointingMode, TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import takes_pixels
@@ -134,6 +134,8 @@ class Sharding:
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
     former: FormerParameters = field(default_factory=FormerParameters)
+    #: The config's ``activation_checkpointing.mode``; None if the config leaves it to the script.
+    checkpointing: ActivationCheckpointingMode | None = None
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
     #: The files of the model's adapters; None if it has none.

@@ -19,11 +19,16 @@ from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 
 def settle_schedule(
-    pipeline: PipelineConfig, sizes: ModelSizes, lengths: tuple[int, ...], micro_batches: int
+    pipeline: PipelineConfig,
+    sizes: ModelSizes,
+    lengths: tuple[int, ...],
+    micro_batches: int,
+    *,
+    recomputes: bool = False,
 ) -> tuple[PipelineConfig, Comparison]:
     """Choose the schedule with the shortest simulated step among those within the memory limit.
 
-    The simulation is without activation checkpointing, which scripts enable only after the model is loaded. The choice
+    The simulation is without activation checkpointing that a script enables, after the model is loaded. The choice
     fixes only the placement of the stages: each step takes the faster schedule with that placement for its own batch.
 
     Args:
@@ -31,6 +36,7 @@ def settle_schedule(
         sizes: the model's sizes.
         lengths: tokens of each segment.
         micro_batches: M, number of micro-batches of a step.
+        recomputes: whether the config checkpoints activations.
 
     Returns:
         The config with a schedule and chunks that determine the placement; and the comparison.
@@ -52,7 +58,7 @@ def settle_schedule(
             raise ConfigError(f"stage_balance has {len(balance)} numbers, and it has {len(rank_of)} parts")
         cut = pipeline.on_ranks(AUTO, len(rank_of) // pipeline.stages)
         layers = plan_stages(len(sizes.layers), lambda: sizes, cut)
-        return ModelPipeline(AUTO, pipeline.stages, 1, layers, lengths).costs(sizes, rank_of)
+        return ModelPipeline(AUTO, pipeline.stages, 1, layers, lengths, recomputes=recomputes).costs(sizes, rank_of)
 
     limit = None if pipeline.memory_limit is None else MemoryLimit(sequences=pipeline.memory_limit)
     request = Request(pipeline.stages, micro_batches, len(lengths), costs, limit, counts)

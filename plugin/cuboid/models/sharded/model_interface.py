@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.refusals import compiling_refused
+from cuboid.models.sharded.activation_checkpointing import keeping
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
@@ -87,6 +88,15 @@ class WholeInterface:
         """The head, with the whole model's weight. Its computation isn't sharded: each rank does all of it."""
         head: nn.Module | None = super().get_output_embeddings()  # type: ignore[misc]
         return WholeHead(head) if isinstance(head, ShardedLinear) else head
+
+    def _set_gradient_checkpointing(self: Any, *args: Any, enable: bool = True, **options: Any) -> None:
+        """As in transformers, which calls it for ``gradient_checkpointing_enable`` and for ``…_disable``.
+
+        If the config keeps attention, so does the checkpointing that a script enables.
+        """
+        if enable and self.cuboid.checkpointing == "attention":
+            options["gradient_checkpointing_func"] = keeping(options.get("gradient_checkpointing_func"))
+        super()._set_gradient_checkpointing(*args, enable=enable, **options)  # type: ignore[misc]
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of the whole model's parameters, tied ones counted once; as ``PreTrainedModel.num_parameters``.

@@ -10,9 +10,10 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.seq1f1b.schedule.choice import CHUNKED, is_generated, place_stages
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
-#: What is recomputed in backward: nothing; attention's scores; the MLP's product before its nonlinearity and the norm
-#: before that; or whole layers.
-CheckpointingMode = Literal["none", "attention", "mlp_up", "full"]
+#: What is recomputed in backward: nothing; whole layers; layers without attention, which is kept, as the config's key
+#: has it; and, in other frameworks, attention's scores, or the MLP's product before its nonlinearity and the norm
+#: before that.
+CheckpointingMode = Literal["none", "layers", "attention", "scores", "mlp_up"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Layout:
         return tuple(range(self.stages))
 
     @property
+    def recomputes(self) -> bool:
+        """Whether layers are recomputed in backward, with or without attention."""
+        return self.checkpointing in ("layers", "attention")
+
+    @property
     def may_split(self) -> bool:
         """Whether its schedule is generated from the costs of units, and may split backwards into two actions."""
         return is_generated(self.schedule)
@@ -118,7 +124,8 @@ class Layout:
             parts.append(self.schedule + (f" of {self.chunks} chunks" if self.chunks > 1 else ""))
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
-        parts += ["checkpointing"] if self.checkpointing == "full" else []
+        parts += ["checkpointing"] if self.recomputes else []
+        parts += ["attention kept"] if self.checkpointing == "attention" else []
         parts += ["weights kept"] if self.weight_gather == "step" else []
         parts += ["gradients reduced once"] if self.gradient_sync == "step" else []
         return ", ".join(parts)

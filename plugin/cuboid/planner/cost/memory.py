@@ -275,7 +275,7 @@ class _Stage:
         return self._ranks if self.software.sequence_parallel else self.layout.mesh.hidden
 
     def _with_scores(self) -> int:
-        return 0 if self.layout.checkpointing == "attention" else 1
+        return 0 if self.layout.checkpointing == "scores" else 1
 
     def _key_value(self, layer: Layer) -> float:
         """Bytes of keys and values of one token."""
@@ -286,11 +286,19 @@ class _Stage:
     def _layer_input(self, tokens: float) -> float:
         return tokens * self.model.hidden / self._residual_ranks * _ELEMENT
 
+    def _kept_attention(self, kind: int, segment: int) -> float:
+        """Bytes of attention's output and log-sum-exp of a segment, if they are kept under checkpointing; else 0."""
+        if self.layout.checkpointing != "attention":
+            return 0.0
+        attention, tokens = self.model.kinds[kind].attention, self._units.tokens(self.cost.lengths[segment])
+        return tokens * (attention.output * _ELEMENT + attention.heads * _STATISTIC) / self._ranks
+
     def _unit(self, kinds: Counter[int], segment: int) -> float:
         """Bytes that a unit saves in ``kinds`` layers of each kind until its backward, without a shared KV cache."""
         tokens = self._units.tokens(self.cost.lengths[segment])
-        if self.layout.checkpointing == "full":
-            return kinds.total() * self._layer_input(tokens)
+        if self.layout.recomputes:
+            kept_attention = sum(count * self._kept_attention(kind, segment) for kind, count in kinds.items())
+            return kinds.total() * self._layer_input(tokens) + kept_attention
         kept = {kind: self._kept(kind, segment) for kind in kinds}
         shared = self._shares_keys
         own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
@@ -409,9 +417,14 @@ class _Stage:
         if self.layout.mesh.batch > 1:
             # The gradient of a block before its reduce-scatter.
             working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
-        if self.layout.checkpointing == "full":
+        if self.layout.recomputes:
             longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
-            working += max(sum(self._kept(kind, longest)) for kinds in self.parts.values() for kind in kinds)
+            # Attention that is kept isn't computed a second time.
+            working += max(
+                sum(self._kept(kind, longest)) - self._kept_attention(kind, longest)
+                for kinds in self.parts.values()
+                for kind in kinds
+            )
         return working
 
     def _features_at_work(self, layer: Layer) -> float:

@@ -216,7 +216,7 @@ class StepCost:
             return _fixed_order(layout.schedule, layout.stages, layout.parts, micro_batches, len(self.lengths))
         pipeline = ModelPipeline(
             layout.schedule, layout.stages, layout.chunks, self.stage_layers, self.lengths, layout.memory_limit,
-            layout.checkpointing == "full",
+            layout.recomputes,
         )  # fmt: skip
         # Training's budget, scaled down so that as many rules are tried for fewer micro-batches, and limited.
         tried = min(_TRIED_ACTIONS, TRIED_ACTIONS * micro_batches // layout.micro_batches)

@@ -90,7 +90,7 @@ class UnitTimes:
         """Backward of positions ``[start, stop)``, including recomputation."""
         layout, adds = self._layout, self._add_weight_gradients(self.block_weights(layer))
         own = self._backward(layer, start, stop, "backward") + Seconds(adds)
-        own = self._at_host_speed(own, launches=3 if layout.checkpointing == "full" else 2)
+        own = self._at_host_speed(own, launches=3 if layout.recomputes else 2)
         gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
         return self._with_weights(layer, own, gathers=gathers)
 
@@ -107,7 +107,7 @@ class UnitTimes:
         if layer.experts is not None:
             others = self.block_weights(layer) - weights
         inputs = self._backward(layer, start, stop, "input") + Seconds(self._add_weight_gradients(others) - later)
-        inputs = self._at_host_speed(inputs, launches=2 if layout.checkpointing == "full" else 1)
+        inputs = self._at_host_speed(inputs, launches=2 if layout.recomputes else 1)
         reduces = layout.gradient_sync == "unit"
         moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
         moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
@@ -123,14 +123,15 @@ class UnitTimes:
         compute += self._elementwise(layer, tokens, backward=True)
         exposed = self._mesh_exchange(layer, tokens, half) + self._expert_exchange(layer, tokens)
         again = Seconds()
-        if layout.checkpointing == "full":
+        if layout.recomputes:
+            kernel_s = 0.0
+            if layout.checkpointing == "layers":
+                kernel_s = self._attention(layer, start, stop, backward=False)
             again = Seconds(
-                self._products(layer, tokens)
-                + self._attention(layer, start, stop, backward=False)
-                + self._elementwise(layer, tokens, backward=False),
+                self._products(layer, tokens) + kernel_s + self._elementwise(layer, tokens, backward=False),
                 self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens),
             )
-        elif layout.checkpointing == "attention" and self._software.attention == "scores":
+        elif layout.checkpointing == "scores" and self._software.attention == "scores":
             again = Seconds(self._attention(layer, start, stop, backward=False))
         elif layout.checkpointing == "mlp_up":
             norm = self.kernels.elementwise_s(tokens * 4 * self._model.hidden / self._residual_ranks)

@@ -8,13 +8,54 @@ returns the keys and values of the past followed by the segment's own, for the m
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from cuboid.seq1f1b.attention.kernels import choose_kernel
+from cuboid.errors import UnsupportedModelError
+from cuboid.seq1f1b.attention.kernels import Kernel, choose_kernel
 from cuboid.seq1f1b.attention.kv_cache import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class KeptOutput:
+    """What a checkpointed forward keeps of a segment's attention, so that its recomputation runs no kernel.
+
+    Args:
+        kernel: computed the output, and will compute its backward.
+        out: ``[B, Hq, L, Dv]``, merged.
+        lse: ``[B, Hq, L]``, likewise.
+        version: of ``out``, as torch counts changes in place.
+    """
+
+    kernel: Kernel
+    out: torch.Tensor
+    lse: torch.Tensor
+    version: int
+
+    def read(self) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
+        """The kernel, and aliases of the output and the log-sum-exp.
+
+        Raises:
+            UnsupportedModelError: the output has been changed in place since.
+        """
+        if self.out._version != self.version:
+            raise UnsupportedModelError(
+                "the model's code changes attention's output in place, so that it can't be kept for the recomputation; "
+                'write "activation_checkpointing": {"mode": "layers"}'
+            )
+        return self.kernel, self.out.detach(), self.lse.detach()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+        return self.out.nbytes + self.lse.nbytes
+
+
+#: Holds what one call keeps: empty in the forward, which fills it, and not in the recomputation.
+KeptCall = list[KeptOutput]
 
 
 def attend_segment(
@@ -25,6 +66,7 @@ def attend_segment(
     layer: Hashable,
     start: int,
     scale: float,
+    kept: KeptCall | None = None,
 ) -> torch.Tensor:
     """Plain causal attention of a segment of L positions.
 
@@ -36,6 +78,7 @@ def attend_segment(
         layer: identifies the layer in the KV cache.
         start: the segment's first position.
         scale: factor by which the scores are multiplied.
+        kept: under checkpointing that keeps attention, what this call keeps: the same object in the recomputation.
 
     Returns:
         ``[B, Hq, L, Dv]``.
@@ -43,7 +86,7 @@ def attend_segment(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # autocast casts the inputs of torch's own attention in the same way
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    out: torch.Tensor = _AttendSegment.apply(query, key, value, cache, layer, start, scale)
+    out: torch.Tensor = _AttendSegment.apply(query, key, value, cache, layer, start, scale, kept)
     return out
 
 
@@ -77,27 +120,25 @@ class _AttendSegment(torch.autograd.Function):
         layer: Hashable,
         start: int,
         scale: float,
+        kept: KeptCall | None,
     ) -> torch.Tensor:
         # The fused kernels read a head's features as if they were contiguous; the one for CPUs doesn't check it.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         cache.write(layer, start, key, value)
-        kernel = choose_kernel(query, key, value, past=start, length=cache.length)
-        group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
-        own_kv = _expand(key, group), _expand(value, group)
-        # The diagonal: the segment's queries and its own keys, causal.
-        out, lse = kernel.forward(query, *own_kv, causal=True, scale=scale)
-        if start > 0:
-            # The past: every query of the segment sees all of it, so no mask is needed.
-            past = kernel.forward(_fold(query, group), *cache.read(layer, 0, start), causal=False, scale=scale)
-            # In [B, Hkv, group, L, …], a view of the segment's [B, Hq, L, …] and of the past's [B, Hkv, group·L, …].
-            _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
+        if kept:
+            kernel, out, lse = kept[0].read()
+        else:
+            kernel = choose_kernel(query, key, value, past=start, length=cache.length)
+            out, lse = _attend(kernel, query, key, value, cache, layer, start, scale)
+            if kept is not None:
+                kept.append(KeptOutput(kernel, out.detach(), lse.detach(), out._version))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
             # If q is a view of a fused projection's output, saving it would keep that output's k and v alive, which are
             # in the KV cache already.
             query = query.clone()
         ctx.save_for_backward(query, out, lse)
         ctx.place = (cache, layer, start)
-        ctx.call = (kernel, group, scale)
+        ctx.call = (kernel, _group(kernel, query, key), scale)
         return out
 
     @staticmethod
@@ -121,7 +162,29 @@ class _AttendSegment(torch.autograd.Function):
         else:
             # The first segment is the last to run backward.
             cache.free_layer(layer)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, *[None] * 5
+
+
+def _attend(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    layer: Hashable,
+    start: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merged output and log-sum-exp of a segment's attention to itself and to all before it."""
+    group = _group(kernel, query, key)
+    # The diagonal: the segment's queries and its own keys, causal.
+    out, lse = kernel.forward(query, _expand(key, group), _expand(value, group), causal=True, scale=scale)
+    if start > 0:
+        # The past: every query of the segment sees all of it, so no mask is needed.
+        past = kernel.forward(_fold(query, group), *cache.read(layer, 0, start), causal=False, scale=scale)
+        # In [B, Hkv, group, L, …], a view of the segment's [B, Hq, L, …] and of the past's [B, Hkv, group·L, …].
+        _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
+    return out, lse
 
 
 class _Prefix(torch.autograd.Function):
@@ -150,6 +213,10 @@ class _Prefix(torch.autograd.Function):
 # (``group`` is 1 then). Other kernels need as many key heads as query heads. For the segment itself, whose keys are
 # few, the keys are repeated. For the past, which may be long, the heads of a group become additional queries of one
 # head instead. That is correct because there is no mask that depends on the query's position.
+
+
+def _group(kernel: Kernel, query: torch.Tensor, key: torch.Tensor) -> int:
+    return 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
 
 
 def _expand(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,0 +1,233 @@
+"""The config's activation checkpointing: with its script's, on meshes, and what attention's kernels run and keep."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import cuboid
+from attending import KernelCalls
+from cuboid.config.schema import parse_config
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
+from cuboid.integrations.handoff import adopt_model
+from cuboid.models.attention.kept_attention import keeping_attention
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.mesh_certificates import certified_plan
+from threaded import Threaded, assert_as_alone, step_of
+
+SIZES = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
+LATENT = {
+    **{"kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "first_k_dense_replace": 2},
+}
+LINEAR = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+}
+MESH = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {}}}
+SEGMENTS = {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 3, "certification": "verified"}}
+IDS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def small(architecture="llama", implementation="sdpa", **options):
+    config = AutoConfig.for_model(architecture, **{**SIZES, **HEADS, **options})
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=implementation).train()
+
+
+def checkpointing(mode, **more):
+    return {"activation_checkpointing": {"mode": mode, **more}}
+
+
+def counts(model, seed=0):
+    """Loss, gradients, and kernels of attention of a step; what the generator draws next."""
+    torch.manual_seed(seed)
+    with KernelCalls() as calls:
+        if hasattr(model, "staging"):
+            loss = cuboid.Pipeline(model).train(iter([{"input_ids": IDS, "labels": IDS}]), 1)
+        else:
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+    gradients = {name: gradient.clone() for name, gradient in cuboid.full_gradients(model).items()}
+    model.zero_grad()
+    return float(loss), gradients, calls.fused + calls.products, torch.rand(()).item()
+
+
+def assert_same_bits(found, expected):
+    assert found[0] == expected[0]
+    assert found[3] == expected[3]
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+@pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
+def test_each_mode_computes_the_same_and_only_layers_runs_attention_again(runs):
+    none, layers, attention = (
+        counts(cuboid.shard(small(), {**runs, **checkpointing(mode)})) for mode in ("none", "layers", "attention")
+    )
+    for found in (layers, attention):
+        assert_same_bits(found, none)
+    assert attention[2] == none[2]
+    units = 3 if "pipeline" in runs else 1
+    # A segment after the first has two calls: for itself, and for those before it.
+    assert layers[2] - none[2] == 2 * (2 * units - 1)
+
+
+@pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_dropout_draws_the_same(runs, implementation):
+    model = {"attention_dropout": 0.3, "implementation": implementation}
+    model |= {"architecture": "gpt_neox", "hidden_dropout": 0.2}
+    none, layers, attention = (
+        counts(cuboid.shard(small(**model), {**runs, **checkpointing(mode)}))
+        for mode in ("none", "layers", "attention")
+    )
+    assert_same_bits(attention, layers)
+    assert_same_bits(attention, none)
+    # Of an unfused call the second of two products isn't repeated.
+    assert layers[2] - attention[2] == attention[2] - none[2] == 2 * (3 if "pipeline" in runs else 1)
+
+
+def test_a_script_may_enable_it_too():
+    calls = {mode: counts(cuboid.shard(small(), {**MESH, **checkpointing(mode)}))[2] for mode in ("none", "layers")}
+    plain = small()
+    plain.gradient_checkpointing_enable()
+    before = cuboid.shard(plain, {**MESH, **checkpointing("attention")})
+    assert counts(before)[2] == calls["none"]
+    for mode, expected in (("none", "layers"), ("layers", "layers"), ("attention", "none")):
+        model = cuboid.shard(small(), {**MESH, **checkpointing(mode)})
+        model.gradient_checkpointing_enable()
+        assert counts(model)[2] == calls[expected], mode
+    model.gradient_checkpointing_disable()
+    assert counts(model)[2] == calls["none"]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    with pytest.raises(CuboidError, match=r'"use_reentrant": true.*write "layers"'):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_a_scripts_own_choice_of_what_is_kept_stays():
+    seen = []
+
+    def contexts():
+        seen.append(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
+        return seen[-1]
+
+    model = cuboid.shard(small(), {**MESH, **checkpointing("attention")})
+    expected = counts(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    found = counts(model)
+    assert_same_bits(found, expected)
+    assert found[2] == expected[2]
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"mode": "full"}, r"activation_checkpointing.mode: Input should be 'none', 'layers' or 'attention'"),
+        ({"mod": "layers"}, r'activation_checkpointing.mod is not a known key; did you mean "mode"'),
+        ({"cpu_checkpointing": True}, r"activation_checkpointing.cpu_checkpointing: .*host yet"),
+        ({"mode": "layers", "partition_activations": True}, r"partition_activations: .*; leave it out"),
+        ([], r"activation_checkpointing is \[\]; it is a section"),
+    ],
+)
+def test_wrong_keys_are_named(section, message):
+    with pytest.raises(ConfigError, match=message):
+        cuboid.shard(small(), {**MESH, "activation_checkpointing": section})
+
+
+def test_the_key_needs_a_sharded_model():
+    with pytest.raises(ConfigError, match=r"activation_checkpointing.mode is for models that Cuboid shards"):
+        cuboid.shard(small(), checkpointing("layers"))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: small(implementation="flex_attention"), r'no rule for attn_implementation "flex_attention"'),
+        (lambda: small("falcon", num_kv_heads=12), r"no layer of FalconForCausalLM computes attention through"),
+    ],
+    ids=["flex", "falcon"],
+)
+def test_models_whose_attention_cannot_be_kept_are_refused(model, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        cuboid.shard(model(), {**MESH, **checkpointing("attention")})
+
+
+def test_a_model_without_layers_that_can_be_checkpointed_is_refused(monkeypatch):
+    model = small()
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(UnsupportedModelError, match=r'LlamaForCausalLM has no layers.*write "none"'):
+        cuboid.shard(model, {**MESH, **checkpointing("layers")})
+
+
+def test_a_model_that_is_sharded_already_takes_the_engines_section_or_has_the_same():
+    model = cuboid.shard(small(), MESH)
+    adopt_model(model, parse_config({**MESH, **checkpointing("layers")}))
+    assert model.is_gradient_checkpointing
+    with pytest.raises(ConfigError, match=r'mode "layers", but the config has "attention"'):
+        adopt_model(model, parse_config({**MESH, **checkpointing("attention")}))
+    adopt_model(model, parse_config(MESH))
+    assert model.is_gradient_checkpointing
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1"])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 5}),
+        ("gpt_oss", {"implementation": "eager", "head_dim": 4, "sliding_window": 4, "num_local_experts": 4,
+                     "num_experts_per_tok": 2, "layer_types": None}),
+        ("deepseek_v3", LATENT),
+    ],
+)  # fmt: skip
+def test_kept_attention_on_meshes(architecture, options, mesh):
+    model = small(architecture, **options)
+    contexts = keeping_attention(lambda: (torch.enable_grad(), KeepFloat64()))
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    mask = torch.ones_like(IDS)
+    mask[0, -3:] = 0
+    assert_as_alone(model, mesh, step_of(input_ids=IDS, labels=IDS.masked_fill(mask == 0, -100), attention_mask=mask))
+
+
+@pytest.mark.slow
+def test_kept_attention_beside_recurrent_layers():
+    model = small("qwen3_next", **LINEAR)
+    verdict = certified_plan(model, MeshShape(1, 2, 1)).verdict
+    contexts = keeping_attention(lambda: (torch.enable_grad(), KeepFloat64()))
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    assert_as_alone(model, "1x2x1", step_of(input_ids=IDS, labels=IDS), verdict)
+
+
+def live_bytes():
+    """Of all storages that Python's objects refer to."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def test_what_is_kept_is_the_output_and_the_log_sum_exp():
+    held = []
+    for keeps in (False, True):
+        model = small()
+        contexts = {"context_fn": keeping_attention(None)} if keeps else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        threaded = Threaded(model, "1x2x1")
+        outputs = threaded.run(lambda model: model.base_model(input_ids=IDS, use_cache=False).last_hidden_state)
+        held.append(live_bytes())
+        del outputs
+        held[-1] -= live_bytes()
+    # Two layers of 12 heads of 4 features: for each token the output and a log-sum-exp, both in float64.
+    assert held[1] - held[0] == 2 * IDS.numel() * 12 * (4 + 1) * 8
