@@ -13,7 +13,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.certification import check
+from cuboid.models.certification import check, trials
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.kinds.probe_rows import probe_rows
@@ -39,7 +39,7 @@ def difference(architecture, lengths, padding="none", **checkpointing):
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A recomputation runs where what keeps float64 doesn't reach, so that norms are computed in float32 then.
     with check.quiet_cpu(), precision(keep_float64=not checkpointing):
-        model = check.random_model(cls, config, None, check.ATTEMPTS[0])
+        model = check.random_model(cls, config, None, trials.ATTEMPTS[0])
         outline = draw_outline(cls, config)
         counts = check.stage_counts(outline)
         stages = []
@@ -51,7 +51,7 @@ def difference(architecture, lengths, padding="none", **checkpointing):
         batch = probe_rows(Case("", LENGTH, padding), config.vocab_size)
         expected = check.run_plain(model, batch)
         loss = check.run_stages(stages, batch, lengths)
-        return check.largest_error(check.ProbeOutcome(loss, check.gradients_of(stages)), expected)[0]
+        return trials.largest_error(trials.ProbeOutcome(loss, trials.gradients_of(stages)), expected)[0]
 
 
 @pytest.mark.sample(2)

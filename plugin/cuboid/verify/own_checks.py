@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from cuboid.models.architectures.transformers_names import checkpoint_activations, stop_checkpointing
+from cuboid.models.certification.trials import run_backward
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of
@@ -62,8 +63,7 @@ def _backward(model: Any, batch: Batch, pipeline: Pipeline | None) -> None:
         return
     device = next(model.parameters()).device
     given = {name: x.to(device) for name, x in batch.items()}
-    kind = kind_of(type(model), model.config)
-    kind.probe_loss(model(**given, **kind.options_of(model)), given).backward()
+    run_backward(model, kind_of(type(model), model.config), given)
 
 
 def worst_of_ranks(errors: Errors) -> Errors:

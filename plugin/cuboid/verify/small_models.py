@@ -13,10 +13,11 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
-from cuboid.models.certification.check import ATTEMPTS, name_padding, quiet_cpu, random_model
+from cuboid.models.certification.check import name_padding, quiet_cpu, random_model
 from cuboid.models.certification.default_models import default_model
 from cuboid.models.certification.layer_kinds import small_with_all_kinds
 from cuboid.models.certification.small_config import layer_count
+from cuboid.models.certification.trials import ATTEMPTS
 from cuboid.models.kinds.probe_rows import CannotProbe
 
 #: Architectures with a parallel plan for a mesh.

@@ -22,8 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import cuboid
 from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
-from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Verdict
-from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check
+from cuboid.models.architectures.certificate import LABELLED, Certificate, MeshVerdict, Verdict
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check, trials
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.layer_kinds import layer_kinds
 from cuboid.models.certification.small_config import LONGEST, small_config
@@ -295,22 +296,47 @@ def test_rotary_embeddings_that_remember_the_longest_sequence_are_right_in_any_o
 
 
 def test_one_wrong_kind_of_two_in_a_micro_batch_is_told_apart():
-    labelled = check.LABELLED["padding on the right"]
-    both = (("padding on the right", check.Case("a", 5)), (labelled, check.Case("b", 5)))
+    labelled = LABELLED["padding on the right"]
+    both = (("padding on the right", Case("a", 5)), (labelled, Case("b", 5)))
     asked = []
 
-    def trial(*cases):
-        return check.Trial(cases, {"names": "".join(case.name for _, case in cases)}, check.ProbeOutcome(None, {}))
+    def batch_of(cases, _):
+        return {"names": "".join(case.name for _, case in cases)}
 
     def compare(batch, expected):
         asked.append(batch["names"])
         return (1.0 if "b" in batch["names"] else 1e-12), "the loss"
 
-    trials = [trial(("whole rows", check.Case("w", 5))), trial(*both)]
-    refused, largest = check.compare_trials(trials, 1e-9, compare, trial)
+    groups = [(("whole rows", Case("w", 5)),), (), both]
+    tested = trials.Trials(groups, batch_of, lambda _: trials.ProbeOutcome(None, {}), 1e-9)
+    refused, largest = tested.refusals(compare)
     assert asked == ["w", "ab", "a", "b"]
     assert refused == {labelled: "the loss differs by 1.0e+00 (b, 5 tokens)"}
     assert largest == 1e-12
+
+
+@pytest.mark.parametrize(("says_length", "words"), [(True, "(w, 5 tokens)"), (False, "(w)")])
+def test_reasons_say_where_a_side_fails(says_length, words):
+    def fail(batch, expected):
+        raise CuboidError("no rule")
+
+    groups = [(("whole rows", Case("w", 5)),), (("padding on the left", Case("l", 5)),)]
+    tested = trials.Trials(groups, lambda *_: {}, lambda _: trials.ProbeOutcome(None, {}), 1e-9)
+    assert tested.refusals(fail, says_length=says_length) == ({"whole rows": f"no rule {words}"}, 0.0)
+
+
+def test_a_model_that_fails_is_told_from_one_that_fails_on_some_rows():
+    def run(batch):
+        if batch["fails"]:
+            raise ValueError("not these")
+        return trials.ProbeOutcome(None, {})
+
+    whole, left = (("whole rows", Case("w", 5)),), (("padding on the left", Case("l", 5)),)
+    with pytest.raises(CannotProbe, match="a small one doesn't run: ValueError: not these"):
+        trials.Trials([whole, left], lambda _, number: {"fails": number == 0}, run, 1e-9)
+    tested = trials.Trials([whole, left], lambda _, number: {"fails": number == 1}, run, 1e-9)
+    refused, _ = tested.refusals(lambda *_: (0.0, "the loss"))
+    assert refused == {"padding on the left": "the model itself fails there: ValueError: not these (l, 5 tokens)"}
 
 
 def test_a_small_config_keeps_what_decides_and_crosses_every_length():
@@ -344,8 +370,8 @@ def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     assert certificates.certificate_of(cls, config).shifts_labels is shifts, "in the table"
     with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(cls, small_config(config), None, check.ATTEMPTS[0])
-        batch = probe_rows(check.Case("", 12), model.config.vocab_size)
+        model = check.random_model(cls, small_config(config), None, trials.ATTEMPTS[0])
+        batch = probe_rows(Case("", 12), model.config.vocab_size)
         assert check.run_plain(model, batch).shifts_labels is shifts
 
 
@@ -383,8 +409,8 @@ def test_the_probe_sees_to_the_routers_loss(monkeypatch):
 def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
     config = AutoConfig.for_model("jetmoe", output_router_logits=True)
     with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, check.ATTEMPTS[0])
-        batch = probe_rows(check.Case("", 12), model.config.vocab_size)
+        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, trials.ATTEMPTS[0])
+        batch = probe_rows(Case("", 12), model.config.vocab_size)
         assert exact_router_loss(model, model(**batch), None) is None
         assert check.run_plain(model, batch).shifts_labels is None
 
@@ -449,7 +475,7 @@ def test_models_that_need_whole_sequences_are_rejected_before_weights_are_read(t
 
 def test_a_model_without_a_probe_needs_a_verified_checkpoint(tmp_path, monkeypatch):
     def fail(*_):
-        raise check.CannotProbe("it is too odd")
+        raise CannotProbe("it is too odd")
 
     monkeypatch.setattr(certificates, "check", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -24,9 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
-from cuboid.models.certification.check import check, small_for_probe
+from cuboid.models.certification.check import check, check_head, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
-from cuboid.models.certification.head_check import check_head
 from cuboid.models.certification.small_config import meaningful_fields
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of, kind_of_class

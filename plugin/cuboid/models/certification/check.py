@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,15 +16,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Certificate, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.length_cases import LONGEST, Case, cases
+from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
+from cuboid.models.certification.trials import (
+    ATTEMPTS,
+    Attempt,
+    Cases,
+    ProbeOutcome,
+    Trials,
+    batch_of_kind,
+    gradients_of,
+    joined,
+    largest_error,
+    probe_cases,
+    probe_groups,
+    run_whole,
+)
 from cuboid.models.kinds.language_models import with_shifted_labels
-from cuboid.models.kinds.model_kind import ModelKind, takes_token_types
+from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
@@ -56,34 +67,6 @@ _FLOAT32_TOLERANCE = 1e-6
 OTHER_LOSS = (
     "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
     "output_router_logits the load balancing of all routers"
-)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The precision of a comparison.
-
-    Parts that models cast to float32 on purpose hide small differences, but some models don't run without the casts.
-
-    Args:
-        dtype: of the weights.
-        precision: makes the context to compute in.
-        tolerance: the largest relative error that passes.
-        default: torch's default dtype, in which models create tensors of their own.
-    """
-
-    dtype: torch.dtype
-    precision: Callable[[], AbstractContextManager[Any]]
-    tolerance: float
-    default: torch.dtype = torch.float32
-
-
-ATTEMPTS = (
-    Attempt(torch.float64, KeepFloat64, 1e-8),
-    # XGLM's attention makes float64's smallest number in the default dtype, which can't hold it.
-    Attempt(torch.float64, KeepFloat64, 1e-8, default=torch.float64),
-    Attempt(torch.float64, nullcontext, 1e-4),
-    Attempt(torch.float32, nullcontext, 1e-3),
 )
 
 
@@ -123,6 +106,42 @@ def first_verdict(
             except CannotProbe as error:
                 obstacle = error
         raise obstacle
+
+
+def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
+    """Compare a small model that computes its loss in its own forward with the same model cut into stages.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+
+    Raises:
+        CannotProbe: with the reason.
+        UnsupportedModelError: a pipeline can't cut it at all.
+    """
+    return first_verdict(cls, config, _compare_head)
+
+
+def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
+    name_padding(model)
+    head, takes_types, cut = outline.kind, takes_token_types(model), CutModel(model, outline, gives_cache=False)
+
+    def batch_of(group: Cases, number: int) -> MicroBatch:
+        return batch_of_kind(head, model, group, has_types=takes_types and number % 2 == 1)
+
+    def run(batch: MicroBatch) -> ProbeOutcome:
+        with attempt.precision():
+            return run_whole(copy.deepcopy(model), head, batch)
+
+    def compare(batch: MicroBatch, expected: ProbeOutcome) -> tuple[float, str]:
+        with attempt.precision():
+            return largest_error(cut.run(batch, "whole"), expected)
+
+    left_out: set[BatchKind] = set() if head.labels_each_token else set(LABELLED.values())
+    groups: list[Cases] = [() if each[0] in left_out else (each,) for each in probe_cases(model.config)]
+    refused, error = Trials(groups, batch_of, run, attempt.tolerance).refusals(compare, says_length=False)
+    segments: dict[BatchKind, str] = {"whole rows": f"it is for {head.words}, whose loss is one of whole sequences"}
+    return Verdict({"whole": refused, "segments": segments}, error)
 
 
 def small_for_probe(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
@@ -219,45 +238,6 @@ def name_padding(model: PreTrainedModel) -> None:
         model.config.pad_token_id = 0
 
 
-def probe_cases(config: PretrainedConfig) -> Iterator[tuple[BatchKind, Case]]:
-    """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
-    found = cases(config, LONGEST)
-    longest = max(case.length for case in found if not case.packed)
-    for case in found:
-        if case.padding == "none" and not case.packed:
-            yield "whole rows", case
-    for case in found:
-        if case.packed:
-            yield "packed sequences", case
-        elif case.padding != "none" and case.length == longest and not case.first_position:
-            kind: BatchKind = "padding on the left" if case.padding == "left" else "padding on the right"
-            yield kind, case
-            yield LABELLED[kind], case
-
-
-def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case], ...]]:
-    """:func:`probe_cases`, grouped by what can be one micro-batch: rows with the same padding, and packed rows."""
-    groups: dict[object, list[tuple[BatchKind, Case]]] = {}
-    for kind, case in probe_cases(config):
-        groups.setdefault(case if kind == "whole rows" else case.padding, []).append((kind, case))
-    return [tuple(group) for group in groups.values()]
-
-
-@dataclass
-class ProbeOutcome:
-    """The result of a step.
-
-    Args:
-        loss, gradients: of the step.
-        shifts_labels: whether the model's own loss compares each position with the next label, or with its own; None
-            if it isn't the mean cross-entropy of its logits at all.
-    """
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    shifts_labels: bool | None = None
-
-
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     """The verdict for layers without a cache if segments are right, as with the attention interface; else with one."""
     reference = _Reference(model, outline, attempt)
@@ -278,84 +258,6 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict
     return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A micro-batch of the probe.
-
-    Args:
-        cases: what its rows are.
-        batch: the rows of all cases, one after the other.
-        expected: what the model itself computes; the reason if it fails, or has a loss that there is no rule for.
-    """
-
-    cases: tuple[tuple[BatchKind, Case], ...]
-    batch: MicroBatch
-    expected: ProbeOutcome | str
-
-
-def compare_trials(
-    trials: Iterable[Trial],
-    tolerance: float,
-    compare: Callable[[MicroBatch, ProbeOutcome], tuple[float, str]],
-    one_case: Callable[[tuple[BatchKind, Case]], Trial],
-) -> tuple[dict[BatchKind, str], float]:
-    """Compare all micro-batches, up to the first of whole rows that is wrong.
-
-    Args:
-        trials: the micro-batches.
-        tolerance: the largest relative error that passes.
-        compare: of a micro-batch and what is expected, the largest error and where it is; it may raise.
-        one_case: makes a micro-batch of a single case, to tell which case of a wrong micro-batch is to blame.
-
-    Returns:
-        The wrong kinds with their reasons, and the largest error of the others.
-    """
-    refused: dict[BatchKind, str] = {}
-    largest = 0.0
-    pending = collections.deque(trials)
-    while pending and "whole rows" not in refused:
-        trial = pending.popleft()
-        if all(kind in refused for kind, _ in trial.cases):
-            continue
-        kind, case = trial.cases[0]
-        if isinstance(trial.expected, str):
-            reason: str | None = trial.expected
-        else:
-            try:
-                error, name = compare(trial.batch, trial.expected)
-            except Exception as failure:
-                reason = words_of(failure)
-            else:
-                reason = None if error <= tolerance else f"{name} differs by {error:.1e}"
-        if reason is None:
-            largest = max(largest, error)
-        elif len(trial.cases) > 1:
-            pending.extendleft(map(one_case, reversed(trial.cases)))
-        else:
-            refused.setdefault(kind, f"{reason} ({case.name}, {case.length} tokens)")
-    return refused, largest
-
-
-def make_trial(
-    cases: tuple[tuple[BatchKind, Case], ...],
-    batch: MicroBatch,
-    run: Callable[[MicroBatch], ProbeOutcome | str],
-    *,
-    is_first: bool,
-) -> Trial:
-    """Run the model itself on a micro-batch.
-
-    Raises:
-        CannotProbe: it fails on the first one.
-    """
-    try:
-        return Trial(cases, batch, run(batch))
-    except Exception as error:
-        if is_first:
-            raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-        return Trial(cases, batch, f"the model itself fails there: {type(error).__name__}: {error}")
-
-
 class _Reference:
     """The uncut model, which tells what is right.
 
@@ -365,27 +267,20 @@ class _Reference:
     def __init__(self, model: PreTrainedModel, outline: Outline, attempt: Attempt) -> None:
         self._model, self._attempt = copy.deepcopy(model), attempt
         self._has_types = takes_token_types(model) and not outline.is_causal
-        self.one_case = functools.cache(lambda case: self._trial((case,)))
-        self.trials = [self._trial(group, number) for number, group in enumerate(probe_groups(model.config))]
+        self.trials = Trials(probe_groups(model.config), self._batch_of, self._run, attempt.tolerance)
 
-    def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
+    def _batch_of(self, group: Cases, number: int) -> MicroBatch:
         config = self._model.config
         vocabulary = config.get_text_config().vocab_size
         batch = joined(probe_rows(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
         if self._has_types and number % 2 == 1:
             batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size
-        return make_trial(group, batch, self._run, is_first=number == 0)
+        return batch
 
     def _run(self, batch: MicroBatch) -> ProbeOutcome | str:
         with self._attempt.precision():
             outcome = run_plain(self._model, batch, self._attempt.tolerance)
         return OTHER_LOSS if outcome.shifts_labels is None else outcome
-
-
-def joined(batches: Iterable[MicroBatch]) -> MicroBatch:
-    """Micro-batches of the same tensors, as one."""
-    each = list(batches)
-    return {name: torch.cat([batch[name] for batch in each]) for name in each[0]}
 
 
 def _compare(
@@ -400,15 +295,10 @@ def _compare(
             with attempt.precision():
                 return largest_error(cut.run(batch, mode), expected)
 
-        refused[mode], error = compare_trials(reference.trials, attempt.tolerance, compare, reference.one_case)
+        refused[mode], error = reference.trials.refusals(compare)
         largest = max(largest, error)
-    first = reference.trials[0].expected
+    first = reference.trials.all[0].expected
     return Verdict(refused, largest, gives_cache, isinstance(first, str) or first.shifts_labels is not False)
-
-
-def words_of(failure: Exception) -> str:
-    """What a verdict says of a failure."""
-    return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
 
 
 def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> ProbeOutcome:
@@ -427,21 +317,6 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
         raise ValueError("its loss isn't finite")
     shifts = _shift_of(model, batch, output.logits.detach(), float(own_loss), tolerance)
     return ProbeOutcome(loss.detach(), gradients_of([model]), shifts)
-
-
-def run_whole(model: PreTrainedModel, kind: ModelKind, batch: MicroBatch) -> ProbeOutcome:
-    """Forward and backward of an uncut model with the loss of its kind; gradients are left with its parameters.
-
-    Args:
-        model: without gradients.
-        kind: of the model.
-        batch: from :meth:`ModelKind.probe_batch`.
-    """
-    loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if not bool(loss.isfinite()):
-        raise ValueError("its loss isn't finite")
-    return ProbeOutcome(loss.detach(), gradients_of([model]))
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:
@@ -465,18 +340,6 @@ def _shift_of(
         if abs(loss - expected) <= tolerance * abs(expected):
             return shifts
     return None
-
-
-def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
-    """Gradients by name, summed over stages: a parameter that two of them share has a part of its gradient on each."""
-    total: dict[str, torch.Tensor] = {}
-    for model in models:
-        for first, parameter in model.named_parameters():
-            # The first name of a tied weight isn't always that of its source: CamemBERT's head precedes its embeddings.
-            name = model.all_tied_weights_keys.get(first, first)
-            if parameter.grad is not None:
-                total[name] = total[name] + parameter.grad if name in total else parameter.grad
-    return total
 
 
 class CutModel:
@@ -581,19 +444,3 @@ def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
     first = length // 2
     second = (length - first) // 2 + 1 if length > _SEGMENTS else 1
     return (first, second, max(length - first - second, 1))
-
-
-def largest_error(found: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
-    """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
-    errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
-    norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
-    floor = 1e-6 * max(norms.values(), default=1.0)
-    for name, norm in norms.items():
-        own = found.gradients.get(name)
-        difference = norm if own is None else float((own - expected.gradients[name]).norm())
-        errors[name] = difference / max(norm, floor)
-    for name in found.gradients.keys() - norms.keys():
-        errors[name] = float(found.gradients[name].norm()) / floor
-    # NaN compares unequal to itself, and counts as infinite.
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst

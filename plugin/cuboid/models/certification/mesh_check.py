@@ -23,30 +23,33 @@ from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import (
-    ATTEMPTS,
     OTHER_LOSS,
-    Attempt,
-    ProbeOutcome,
-    Trial,
-    compare_trials,
     default_dtype,
-    joined,
-    largest_error,
     make_stage,
-    make_trial,
     name_padding,
-    probe_groups,
     quiet_cpu,
     random_model,
     run_plain,
     run_stages,
-    run_whole,
     small_for_probe,
     stage_counts,
     unit_lengths,
-    words_of,
 )
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.trials import (
+    ATTEMPTS,
+    Attempt,
+    Cases,
+    ProbeOutcome,
+    Trial,
+    Trials,
+    batch_of_kind,
+    largest_error,
+    probe_groups,
+    run_backward,
+    run_whole,
+    words_of,
+)
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of, kind_of_class
@@ -162,12 +165,11 @@ class _Probe:
                 return loss_function(*args, **kwargs)
 
             self._own.loss_function = note
-        images: list[tuple[tuple[BatchKind, Case], ...]] = [(("whole rows", Case("images", 0)),)]
+        images: list[Cases] = [(("whole rows", Case("images", 0)),)]
         groups = images if self.has_images else [self._comparable(group) for group in probe_groups(model.config)]
-        self.one_case = functools.cache(lambda case: self._trial((case,)))
-        self.trials = [self._trial(group, number) for number, group in enumerate(groups) if group]
+        self.trials = Trials(groups, self._batch_of, self._run_plain, attempt.tolerance)
 
-    def _comparable(self, group: tuple[tuple[BatchKind, Case], ...]) -> tuple[tuple[BatchKind, Case], ...]:
+    def _comparable(self, group: Cases) -> Cases:
         """Those of some cases that make sense for the kind."""
         left_out: set[BatchKind] = set()
         if not self.kind.takes_positions:
@@ -176,13 +178,8 @@ class _Probe:
             left_out.update(LABELLED.values())
         return tuple(each for each in group if each[0] not in left_out)
 
-    def _trial(self, group: tuple[tuple[BatchKind, Case], ...], number: int = 1) -> Trial:
-        has_types = self.takes_types and number % 2 == 1
-        batch = joined(
-            self.kind.probe_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
-            for kind, case in group
-        )
-        return make_trial(group, batch, self._run_plain, is_first=number == 0)
+    def _batch_of(self, group: Cases, number: int) -> MicroBatch:
+        return batch_of_kind(self.kind, self.model, group, has_types=self.takes_types and number % 2 == 1)
 
     def _run_plain(self, batch: MicroBatch) -> ProbeOutcome:
         self._own.zero_grad()
@@ -225,7 +222,7 @@ def _checked(probe: _Probe, choice: MeshVerdict) -> tuple[MeshVerdict, str | Non
         padded = next(iter(_padded(probe, choice)), None)
         if padded is not None and _reason_against(probe, choice, first, padded) is not None:
             late = replace(choice, splits_late=True)
-            if all(_reason_against(probe, late, first, trial) is None for trial in (padded, probe.trials[0])):
+            if all(_reason_against(probe, late, first, trial) is None for trial in (padded, probe.trials.all[0])):
                 choice = late
     return choice, reason or _reason_against(probe, choice, others)
 
@@ -234,15 +231,13 @@ def _reason_against(
     probe: _Probe, choice: MeshVerdict, meshes: Iterable[MeshShape] = MESHES, trial: Trial | None = None
 ) -> str | None:
     """What is wrong with a micro-batch, by default the longest, on one of some meshes; None if nothing is."""
-    trial = trial or probe.trials[0]
-    assert isinstance(trial.expected, ProbeOutcome)
+    trial = trial or probe.trials.all[0]
     for shape in meshes:
-        try:
-            error, name = _Split(probe, shape, choice).largest_error(trial.batch, trial.expected)
-        except Exception as failure:
-            reason: str | None = words_of(failure)
-        else:
-            reason = None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e}"
+
+        def compare(batch: MicroBatch, expected: ProbeOutcome, shape: MeshShape = shape) -> tuple[float, str]:
+            return _Split(probe, shape, choice).largest_error(batch, expected)
+
+        _, reason = probe.trials.difference(compare, trial)
         if reason is not None:
             kind, case = trial.cases[0]
             return f"{reason} (mesh {shape}, {kind}, {case.name})"
@@ -252,7 +247,7 @@ def _reason_against(
 def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
     """The verdict over all micro-batches, for a choice that is right on the longest one."""
     split = _Split(probe, _OTHER_KINDS, choice)
-    refused, error = compare_trials(probe.trials, probe.attempt.tolerance, split.largest_error, probe.one_case)
+    refused, error = probe.trials.refusals(split.largest_error)
     blocks = blocks_computed_whole(probe.model, choice.whole)
     found = replace(choice, refused=refused, error=error, blocks=blocks)
     if "whole rows" in refused:
@@ -269,7 +264,7 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
         reason = _reason_against_whole_stages(probe, choice)
         found: dict[Mode, str] = {"segments": f"it is for {probe.kind.words}, and needs whole sequences"}
         return found if reason is None else {"whole": reason, **found}
-    trials = [probe.trials[0], *(_padded(probe, choice) if choice.splits_late else ())]
+    trials = [probe.trials.all[0], *(_padded(probe, choice) if choice.splits_late else ())]
     try:
         outline, own = draw_outline(type(probe.model), probe.model.config), copy.deepcopy(probe.model)
         with probe.attempt.precision():
@@ -289,7 +284,7 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
 
 def _padded(probe: _Probe, choice: MeshVerdict) -> list[Trial]:
     """A padded micro-batch that is right on a mesh without stages, if there is one."""
-    found = (trial for trial in probe.trials if trial.cases[0][0] == "padding on the right")
+    found = (trial for trial in probe.trials.all if trial.cases[0][0] == "padding on the right")
     right = (trial for trial in found if isinstance(trial.expected, ProbeOutcome))
     return [trial for trial in right if all(kind not in choice.refused for kind, _ in trial.cases)]
 
@@ -308,13 +303,9 @@ def _reason_against_stages(
     except Exception as failure:
         return words_of(failure)
     for trial, expected in pairs:
-        _, case = trial.cases[0]
-        try:
-            error, name = split.largest_error(trial.batch, expected, mode)
-        except Exception as failure:
-            return f"{words_of(failure)} ({case.name})"
-        if error > probe.attempt.tolerance:
-            return f"{name} differs by {error:.1e} ({case.name})"
+        _, reason = probe.trials.difference(functools.partial(split.largest_error, mode=mode), trial, expected)
+        if reason is not None:
+            return f"{reason} ({trial.cases[0][1].name})"
     return None
 
 
@@ -340,12 +331,12 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
 def _accepted(probe: _Probe, choice: MeshVerdict) -> Iterator[Trial]:
     """The first micro-batch of each kind that is right on a mesh without stages."""
     seen: set[BatchKind] = set()
-    for trial in probe.trials:
+    for trial in probe.trials.all:
         kinds = {kind for kind, _ in trial.cases}
         if kinds.isdisjoint(choice.refused):
             yield from () if kinds <= seen else (trial,)
         else:
-            yield from (probe.one_case(case) for case in trial.cases if case[0] not in {*choice.refused, *seen})
+            yield from (probe.trials.one_case(case) for case in trial.cases if case[0] not in {*choice.refused, *seen})
         seen |= kinds
 
 
@@ -369,12 +360,10 @@ class _Split:
         return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
-        model, kind = self._models[mesh.rank], self._probe.kind
+        model = self._models[mesh.rank]
         model.zero_grad()
         with self._probe.attempt.precision():
-            loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+            return run_backward(model, self._probe.kind, batch)
 
 
 class _SplitStages:

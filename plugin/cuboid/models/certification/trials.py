@@ -1,0 +1,255 @@
+"""What verdicts rest on: the micro-batches of a small model, what it computes itself, and comparisons with that.
+
+:mod:`cuboid.verify` runs steps by :func:`run_backward` too; it compares more, and in processes.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import LABELLED, BatchKind
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import LONGEST, Case, cases
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.models.kinds.probe_rows import CannotProbe
+
+#: What the rows of a micro-batch are.
+Cases = tuple[tuple[BatchKind, Case], ...]
+#: Of a micro-batch and what is expected of it, the largest error of a side and where it is. It may raise.
+SideError = Callable[[MicroBatch, "ProbeOutcome"], tuple[float, str]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The precision of a comparison.
+
+    Parts that models cast to float32 on purpose hide small differences, but some models don't run without the casts.
+
+    Args:
+        dtype: of the weights.
+        precision: makes the context to compute in.
+        tolerance: the largest relative error that passes.
+        default: torch's default dtype, in which models create tensors of their own.
+    """
+
+    dtype: torch.dtype
+    precision: Callable[[], AbstractContextManager[Any]]
+    tolerance: float
+    default: torch.dtype = torch.float32
+
+
+ATTEMPTS = (
+    Attempt(torch.float64, KeepFloat64, 1e-8),
+    # XGLM's attention makes float64's smallest number in the default dtype, which can't hold it.
+    Attempt(torch.float64, KeepFloat64, 1e-8, default=torch.float64),
+    Attempt(torch.float64, nullcontext, 1e-4),
+    Attempt(torch.float32, nullcontext, 1e-3),
+)
+
+
+@dataclass
+class ProbeOutcome:
+    """The result of a step.
+
+    Args:
+        loss, gradients: of the step.
+        shifts_labels: whether the model's own loss compares each position with the next label, or with its own; None
+            if it isn't the mean cross-entropy of its logits at all.
+    """
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    shifts_labels: bool | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A micro-batch of the probe.
+
+    Args:
+        cases: what its rows are.
+        batch: the rows of all cases, one after the other.
+        expected: what the model itself computes; the reason if it fails, or has a loss that there is no rule for.
+    """
+
+    cases: Cases
+    batch: MicroBatch
+    expected: ProbeOutcome | str
+
+
+class Trials:
+    """The micro-batches of a small model, and what it computes from each.
+
+    Args:
+        groups: what the rows of each micro-batch are; empty ones are left out, but count.
+        batch_of: makes a micro-batch of a group, whose number it is given.
+        run: runs the model itself.
+        tolerance: the largest relative error that passes.
+
+    Attributes:
+        all: the micro-batches.
+        one_case: makes a micro-batch of a single case, to tell which case of a wrong micro-batch is to blame.
+
+    Raises:
+        CannotProbe: the model fails on the first one.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Cases],
+        batch_of: Callable[[Cases, int], MicroBatch],
+        run: Callable[[MicroBatch], ProbeOutcome | str],
+        tolerance: float,
+    ) -> None:
+        self._batch_of, self._run, self.tolerance = batch_of, run, tolerance
+        self.one_case = functools.cache(lambda case: self._trial((case,)))
+        self.all = [self._trial(group, number) for number, group in enumerate(groups) if group]
+
+    def _trial(self, group: Cases, number: int = 1) -> Trial:
+        batch = self._batch_of(group, number)
+        try:
+            return Trial(group, batch, self._run(batch))
+        except Exception as error:
+            if number == 0:
+                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+            return Trial(group, batch, f"the model itself fails there: {type(error).__name__}: {error}")
+
+    def refusals(self, compare: SideError, *, says_length: bool = True) -> tuple[dict[BatchKind, str], float]:
+        """Compare all micro-batches, up to the first of whole rows that is wrong.
+
+        Args:
+            compare: with a side.
+            says_length: whether the reasons of failures have the length of the rows.
+
+        Returns:
+            The wrong kinds with their reasons, and the largest error of the others.
+        """
+        refused: dict[BatchKind, str] = {}
+        largest = 0.0
+        pending = collections.deque(self.all)
+        while pending and "whole rows" not in refused:
+            trial = pending.popleft()
+            if all(kind in refused for kind, _ in trial.cases):
+                continue
+            kind, case = trial.cases[0]
+            error, reason = self.difference(compare, trial)
+            if reason is None:
+                largest = max(largest, error or 0.0)
+            elif len(trial.cases) > 1:
+                pending.extendleft(map(self.one_case, reversed(trial.cases)))
+            else:
+                length = f", {case.length} tokens" if says_length or error is not None else ""
+                refused.setdefault(kind, f"{reason} ({case.name}{length})")
+        return refused, largest
+
+    def difference(
+        self, compare: SideError, trial: Trial, expected: ProbeOutcome | None = None
+    ) -> tuple[float | None, str | None]:
+        """The largest error of a micro-batch, None if a side fails; and what is wrong in words, None if nothing is."""
+        right = expected or trial.expected
+        if isinstance(right, str):
+            return None, right
+        try:
+            error, name = compare(trial.batch, right)
+        except Exception as failure:
+            return None, words_of(failure)
+        return error, None if error <= self.tolerance else f"{name} differs by {error:.1e}"
+
+
+def batch_of_kind(kind: ModelKind, model: PreTrainedModel, group: Cases, *, has_types: bool) -> MicroBatch:
+    """The rows of all cases of a group as a micro-batch of a model's kind, perhaps with token types."""
+    return joined(
+        kind.probe_batch(case, model, has_types=has_types, has_labels=rows in LABELLED.values()) for rows, case in group
+    )
+
+
+def joined(batches: Iterable[MicroBatch]) -> MicroBatch:
+    """Micro-batches of the same tensors, as one."""
+    each = list(batches)
+    return {name: torch.cat([batch[name] for batch in each]) for name in each[0]}
+
+
+def probe_cases(config: PretrainedConfig) -> Iterator[tuple[BatchKind, Case]]:
+    """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
+    found = cases(config, LONGEST)
+    longest = max(case.length for case in found if not case.packed)
+    for case in found:
+        if case.padding == "none" and not case.packed:
+            yield "whole rows", case
+    for case in found:
+        if case.packed:
+            yield "packed sequences", case
+        elif case.padding != "none" and case.length == longest and not case.first_position:
+            kind: BatchKind = "padding on the left" if case.padding == "left" else "padding on the right"
+            yield kind, case
+            yield LABELLED[kind], case
+
+
+def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case], ...]]:
+    """:func:`probe_cases`, grouped by what can be one micro-batch: rows with the same padding, and packed rows."""
+    groups: dict[object, list[tuple[BatchKind, Case]]] = {}
+    for kind, case in probe_cases(config):
+        groups.setdefault(case if kind == "whole rows" else case.padding, []).append((kind, case))
+    return [tuple(group) for group in groups.values()]
+
+
+def run_backward(model: Any, kind: ModelKind, batch: MicroBatch) -> torch.Tensor:
+    """Forward and backward with the loss of a model's kind, which is returned; parameters keep the gradients."""
+    loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def run_whole(model: PreTrainedModel, kind: ModelKind, batch: MicroBatch) -> ProbeOutcome:
+    """:func:`run_backward` of an uncut model without gradients.
+
+    Raises:
+        ValueError: its loss isn't finite.
+    """
+    loss = run_backward(model, kind, batch)
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss isn't finite")
+    return ProbeOutcome(loss, gradients_of([model]))
+
+
+def words_of(failure: Exception) -> str:
+    """What a verdict says of a failure."""
+    return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
+
+
+def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
+    """Gradients by name, summed over stages: a parameter that two of them share has a part of its gradient on each."""
+    total: dict[str, torch.Tensor] = {}
+    for model in models:
+        for first, parameter in model.named_parameters():
+            # The first name of a tied weight isn't always that of its source: CamemBERT's head precedes its embeddings.
+            name = model.all_tied_weights_keys.get(first, first)
+            if parameter.grad is not None:
+                total[name] = total[name] + parameter.grad if name in total else parameter.grad
+    return total
+
+
+def largest_error(found: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
+    """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
+    errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
+    norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
+    floor = 1e-6 * max(norms.values(), default=1.0)
+    for name, norm in norms.items():
+        own = found.gradients.get(name)
+        difference = norm if own is None else float((own - expected.gradients[name]).norm())
+        errors[name] = difference / max(norm, floor)
+    for name in found.gradients.keys() - norms.keys():
+        errors[name] = float(found.gradients[name].norm()) / floor
+    # NaN compares unequal to itself, and counts as infinite.
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst
