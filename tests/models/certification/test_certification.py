@@ -456,6 +456,15 @@ def test_the_shipped_table_is_what_the_probe_finds():
         assert {**known, "error": 0} == {**found, "error": 0}
 
 
+@pytest.mark.parametrize("architecture", ["bloom", "gpt_oss"])
+def test_the_shipped_table_knows_a_loaded_model_that_has_no_fused_attention(architecture):
+    config = AutoConfig.for_model(architecture)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # What a model of such a class sets when it is made.
+    config._attn_implementation = "eager"
+    assert certificates.Question.of(cls, config).known(certificates.TABLE) is not None
+
+
 # --- what comes of it ------------------------------------------------------------------------------------------------
 
 

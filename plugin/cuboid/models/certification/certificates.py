@@ -208,10 +208,12 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
 
 
 def _features(cls: type[PreTrainedModel], config: PretrainedConfig, small: PretrainedConfig) -> dict[str, Any]:
+    # A model of a class that knows no other says "eager" once it is made, and its config doesn't before.
+    is_chosen = config._attn_implementation == "eager" and cls._supports_sdpa
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "transformers": ".".join(version("transformers").split(".")[:2]),
-        "attention": "eager" if config._attn_implementation == "eager" else "fused",
+        "attention": "eager" if is_chosen else "fused",
         "config": meaningful_fields(small),
         **_of_head(cls, config),
     }
