@@ -100,7 +100,7 @@ def test_colossalais_own_plugin_trains_as_without_cuboid(tmp_path):
         ({"tensor_parallel": MESH, "fp16": {"enabled": True}}, '"bf16": {"enabled": true}'),
         ({"tensor_parallel": MESH, "train_batch_size": 8}, "follows from the data loader"),
         ({"tensor_parallel": MESH, "gradient_cliping": 1.0}, 'did you mean "gradient_clipping"?'),
-        ({"tensor_parallel": MESH, "steps_per_print": 1}, "known keys: bf16, checkpoint, gradient_accumulation_steps"),
+        ({"tensor_parallel": MESH, "steps_per_print": 1}, "known keys: activation_checkpointing, bf16, checkpoint"),
         (
             {"tensor_parallel": MESH, "zero_optimization": {"stage": 2}},
             "optimization.stage: Input should be 0 or 1",

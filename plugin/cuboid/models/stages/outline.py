@@ -171,7 +171,7 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     if kind.is_causal:
         _check_causality(cls, layers, log)
     logits = getattr(output, "logits", None)
-    if kind.is_language_model and (not isinstance(logits, torch.Tensor) or logits.dim() != 3):
+    if not kind.runs_own_head and (not isinstance(logits, torch.Tensor) or logits.dim() != 3):
         raise _unsupported(cls, "it returns no logits [batch, sequence, vocabulary]")
     return _outline_of(model, kind, name, log)
 
