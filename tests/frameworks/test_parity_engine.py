@@ -9,6 +9,7 @@ import pytest
 from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import MeshShape
+from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
 from training import make_engine, settings, train
 
@@ -76,6 +77,26 @@ def test_without_clipping_and_sharded_in_memory(parity: Compare) -> None:
 
 def test_activation_checkpointing(parity: Compare) -> None:
     parity("1x2x2", "llama", zero(1), checkpointing=True)
+
+
+def _trained(path: str, config: dict[str, Any]) -> tuple[list[float], bool]:
+    engine = make_engine(path, config)
+    return train(engine, 3), recomputes(engine.module)
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x1", 2)])
+def test_the_configs_checkpointing_trains_to_the_same_losses(
+    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], mesh: str, stages: int | None
+) -> None:
+    path, losses = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2)), {}
+    for mode in ("none", "layers", "attention"):
+        config = {**settings(mesh, stages), "activation_checkpointing": {"mode": mode}}
+        ranks = pool.run(2, _trained, path, config, timeout_s=TIMEOUT_S)
+        losses[mode] = [own for own, _ in ranks]
+        assert [checkpoints for _, checkpoints in ranks] == [mode != "none"] * 2
+    assert losses["layers"] == losses["attention"]
+    for own, plain in zip(losses["layers"], losses["none"], strict=True):
+        assert own == pytest.approx(plain, rel=1e-6)
 
 
 def test_bfloat16(parity: Compare) -> None:
