@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 
 import deepspeed
 import pytest
@@ -170,7 +171,7 @@ def test_a_booster_trains_an_adapter_as_plain_peft(pool, checkpoint, adapter, tm
         torch.testing.assert_close(saved[name.replace(".default.", ".")], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize(("mesh", "stages"), [({"sequence": 2}, None), ({}, 2)])
+@pytest.mark.parametrize(("mesh", "stages"), [pytest.param({"sequence": 2}, None, marks=pytest.mark.slow), ({}, 2)])
 def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, stages):
     status, output = run(sys.executable, "-m", "cuboid.cli", "prepare", "--out", tmp_path)
     assert status == 0, output
@@ -194,3 +195,60 @@ def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, sta
         assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(losses[0], rel=1e-4)
         adapted = PeftModel.from_pretrained(model, out)
         assert float(adapted(input_ids=ids, labels=ids).loss) < losses[0] - 0.1
+
+
+TRAINER = """
+    import json, sys
+    import cuboid
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, TrainingArguments, logging
+
+    logging.set_verbosity_error()
+    path, out, config, resume = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4] == "resume"
+    arguments = TrainingArguments(
+        out, deepspeed=config, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=5, save_steps=2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1, learning_rate=1e-2,
+        lr_scheduler_type="constant",
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(7)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(2, 131, (16,), generator=generator) for _ in range(32)]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = cuboid.CuboidTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2" if resume else None)
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{out}/final")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if arguments.process_index == 0:
+        print("RESULT" + json.dumps([losses, evaluated]))
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [pytest.param("1x2x1", None, marks=pytest.mark.slow), ("1x1x1", 2)])
+def test_a_trainer_saves_and_resumes_an_adapter(checkpoint, tmp_path, mesh, stages):
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINER))
+    config = {key: value for key, value in config_of(mesh, stages, 1, 1).items() if key != "optimizer"}
+    config |= dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+    )
+    results = []
+    for how in ("start", "resume"):
+        arguments = (checkpoint(SMALL), tmp_path / "out", json.dumps(config), how)
+        status, output = world(2, tmp_path / "script.py", *arguments)
+        assert status == 0, output
+        line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+        results.append(json.loads(line.removeprefix("RESULT")))
+    (losses, evaluated), (resumed, evaluated_again) = results
+    assert len(losses) == 4
+    assert resumed == pytest.approx(losses, rel=1e-6)
+    assert evaluated_again == pytest.approx(evaluated, rel=1e-6)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randint(2, 131, (16,), generator=generator) for _ in range(4)])
+    with torch.no_grad():
+        loss = PeftModel.from_pretrained(plain, tmp_path / "out" / "final")(input_ids=ids, labels=ids).loss
+    assert float(loss) == pytest.approx(evaluated, rel=1e-5)

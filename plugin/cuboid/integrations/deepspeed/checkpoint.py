@@ -16,6 +16,7 @@ from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
+from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.weights.checkpointing import Checkpointing, Part, Progress, progress_of
 from cuboid.weights.state_dict_map import stored_names
 
@@ -47,7 +48,8 @@ class CheckpointedEngine(DeepSpeedEngine):
             client_state: the caller's own data: None, bools, numbers, strings, tensors, numpy arrays, and lists, tuples
                 and dicts of them. ``data_fingerprint`` in it goes into the lineage.
             save_latest: whether ``save_dir/latest`` shall name this checkpoint.
-            exclude_frozen_parameters: not supported, since the model would be incomplete.
+            exclude_frozen_parameters: only for a model with adapters, whose checkpoints never have frozen weights. Any
+                other model would be incomplete.
 
         Returns:
             Whether it was written; or, if asynchronous, is being written.
@@ -55,7 +57,8 @@ class CheckpointedEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank, if any of them failed.
         """
-        if exclude_frozen_parameters:
+        # As the Trainer asks for adapters.
+        if exclude_frozen_parameters and sharding_of(self.module).adapters is None:
             raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
         self.checkpointing.changed()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -80,7 +83,9 @@ class CheckpointedEngine(DeepSpeedEngine):
         Args:
             load_dir: folder of checkpoints, or one checkpoint.
             tag: name of the checkpoint; by default the one that ``load_dir/latest`` names.
-            load_module_strict, custom_load_fn: as in DeepSpeed; only their defaults are supported.
+            load_module_strict: as in DeepSpeed; False only for a model with adapters, whose checkpoints have no frozen
+                weights.
+            custom_load_fn: not supported.
             load_optimizer_states: if false, the optimizer keeps its state, except for its master weights.
             load_lr_scheduler_states: if false, the schedule keeps its state.
             load_module_only: load only the weights, for fine-tuning; this works with any Hugging Face checkpoint.
@@ -91,7 +96,8 @@ class CheckpointedEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank: there is none, it is incomplete, or it is of another model or optimizer.
         """
-        if not load_module_strict or custom_load_fn is not None:
+        is_partial = not load_module_strict and sharding_of(self.module).adapters is None
+        if is_partial or custom_load_fn is not None:
             raise CheckpointError("load_module_strict=False and custom_load_fn have no meaning here; leave them out")
         adapter = self._adapter
         if load_module_only and tag is None and _is_plain(Path(load_dir)):

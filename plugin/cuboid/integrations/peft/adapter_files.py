@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from cuboid.weights.state_dict_map import sharded_layouts
 
 #: What PEFT's files put before the names of a model's parameters.
 _PREFIX = "base_model.model."
+#: A factor in a parameter's name, with the adapter's name behind it.
+_FACTOR = re.compile(r"(\.lora_\w+)\.([^.]+)\.")
 #: Options that decide which tensors an adapter has, and what they mean.
 _IDENTITY = ("r", "lora_alpha", "use_rslora", "lora_bias", "bias", "rank_pattern", "alpha_pattern")
 
@@ -63,13 +66,10 @@ class AdapterFiles:
             target = _folder_of(folder, name)
             target.mkdir(exist_ok=True)
             # Not by PEFT's own function, which asks the Hub about the model's vocabulary.
-            tensors = {
-                key.replace(f".{name}.", "."): x.contiguous()
-                for key, x in state.items()
-                if ".lora_" not in key or f".{name}." in key
-            }
+            tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _adapter_of(key) in (name, None)}
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
             saved = copy.copy(config)
+            saved.target_modules = _targets(config.target_modules, tensors)
             saved.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
             saved.inference_mode = True
             saved.save_pretrained(str(target))
@@ -90,7 +90,7 @@ class AdapterFiles:
                 for adapter_of_parameter, name, parameter in _parameters(inner):
                     if adapter_of_parameter not in (adapter, None):
                         continue
-                    key = f"{_PREFIX}{name}".replace(f".{adapter}.", ".")
+                    key = _saved_name(f"{_PREFIX}{name}")
                     layout, spec = layouts.get(name), file.specs.get(key)
                     shape = tuple(parameter.shape) if layout is None else layout.shape
                     if spec is None or tuple(spec.shape) != shape:
@@ -167,12 +167,32 @@ def _parameters(inner: Any) -> Iterator[tuple[str | None, str, nn.Parameter]]:
     """What adapters' files hold: the adapter (None for trained biases of the model), the name and the parameter."""
     trains_biases = any(config.bias != "none" for config in inner.peft_config.values())
     for name, parameter in inner.named_parameters():
-        parts = name.split(".")
-        factor = next((number for number, part in enumerate(parts) if part.startswith("lora_")), None)
-        if factor is not None:
-            yield parts[factor + 1], name, parameter
-        elif trains_biases and parts[-1] == "bias":
-            yield None, name, parameter
+        adapter = _adapter_of(name)
+        if adapter is not None or (trains_biases and name.endswith(".bias")):
+            yield adapter, name, parameter
+
+
+def _adapter_of(name: str) -> str | None:
+    """The adapter that a parameter ``….lora_A.<adapter>.weight`` belongs to; None for the model's own."""
+    factor = _FACTOR.search(name)
+    return None if factor is None else factor[2]
+
+
+def _saved_name(name: str) -> str:
+    """A parameter's name in PEFT's files, which don't name the adapter."""
+    return _FACTOR.sub(r"\1.", name, count=1)
+
+
+def _targets(asked: Any, tensors: Iterable[str]) -> Any:
+    """``target_modules`` for a file: those asked for, and layers of other stages that they don't name.
+
+    On a stage, PEFT makes a list of its own layers out of ``"all-linear"``.
+    """
+    if not isinstance(asked, set | list | tuple):
+        return asked
+    layers = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    missing = {layer for layer in layers if not any(layer == key or layer.endswith(f".{key}") for key in asked)}
+    return sorted({*asked, *missing})
 
 
 def _folder_of(folder: Path, adapter: str) -> Path:

@@ -95,8 +95,13 @@ def loading() -> Iterator[None]:
 @contextmanager
 def _giving_head(model: Any) -> Iterator[None]:
     """In the ``with`` block, the model's head is the module itself, whose name PEFT looks up."""
-    # Otherwise scripts are given the whole head.
-    model.get_output_embeddings = lambda: model.cuboid.head
+    # Otherwise scripts are given the whole head, or a stand-in on stages that have none.
+    try:
+        head = model.cuboid.base.get_output_embeddings(model)
+    except AttributeError:
+        # The module that contains it is a placeholder on this stage.
+        head = None
+    model.get_output_embeddings = lambda: head
     try:
         yield
     finally:
