@@ -87,8 +87,9 @@ def _save_pretrained(original: Any) -> Any:
             return
         from cuboid.integrations.peft.adapter_files import save_adapters
 
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        save_adapters(self, arguments["save_directory"], {**arguments, **arguments.get("kwargs", {})})
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        others = arguments.pop("kwargs", {})
+        save_adapters(arguments.pop("self"), arguments.pop("save_directory"), **arguments, **others)
 
     return save_pretrained
 
@@ -106,7 +107,7 @@ def _count_parameters(original: Any) -> Any:
     return get_nb_trainable_parameters
 
 
-#: Each is called with an adapter's structure in the model, or changes it.
+#: Methods of PEFT's tuners that replace modules of the model, beside the one that puts adapters in.
 _STRUCTURE = ("_unload_and_optionally_merge", "delete_adapter")
 _PATCHES = [
     Patch(

@@ -75,7 +75,7 @@ class AdapterFiles:
             saved.save_pretrained(str(target))
 
     def load(self, model: nn.Module, folder: Path) -> None:
-        """Load the model's adapters from a folder of PEFT. Each rank reads its own shards; nothing is sent.
+        """Load the model's adapters from a folder of PEFT. Each rank reads them and keeps its shards; nothing is sent.
 
         Raises:
             CheckpointError: the folder has no such adapters, or they don't fit the model's.
@@ -110,11 +110,11 @@ class AdapterFiles:
 _FIXED = {"safe_serialization": True, "save_embedding_layers": False, "path_initial_model_for_weight_conversion": None}
 
 
-def save_adapters(peft_model: Any, folder: str | Path, arguments: Mapping[str, Any]) -> None:
-    """``PeftModel.save_pretrained`` around a sharded model; all ranks call it, and the first one writes.
+def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
+    """``save_pretrained`` of PEFT's model around a sharded one, or of that itself; the first rank writes. Collective.
 
     Args:
-        peft_model: of PEFT.
+        model: PEFT's, or the sharded one, which like transformers' writes its adapters.
         folder: made if missing.
         arguments: further arguments of the call. If there is a ``state_dict`` of whole tensors, or an empty one on
             other ranks, as trainers pass it, then the rank that has the tensors writes them, without communication.
@@ -129,32 +129,27 @@ def save_adapters(peft_model: Any, folder: str | Path, arguments: Mapping[str, A
                 f"PeftModel.save_pretrained({name}={arguments[name]!r}) has no rule for a model on a mesh or in a "
                 "pipeline; leave it out"
             )
-    mesh, files, path = mesh_of(peft_model), AdapterFiles(), Path(folder)
+    mesh, files, path = mesh_of(model), AdapterFiles(), Path(folder)
 
     def write(state: dict[str, torch.Tensor]) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if hasattr(peft_model, "create_or_update_model_card"):
-                peft_model.create_or_update_model_card(str(path))
-            files.write(peft_model, state, path, arguments.get("selected_adapters"))
+            if hasattr(model, "create_or_update_model_card"):
+                model.create_or_update_model_card(str(path))
+            files.write(model, state, path, arguments.get("selected_adapters"))
         except OSError as error:
             raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error
 
     full_state = arguments.get("state_dict")
-    if full_state is not None and _is_whole(peft_model, full_state):
+    if full_state is not None and _is_whole(model, full_state):
         if full_state and arguments.get("is_main_process", mesh.rank == 0):
             write(full_state)
         return
     mesh.connect()
-    state = files.state(peft_model)
+    state = files.state(model)
     mesh.connect_host()
     # All ranks return only when the files are complete, so that each can read them.
     run_on_all_ranks(lambda: write(state) if mesh.rank == 0 else None, mesh, what="PeftModel.save_pretrained")
-
-
-def save_inside(model: Any, directory: str | Path, **kwargs: Any) -> None:
-    """``save_pretrained`` of a sharded model with adapters in it; like transformers, it writes the adapters."""
-    save_adapters(model, directory, kwargs)
 
 
 def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import WeightSeed
 from cuboid.errors import UnsupportedModelError
-from cuboid.integrations.peft.adapter_files import AdapterFiles, save_inside
+from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, seeded_by
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedModel
@@ -67,15 +67,15 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             # Each rank makes the whole factors, so all must draw the same.
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
             model.cuboid.mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
-        with structure_changes(model), seeded_by(_seeds_by_name(model)):
+        # Each stage makes its own layers' factors only, so that ranks would draw different numbers for a layer.
+        seed_of = _seeds_by_name(model) if isinstance(model, StageModel) else None
+        with structure_changes(model), seeded_by(seed_of):
             return action()
 
 
-def _seeds_by_name(model: Any) -> Callable[[nn.Module], int] | None:
-    """The seeds of layers' new adapters in a pipeline, where each stage makes its own layers' only; else None."""
+def _seeds_by_name(model: Any) -> Callable[[nn.Module], int]:
+    """The seeds of layers' new adapters, by the layer's name."""
     names = {id(module): name.removesuffix(".base_layer") for name, module in model.named_modules()}
-    if not isinstance(model, StageModel):
-        return None
     seed = int(torch.randint(2**32, (), device="cpu"))
     return lambda base: seed + zlib.crc32(names[id(base)].encode())
 
@@ -178,10 +178,6 @@ def structure_changes(model: Any) -> Iterator[None]:
     }
     others = {name: count for name, count in sharding.whole.parameters.items() if name not in before}
     sharding.whole = dataclasses.replace(sharding.whole, parameters={**others, **counts})
-    sharding.adapters, sharding.save = (AdapterFiles(), save_inside) if has_adapters(model) else (None, save_sharded)
+    has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    sharding.adapters, sharding.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
     collect_prefetched(model)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether there are layers with adapters in a model."""
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())

@@ -13,15 +13,13 @@ from peft.tuners.lora import LoraConfig
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import ShardedDropout, seeded
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankLayout
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import put_shard, shard_boxes
+from cuboid.tensor3d.sharding.full_params import whole_parameter
+from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
 #: Gives the seed of a layer's new adapter; None for whatever torch's generator draws next, as in plain PEFT.
 _seeds: ContextVar[Callable[[nn.Module], int] | None] = ContextVar("cuboid_adapter_seeds", default=None)
@@ -31,9 +29,10 @@ class SeededLora(lora.Linear):
     """As PEFT's own class. In a pipeline, initial values don't depend on which layers a stage has."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
-        base = base_layer.product.in_first if isinstance(base_layer, ShardedLinear) else isinstance(base_layer, Conv1D)
         # As PEFT does for layers whose class tells.
-        config.fan_in_fan_out = base
+        config.fan_in_fan_out = isinstance(base_layer, Conv1D)
+        if isinstance(base_layer, ShardedLinear):
+            config.fan_in_fan_out = base_layer.product.in_first
         super().__init__(base_layer, adapter_name, config, **kwargs)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
@@ -118,12 +117,16 @@ class ShardedLora(SeededLora):
             )
         return x if shard is None else shard
 
+    @torch.no_grad()
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """This rank's shard of the adapter's update of the weight; collective."""
         base: Any = self.get_base_layer()
+        # Adapters may be merged before anything else has connected the ranks.
+        base.mesh.connect()
         factors: Any = self.lora_A[adapter], self.lora_B[adapter]
+        full: Any = [whole_parameter(factor, "weight") for factor in factors]
         # In 16 bits, the sum over r would be rounded on some devices.
-        a, b = (x.float() if x.itemsize < 4 else x for x in (full_parameter(factor, "weight") for factor in factors))
+        a, b = (x.float() if x.itemsize < 4 else x for x in full)
         delta = torch.zeros(base.weight.shape, dtype=a.dtype, device=a.device)
         for here, there in shard_boxes(base.layout("weight"), base.mesh.shape, base.mesh.coordinate):
             out, into = there[::-1] if self.fan_in_fan_out else there
@@ -131,15 +134,3 @@ class ShardedLora(SeededLora):
             delta[here] = box.t() if self.fan_in_fan_out else box
         scaled: torch.Tensor = (delta * self.scaling[adapter]).to(base.weight.dtype)
         return scaled
-
-
-def full_parameter(module: ShardedModule, name: str) -> torch.Tensor:
-    """A whole parameter, on every rank of the mesh; collective."""
-    spec, mesh = module.layout(name), module.mesh
-    shard = module.get_parameter(name).detach()
-    mesh.connect()
-    full = shard.new_empty(spec.shape)
-    along = mesh.along(*AXES)
-    for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, along), strict=True):
-        put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
-    return full

@@ -197,11 +197,13 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
 
 
 def wants_logits(model: Any) -> bool:
+    """Whether a forward with labels returns logits too: by the config, or in evaluation only."""
     wanted = model.cuboid.config.gather_logits
     return not model.training if wanted == "auto" else wanted
 
 
 def whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
+    """The logits ``[B, S, V]`` on every rank, from parts ``[B/b, S/h, V/s]``; None where only the loss is wanted."""
     if has_loss and not wants_logits(model):
         return None
     vocabulary = model.config.vocab_size
