@@ -56,6 +56,7 @@ setup(
             "pytest>=8",
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
+            "peft>=0.21,<0.22",
             "ruff>=0.12",
             "import-linter>=2.6",
             "mypy>=1.15",
