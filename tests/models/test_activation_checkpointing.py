@@ -1,6 +1,7 @@
 """The config's activation checkpointing: with its script's, on meshes, and what attention's kernels run and keep."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
 from cuboid.integrations.handoff import adopt_model
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.attention.kept_attention import keeping_attention
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.mesh_certificates import certified_plan
@@ -205,6 +207,40 @@ def test_kept_attention_beside_recurrent_layers():
     contexts = keeping_attention(lambda: (torch.enable_grad(), KeepFloat64()))
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     assert_as_alone(model, "1x2x1", step_of(input_ids=IDS, labels=IDS), verdict)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_blocks_that_a_mesh_computes_whole_are_recomputed_too(keeps):
+    # They gather their parameters by hooks of their own, which must not hide those of checkpointing.
+    model, saved = small(), []
+
+    def note_input(_, arguments):
+        saved.append(weakref.ref(arguments[0]))
+
+    def step(sharded):
+        for layer in sharded.model.layers:
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                module.register_forward_pre_hook(cuboid.local_hook(note_input))
+        loss = sharded(input_ids=IDS, labels=IDS, use_cache=False).loss
+        alive.append(sum(x() is not None for x in saved))
+        loss.backward()
+        return loss.detach()
+
+    alive = []
+    verdict = MeshVerdict(whole=("self_attn", "mlp"))
+    Threaded(model, "1x2x2", verdict).run(step)
+    assert max(alive) > 0
+
+    def again():
+        return torch.enable_grad(), KeepFloat64()
+
+    contexts = keeping_attention(again) if keeps else again
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    alive.clear()
+    saved.clear()
+    Threaded(model, "1x2x2", verdict).run(step)
+    assert alive == [0, 0, 0, 0]
+    assert_as_alone(model, "1x2x2", step_of(input_ids=IDS, labels=IDS), verdict)
 
 
 def live_bytes():

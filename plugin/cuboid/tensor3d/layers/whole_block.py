@@ -366,30 +366,45 @@ def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) ->
 
 
 class _SavedByNumber:
-    """Saved-tensor hooks that save a block's parameters by number only; backward gathers all of them again, once."""
+    """Saved-tensor hooks that save a block's parameters by number only; backward gathers all of them again, once.
+
+    Everything else goes through the hooks around the block. Autograd would call the innermost ones alone: activation
+    checkpointing would keep what the block saves, and nothing that offloads or counts would see it.
+    """
 
     def __init__(
         self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], full_params: Sequence[torch.Tensor]
     ) -> None:
         self._params, self._shards = params, shards
         self._versions = [shard._version for shard in shards]
-        self._numbers = {full.untyped_storage().data_ptr(): number for number, full in enumerate(full_params)}
+        self._numbers = {_storage(full): number for number, full in enumerate(full_params)}
         self._wholes: tuple[torch.Tensor, ...] | None = None
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack_around, self._unpack_around = (_as_it_is, _as_it_is) if around is None else around
 
     def pack(self, x: torch.Tensor) -> Any:
-        number = self._numbers.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        number = self._numbers.get(_storage(x)) if x.numel() else None
         if number is None:
-            # Not a parameter: saved as usual.
-            return x
+            return None, self._pack_around(x)
         # Autograd may save a view of the parameter, such as its transpose.
-        return number, x.size(), x.stride(), x.storage_offset()
+        return number, (x.size(), x.stride(), x.storage_offset())
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        number, size, stride, offset = packed
+        number, saved = packed
+        if number is None:
+            whole: torch.Tensor = self._unpack_around(saved)
+            return whole
         if self._wholes is None:
             if self._versions != [shard._version for shard in self._shards]:
                 raise RuntimeError("a parameter was changed between a forward and its backward")
             self._wholes = _gathered(self._params, self._shards)
-        return self._wholes[number].as_strided(size, stride, offset)
+        return self._wholes[number].as_strided(*saved)
+
+
+def _as_it_is(saved: Any) -> Any:
+    return saved
+
+
+def _storage(x: torch.Tensor) -> int:
+    """An id of a tensor's storage, also of one without memory, as long as the storage lives."""
+    return x.untyped_storage()._cdata  # type: ignore[no-any-return, unused-ignore]
