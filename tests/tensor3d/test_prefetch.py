@@ -261,32 +261,6 @@ def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket
             assert_same(alone, workers.run(math.prod(axes), train_in_parts, path, axes, bucket_bytes))
 
 
-def train_compiled(path, axes):
-    """Loss and gradients of compiled layers, and whether anything of them was compiled."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    model = sharded(path, axes).train()
-    for layer in model.model.layers:
-        layer.compile(backend=count)
-    loss = model(input_ids=tokens(), labels=tokens()).loss
-    loss.backward()
-    return [float(loss.detach())], cuboid.full_gradients(model), len(graphs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [(1, 2, 3), (6, 1, 1), (1, 3, 1)], ids=str)
-def test_layers_can_be_compiled(pool, path, axes):
-    alone = pool.run(1, train_compiled, path, (1, 1, 1))[0]
-    ranks = pool.run(MeshShape(*axes).size, train_compiled, path, axes)
-    assert_same(alone, ranks)
-    assert all(graphs > 0 for _, _, graphs in [alone, *ranks])
-
-
 # --- inputs that are gathered again -------------------------------------------------------------------------------
 
 

@@ -114,7 +114,6 @@ def attention_of(name: str, kernel: ModelKernel) -> ModelKernel:
 
 
 def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.Module, call: Call) -> Any:
-    record.calls += 1
     if record.images is not None:
         query, key, value = _without_filling(record.images, module, call.query, call.key, call.value)
         call = Call(query, key, value, call.mask, call.options)

@@ -31,14 +31,12 @@ class AttentionRecord:
     Args:
         mesh: the mesh that shards the heads, if any.
         slot: holds the running unit, if sequences run in segments.
-        calls: how often the module has called its attention function.
         images: describes how positions were padded, in a model of images.
         implementations: the attention implementations that the model's configs named when the record was made.
     """
 
     mesh: Mesh | None = None
     slot: UnitSlot | None = None
-    calls: int = 0
     images: ImageSplit | None = None
     implementations: frozenset[str] = frozenset()
 
