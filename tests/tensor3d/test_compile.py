@@ -10,6 +10,8 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.verify import SmallModel, WorkerPool
 
 BATCH, LENGTH, STEPS = 4, 8, 10
+#: Inductor may take minutes for the first graph on a machine.
+TIMEOUT_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def train_with_compiled_code(path, axes, compiler):
     ids=str,
 )
 def test_layers_that_a_script_compiles_have_the_graphs_of_the_first_step(pool, path, axes, compiler):
-    ranks = pool.run(MeshShape(*axes).size, train_with_compiled_code, path, axes, compiler)
+    ranks = pool.run(MeshShape(*axes).size, train_with_compiled_code, path, axes, compiler, timeout_s=TIMEOUT_S)
     for after_step, _, _ in ranks:
         assert after_step[0] > 0
         assert after_step == after_step[:1] * STEPS
