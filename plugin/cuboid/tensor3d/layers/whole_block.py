@@ -392,8 +392,8 @@ class _SavedByNumber:
     def unpack(self, packed: Any) -> torch.Tensor:
         number, saved = packed
         if number is None:
-            whole: torch.Tensor = self._unpack_around(saved)
-            return whole
+            activation: torch.Tensor = self._unpack_around(saved)
+            return activation
         if self._wholes is None:
             if self._versions != [shard._version for shard in self._shards]:
                 raise RuntimeError("a parameter was changed between a forward and its backward")
