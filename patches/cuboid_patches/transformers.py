@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
@@ -78,19 +79,30 @@ def _trainer(original: Any) -> Any:
         config, own_steps = _config_kept_alive(), sys.modules["transformers.trainer"].Trainer.training_step
         if config is not None and config.ranks > 1:
             _check_trl(type(self))
-        if config is not None and config.pipeline is not None and type(self).training_step is own_steps:
-            raise ConfigError(
-                "pipeline.engine seq1f1b makes an optimizer step at once, for which transformers.Trainer has no call; "
-                "use cuboid.CuboidTrainer in its place"
-            )
+        if config is not None and config.pipeline is not None:
+            _check_runs_pipeline(type(self), own_steps)
         original(self, *args, **kwargs)
 
     return init
 
 
+def _check_runs_pipeline(trainer: type[Any], own_steps: Any) -> None:
+    of_trl = trainer_of_trl(trainer)
+    # A trainer whose steps are its own may call the engine's train_batch.
+    if is_cuboid_trainer(trainer) or (of_trl is None and trainer.training_step is not own_steps):
+        return
+    instead = "use cuboid.CuboidTrainer in its place"
+    if of_trl is not None or trainer.__module__.partition(".")[0] != "transformers":
+        instead = f"put cuboid.CuboidTrainer in front: class Mine(CuboidTrainer, {trainer.__name__}): pass"
+    raise ConfigError(
+        "pipeline.engine seq1f1b makes an optimizer step at once, for which transformers.Trainer has no call; "
+        + instead
+    )
+
+
 def _check_trl(trainer: type[Any]) -> None:
     """Refuse a trainer of TRL, or one derived from it, that wasn't compared with its results in one process."""
-    of_trl = next((cls for cls in trainer.__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
+    of_trl = trainer_of_trl(trainer)
     if of_trl is None or of_trl.__name__ in _TRL:
         return
     raise UnsupportedModelError(

@@ -207,7 +207,10 @@ REFUSALS = """
 
     class OwnLoss(CuboidTrainer):
         def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Derived(Trainer):
+        pass
 
     def message_of(cls=CuboidTrainer, arguments=None, **given):
         options = TrainingArguments(out, deepspeed=config, use_cpu=True, report_to=[], save_strategy="no")
@@ -216,6 +219,8 @@ REFUSALS = """
         try:
             trainer = cls(model=AutoModelForCausalLM.from_pretrained(start), args=options, **given)
             row = torch.arange(8)
+            if cls is OwnLoss:
+                trainer.evaluate([{"input_ids": row, "labels": row}])
             trainer.predict([{"input_ids": row, "labels": row}])
         except CuboidError as error:
             return str(error)
@@ -227,6 +232,7 @@ REFUSALS = """
     messages["OwnLoss.compute_loss"] = message_of(OwnLoss)
     messages["compute_metrics"] = message_of(compute_metrics=lambda _: {})
     messages["cuboid.CuboidTrainer in its place"] = message_of(Trainer)
+    messages["class Mine(CuboidTrainer, Derived)"] = message_of(Derived)
     messages["predictions"] = message_of()
     allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
     print("RESULT" + json.dumps([messages, allowed]))

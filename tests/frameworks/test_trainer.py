@@ -1,6 +1,7 @@
 """The unmodified Hugging Face Trainer, which finds the mode in ``TrainingArguments(deepspeed=…)``."""
 
 import json
+import math
 import textwrap
 from importlib.util import find_spec
 
@@ -143,7 +144,7 @@ TRL = """
     import cuboid
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
         AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, logging
@@ -186,6 +187,7 @@ TRL = """
         "sft, assistant's turns": (SFTTrainer, SFTConfig, chats, {"assistant_only_loss": True}),
         "sft, dft": (SFTTrainer, SFTConfig, texts, {"loss_type": "dft"}),
         "sft, lora": (SFTTrainer, SFTConfig, texts, {}),
+        "sft, adapter": (SFTTrainer, SFTConfig, texts, {}),
         "dpo, lora": (DPOTrainer, DPOConfig, pairs, {}),
         "reward, lora": (RewardTrainer, RewardConfig, pairs, {}),
         "dpo": (DPOTrainer, DPOConfig, pairs, {}),
@@ -203,6 +205,10 @@ TRL = """
     models = {"model": auto_class.from_pretrained(path, dtype=torch.float32)}
     if "reference" in mode:
         models["ref_model"] = AutoModelForCausalLM.from_pretrained(path + "-reference", dtype=torch.float32)
+    if config and "pipeline" in config:
+        trainer_class = type("Staged", (cuboid.CuboidTrainer, trainer_class), {})
+    if "adapter" in mode:
+        models["model"] = PeftModel.from_pretrained(models["model"], path + "-adapter", is_trainable=True)
     if "lora" in mode:
         models["peft_config"] = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
         # Of the factors, which are made here.
@@ -242,6 +248,11 @@ def trl_paths(paths):
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(paths / "start-reference")
     LlamaForSequenceClassification(config).save_pretrained(paths / "reward")
+    # In stages, the initial values of an adapter that is made there are others.
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(LlamaForCausalLM.from_pretrained(paths / "start"), adapter).save_pretrained(paths / "start-adapter")
     return paths
 
 
@@ -257,6 +268,35 @@ def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, rep
     expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
     sharded = (script, start, trl_paths / "sharded", json.dumps(config_of({"sequence": 2})), mode)
     found, evaluation = result_of(*world(2 * replicas, *sharded))
+    assert len(expected) == 3
+    for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
+        assert step.keys() == wanted.keys()
+        for name in (name for name in step if not name.endswith(TIMES)):
+            assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL isn't installed")
+@pytest.mark.parametrize(
+    ("mode", "mesh", "replicas", "schedule"),
+    [
+        ("sft", {}, 1, "seq1f1b"),
+        pytest.param("sft, packed", {"sequence": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("sft, completions", {"batch": 2}, 1, "zero_bubble", marks=pytest.mark.slow),
+        pytest.param("sft, assistant's turns", {"hidden": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("sft, padding-free", {}, 2, "zero_bubble", marks=pytest.mark.slow),
+        pytest.param("sft, adapter", {"sequence": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_sft_in_stages_reports_what_it_does_in_one_process(trl_paths, mode, mesh, replicas, schedule):
+    """Two stages, two segments; with the trainer's own loss and metrics, of training and of evaluation."""
+    script, start = trl_paths / "preferences.py", trl_paths / "start"
+    plain = (script, start, trl_paths / "plain", "null", mode)
+    expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
+    config = config_of(mesh) | {
+        "pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2, "stage_balance": "layers", "schedule": schedule}
+    }
+    ranks = 2 * replicas * math.prod(mesh.values())
+    found, evaluation = result_of(*world(ranks, script, start, trl_paths / "staged", json.dumps(config), mode))
     assert len(expected) == 3
     for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
         assert step.keys() == wanted.keys()

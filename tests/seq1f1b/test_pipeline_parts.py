@@ -89,6 +89,40 @@ def test_a_malformed_micro_batch_is_named(batch, message):
         read_micro_batch(batch, LIMITS)
 
 
+PACKED = {
+    "input_ids": IDS[:1],
+    "labels": IDS[:1],
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]]),
+    "cu_seq_lens_q": torch.tensor([0, 3, 5, 6], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 3, 5, 6], dtype=torch.int32),
+    "max_length_q": 3,
+    "max_length_k": torch.tensor(3),
+    "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2]], dtype=torch.int32),
+}
+
+
+def test_what_collators_say_of_packed_rows_is_compared_with_the_positions():
+    """The collators of transformers and TRL for padding-free rows."""
+    assert read_micro_batch(PACKED, LIMITS).keys() == {"input_ids", "labels", "position_ids"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cu_seq_lens_q", torch.tensor([0, 3, 6])),
+        ("cu_seq_lens_k", [0, 2, 5, 6]),
+        ("max_length_q", 6),
+        ("seq_idx", torch.zeros(1, 6, dtype=torch.int64)),
+        ("position_ids", torch.arange(6)[None] + 1),
+    ],
+)
+def test_packed_rows_that_contradict_themselves_are_refused(name, value):
+    with pytest.raises(CuboidError, match=r"contradicts position_ids, by which the sequences of the row begin at \["):
+        read_micro_batch({**PACKED, name: value}, LIMITS)
+    with pytest.raises(CuboidError, match="cu_seq_lens_q says where the sequences of a row begin, for which"):
+        read_micro_batch({**PACKED, "position_ids": None}, LIMITS)
+
+
 CLASSES = Limits(SequenceClassifier(3, 3), tokens=16, labels=3, types=2)
 ANSWERS = Limits(QuestionAnswering(), tokens=16, labels=None)
 

@@ -13,7 +13,11 @@ from transformers import Trainer, TrainingArguments
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.handoff import check_schedule
+from cuboid.integrations.trainer_classes import trainer_of_trl
+from cuboid.integrations.trainer_loss import TokenModel, check_own_loss
+from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.pipeline.training_pipeline import Pipeline
+from cuboid.models.sharded.sharded_model import unwrap
 
 #: Training arguments that can't be set with a pipeline, and why.
 _REFUSED = {
@@ -25,7 +29,10 @@ _REFUSED = {
     "neftune_noise_alpha": "its noise depends on the length of the sequence, but segments are embedded one by one",
     "use_liger_kernel": "it replaces layers that are cut into stages here",
     "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting; set the batch size",
+    "activation_offloading": "units of a pipeline free their activations in another order; leave it out",
 }
+#: Trainers of TRL that train the model's own loss.
+_OWN_LOSS = ("SFTTrainer",)
 
 
 class CuboidTrainer(Trainer):
@@ -36,11 +43,17 @@ class CuboidTrainer(Trainer):
     ``train_batch`` of the engine. Everything around it, such as logs, callbacks, schedules and checkpoints, is the
     Trainer's own. The loss is the mean over the label tokens of the whole batch, over all replicas.
 
+    In front of another subclass of ``Trainer``, as in ``class Mine(CuboidTrainer, SFTTrainer)``, it runs that in a
+    pipeline, if it trains the model's own loss. An own ``compute_loss`` may report what it likes: it is called after
+    the units of a step, with a model that returns what the last stage computed
+    (:class:`~cuboid.integrations.trainer_loss.TokenOutput`), and its derivatives are compared with the own loss's.
+
     Without a pipeline it is the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under which the
     ``Trainer`` makes its own.
 
     Raises:
-        ConfigError: an argument asks for what a pipeline can't do, such as logits.
+        ConfigError: an argument or a base class asks for what a pipeline can't do, such as logits.
+        CuboidError: in the first step, before the optimizer's, if ``compute_loss`` is another than the model's own.
         OptimizerError: the schedule is of another optimizer than the one given with it.
     """
 
@@ -98,7 +111,7 @@ class CuboidTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         group, self._micro_batches = self._micro_batches, []
-        with _step_of(model, len(group)):
+        with _step_of(model, len(group)), self._reporting(model.pipeline, group, num_items_in_batch):
             loss: torch.Tensor = model.train_batch(iter(group))
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -135,11 +148,41 @@ class CuboidTrainer(Trainer):
                 "a pipeline has no predictions, since the logits of a batch are never in one place; for the loss call "
                 "evaluate(), or set TrainingArguments.prediction_loss_only"
             )
-        batch = iter([self._prepare_inputs(inputs)])
-        if isinstance(model, Pipeline):
-            self.model.eval()
-            return model.evaluate(batch, 1), None, None
-        return model.eval_batch(batch, num_micro_batches=1), None, None
+        batch = self._prepare_inputs(inputs)
+        with self._reporting(model if isinstance(model, Pipeline) else model.pipeline, [batch], None):
+            if isinstance(model, Pipeline):
+                self.model.eval()
+                return model.evaluate(iter([batch]), 1), None, None
+            return model.eval_batch(iter([batch]), num_micro_batches=1), None, None
+
+    @contextmanager
+    def _reporting(self, pipeline: Pipeline, batches: list[dict[str, Any]], items: Any) -> Iterator[None]:
+        """In the ``with`` block, a step of the pipeline calls an overridden ``compute_loss`` for each micro-batch."""
+        if type(self).compute_loss is Trainer.compute_loss:
+            yield
+            return
+        # The Trainer divides by the mean number of tokens of a process.
+        replicas = (
+            self.accelerator.num_processes if items is not None and self.args.average_tokens_across_devices else 1
+        )
+
+        def report(values: list[torch.Tensor]) -> None:
+            for batch, tokens in zip(batches, values, strict=True):
+                model = TokenModel(self.model, tokens)
+                with torch.enable_grad():
+                    loss = self.compute_loss(model, dict(batch), num_items_in_batch=items)
+                labels = batch.get("shift_labels")
+                if labels is None:
+                    labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+                mask = labels != IGNORE_INDEX
+                count = mask.sum().clamp(min=1) if items is None else items
+                check_own_loss(type(self).__name__, loss, model, mask, replicas / count)
+
+        pipeline.observe_tokens = report
+        try:
+            yield
+        finally:
+            pipeline.observe_tokens = None
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         # The result is passed to prediction_step, which needs the engine or the Pipeline: a stage has no forward.
@@ -168,15 +211,42 @@ class CuboidTrainer(Trainer):
                 "TrainingArguments.average_tokens_across_devices=False can't be combined with pipeline.engine seq1f1b, "
                 "whose loss is the mean over the label tokens of all replicas; leave it True"
             )
-        if self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss:
-            name = "compute_loss_func" if self.compute_loss_func is not None else f"{type(self).__name__}.compute_loss"
+        if self.compute_loss_func is not None:
             raise ConfigError(
-                f"{name}: a pipeline computes the model's own loss, on the last stage and in pieces; leave it out"
+                "compute_loss_func: a pipeline computes the model's own loss, on the last stage and in pieces; leave "
+                "it out"
             )
+        self._check_own_loss()
         if self.compute_metrics is not None and not args.prediction_loss_only:
             raise ConfigError(
                 "compute_metrics needs logits, which a pipeline never has in one place; leave it out, or set "
                 "TrainingArguments.prediction_loss_only to have the loss only"
+            )
+
+    def _check_own_loss(self) -> None:
+        """Refuse what is known to train another loss than the model's own; the rest is compared in each step."""
+        name, of_trl = type(self).__name__, trainer_of_trl(type(self))
+        if of_trl is not None and of_trl.__name__ not in _OWN_LOSS:
+            raise ConfigError(
+                f"{name}: TRL's {of_trl.__name__} trains a loss of its own, and a pipeline computes the model's, on "
+                "the last stage and in pieces; use it on a mesh without stages"
+            )
+        if type(self).compute_loss is Trainer.compute_loss:
+            return
+        stage: Any = unwrap(self.model)
+        if not stage.cuboid.kind.labels_each_token:
+            raise ConfigError(
+                f"{name}.compute_loss: a pipeline computes the model's own loss, on the last stage; leave it out"
+            )
+        if getattr(self.args, "loss_type", "nll") != "nll":
+            raise ConfigError(
+                f"loss_type={self.args.loss_type!r} can't be combined with pipeline.engine seq1f1b, which computes the "
+                'model\'s own loss, "nll"'
+            )
+        if getattr(self, "aux_loss_enabled", False):
+            raise ConfigError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: in a pipeline, {name} has no router loss of each "
+                "micro-batch to report; set router_aux_loss_coef=0.0"
             )
 
 

@@ -27,6 +27,9 @@ MicroBatch = dict[str, torch.Tensor]
 #: for float64, and the second for all other floats.
 _DTYPES = (torch.int64, torch.float32, torch.float64)
 
+#: What kernels for padding-free rows are given by collators, beside positions.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
 _READING = "reading the micro-batches"
 
@@ -51,7 +54,7 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
             f"a micro-batch must be a dict with input_ids and labels, or a pair (input_ids, labels), not a "
             f"{type(batch).__name__}"
         )
-    given = {name: value for name, value in batch.items() if value is not None}
+    given = _without_packing({name: value for name, value in batch.items() if value is not None})
     unknown = [name for name in given if name not in limits.names]
     if unknown:
         raise CuboidError(
@@ -66,6 +69,40 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
         # A mask may have any dtype, since only zero or nonzero matters, but is broadcast with the integers.
         tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
     return tensors
+
+
+def _without_packing(given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what collators of padding-free rows say twice, for kernels: positions say where sequences begin.
+
+    Raises:
+        CuboidError: it contradicts the positions.
+    """
+    said = {name: value for name, value in given.items() if name in _PACKING}
+    if not said:
+        return given
+    rest = {name: value for name, value in given.items() if name not in said}
+    positions = None if "position_ids" not in rest else _as_tensor("position_ids", rest["position_ids"])
+    if positions is None or positions.dim() != 2 or positions.shape[0] != 1:
+        raise CuboidError(
+            f"{next(iter(said))} says where the sequences of a row begin, for which a pipeline needs position_ids "
+            "[1, tokens], counted from 0 in each"
+        )
+    begins = positions[0] == 0
+    starts = begins.nonzero().flatten().tolist()
+    bounds = torch.tensor([*starts, positions.shape[1]])
+    expected = {
+        "cu_seq_lens": bounds,
+        "max_length": bounds.diff().max() if starts else None,
+        "seq_idx": (begins.cumsum(0) - 1)[None],
+    }
+    for name, value in said.items():
+        wanted = expected[name.removesuffix("_q").removesuffix("_k")]
+        if wanted is None or not torch.equal(_as_tensor(name, value).to(wanted), wanted):
+            raise CuboidError(
+                f"{name} contradicts position_ids, by which the sequences of the row begin at {starts[:8]}; leave it "
+                "out, a pipeline goes by position_ids"
+            )
+    return rest
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ class ChunkedCrossEntropy:
         chunk_bytes: largest size of a chunk's logits in float32, on one rank. A chunk has at least one position of each
             row (on a mesh up to s·h), whatever its size. None for 64 MiB and, on an accelerator, at least 2048 tokens.
         ignore_index: label of tokens without a loss.
+        observe: called with each chunk's logits, as the head returns them, and the labels that belong to them.
     """
 
     head: Head
@@ -47,6 +48,7 @@ class ChunkedCrossEntropy:
     mesh: Mesh | None = None
     chunk_bytes: int | None = None
     ignore_index: int = IGNORE_INDEX
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """The loss alone, a scalar; on a mesh the same on every rank.
@@ -101,6 +103,8 @@ class ChunkedCrossEntropy:
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """A chunk's scaled loss; on a mesh this rank's part of it."""
         logits = self.head.logits(hidden)
+        if self.observe is not None:
+            self.observe(logits.detach(), labels)
         if self.mesh is None:
             # In float32, as Hugging Face's loss is.
             losses = nn.functional.cross_entropy(
@@ -164,6 +168,7 @@ def chunked_loss(
     vocabulary: int,
     mesh: Mesh | None = None,
     chunk_bytes: int | None = None,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of a last stage's hidden states, and its gradient with respect to them.
 
@@ -172,13 +177,13 @@ def chunked_loss(
 
     Args:
         hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
-        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`ChunkedCrossEntropy`.
+        head, labels, scale, vocabulary, mesh, chunk_bytes, observe: see :class:`ChunkedCrossEntropy`.
 
     Returns:
         The detached loss (on a mesh the same on every rank), and the gradient, shaped as ``hidden``; None if gradients
         are disabled.
     """
-    loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes)
+    loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes, observe=observe)
     with head.unsharded() as unsharded:
         if not torch.is_grad_enabled():
             return loss.value(hidden), None

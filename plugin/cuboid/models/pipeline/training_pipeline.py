@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
+from cuboid.models.cross_entropy.token_recorder import TokenRecorder
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
@@ -85,6 +87,9 @@ class Pipeline:
         self._channels = open_channels(self.mesh, self._device)
         self._sums = sums
         self._step = 0
+        #: Called on every rank after the units of a step, before :meth:`train` or :meth:`evaluate` returns, with the
+        #: values ``[3, B, S]`` (``TOKEN_VALUES``) of the label tokens of each of this replica's micro-batches.
+        self.observe_tokens: Callable[[list[torch.Tensor]], None] | None = None
         #: Rows of this replica in the last step.
         self.rows = 0
         #: With ``"partition": "measured"``, if the last step was measured: the new segment lengths of its longest
@@ -301,6 +306,9 @@ class Pipeline:
         if self._staging.gradient_sync is not None:
             self._staging.gradient_sync.clear()
         runners: dict[int, StageRunner] = {}
+        records = self.observe_tokens is not None and self._stages.outline.kind.labels_each_token
+        vocabulary = self._model.config.get_text_config().vocab_size
+        tokens = TokenRecorder(self.mesh, vocabulary) if records else None
         for chunk in self._staging.chunks:
             stores = [self._store(sum(own)) for own in step.lengths]
             runners[chunk.cut.stage] = make_runner(
@@ -312,6 +320,7 @@ class Pipeline:
                 micro_batch_scale=gradient_scale / (step.shape.micro_batches * self.mesh.topology.data),
                 training=training,
                 splits=splits,
+                tokens=tokens,
             )
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter(runners, self._channels, observe)
@@ -327,8 +336,26 @@ class Pipeline:
         self._staging.weight_gradients.check_empty()
         if training and self._staging.gradient_sync is not None:
             reduce_rest(self._model)
+        if self.observe_tokens is not None:
+            self.observe_tokens(self._told(tokens, step))
         last = runners.get(step.shape.stages - 1)
         return None if last is None else last.loss
+
+    def _told(self, tokens: TokenRecorder | None, step: _Step) -> list[torch.Tensor]:
+        """The values of each micro-batch's label tokens, on every rank of the replica."""
+        if tokens is None:
+            return []
+        shapes = [(3, batch.local.rows, batch.local.length) for batch in step.batches if batch.local is not None]
+        sizes = [math.prod(shape) for shape in shapes]
+        dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        if self.mesh.has_last_stage:
+            for index, (part, (_, rows, length)) in enumerate(zip(parts, shapes, strict=True)):
+                part.copy_(tokens.whole(index, rows=rows, length=length))
+        if self.mesh.topology.pipe > 1:
+            dist.broadcast(flat, self.mesh.peer(self.mesh.placement[-1]), group=self.mesh.pipe_group)
+        return parts
 
     def _trace_folder(self) -> Path:
         return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))

@@ -16,6 +16,7 @@ from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.cross_entropy.token_recorder import TokenRecorder
 from cuboid.models.kinds.forward import whole_for_head
 from cuboid.models.routers.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_cut import Chunk
@@ -72,6 +73,7 @@ class StageRunner:
         micro_batch_scale: multiplies a loss that is computed once for a micro-batch.
         training: whether units run backward.
         splits: whether the schedule splits backwards into input gradients (I) and weight gradients (W).
+        tokens: records the values of label tokens on the last stage; None if nobody asks for them.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class StageRunner:
         micro_batch_scale: float,
         training: bool,
         splits: bool = False,
+        tokens: TokenRecorder | None = None,
     ) -> None:
         self._model: Any = model
         self._chunk, self._cut = chunk, chunk.cut
@@ -97,6 +100,7 @@ class StageRunner:
         #: Open during forwards of a schedule that splits backwards.
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
         self._splits = splits
+        self._tokens = tokens
         self._gradient_sync: GradientSync | None = model.staging.gradient_sync
         units = sum(len(batch.bounds) - 1 for batch in batches)
         #: Units that have yet to run each part that produces parameter gradients: the head, the backward (or I), and W.
@@ -134,7 +138,7 @@ class StageRunner:
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
             output = self._run_layers(micro_batch, segment, leaf)
             if self._cut.is_last:
-                gradient = self._run_head(self._batches[micro_batch], segment, output)
+                gradient = self._run_head(micro_batch, segment, output)
             if self._training:
                 received: list[torch.Tensor] = []
                 root = _Root.apply(output, received)
@@ -237,8 +241,9 @@ class StageRunner:
         alike = (each for each in self._batches if not each.given and (each.ids.shape[0], each.length) == size)
         return next((each.whole for each in alike if each.whole is not None), None)
 
-    def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
+    def _run_head(self, micro_batch: int, segment: int, output: torch.Tensor) -> torch.Tensor | None:
         self._count("head")
+        batch = self._batches[micro_batch]
         assert batch.labels is not None
         labels = batch.cut(batch.labels, segment)
         loss, gradient = chunked_loss(
@@ -249,6 +254,7 @@ class StageRunner:
             vocabulary=self._model.config.get_text_config().vocab_size,
             mesh=self._mesh if self._mesh.shape.size > 1 else None,
             chunk_bytes=self._model.cuboid.chunk_bytes,
+            observe=None if self._tokens is None else self._tokens.of_segment(micro_batch),
         )
         self.loss = loss if self.loss is None else self.loss + loss
         return gradient

@@ -20,6 +20,9 @@ from cuboid.tensor3d.layers.norm import statistics_dtype
 
 #: Label of padding positions, and the default label of positions that are ignored.
 PADDING = -100
+#: Of a label, by the model's distribution: its log-probability, the distribution's entropy, and 1 where no other
+#: token is as probable, else 0. All are 0 where the label is ignored.
+TOKEN_VALUES = ("log_probs", "entropy", "is_top1")
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -68,6 +71,30 @@ def _masked(logits: torch.Tensor, real: int) -> torch.Tensor:
     # Not -inf: a rank that has only padding would compute -inf - -inf.
     wide[..., real:] = torch.finfo(wide.dtype).min
     return wide
+
+
+def token_values(
+    logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
+) -> torch.Tensor:
+    """What each token's distribution says: ``[3, B/b, S/h]``, in the order of :data:`TOKEN_VALUES`; without gradients.
+
+    Args:
+        logits, labels, vocabulary, ignore_index: see :func:`token_sum`.
+    """
+    labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
+    with torch.no_grad():
+        log_probs = -_TokenLosses.apply(logits, labels, ignore_index, vocabulary, mesh)
+        wide, along = _masked(logits, _locate(labels, logits.shape[-1], vocabulary, mesh)[2]), mesh.along("sequence")
+        own_maximum, column = wide.max(-1)
+        maximum = all_reduce(own_maximum.clone(), along, dist.ReduceOp.MAX)
+        # Of equal logits, the first one counts, as in argmax.
+        first = (column + mesh.index("sequence") * logits.shape[-1]).masked_fill_(own_maximum < maximum, vocabulary)
+        first = all_reduce(first, along, dist.ReduceOp.MIN)
+        shifted_logits = wide.sub_(maximum.unsqueeze(-1))
+        weights = shifted_logits.exp()
+        total, weighted = all_reduce(torch.stack([weights.sum(-1), weights.mul_(shifted_logits).sum(-1)]), along)
+        values = torch.stack([log_probs, total.log() - weighted / total, (first == labels).to(log_probs.dtype)])
+        return values.masked_fill_(labels == ignore_index, 0)
 
 
 class _SumOverMesh(torch.autograd.Function):

@@ -1,0 +1,157 @@
+"""What a pipeline tells of each label token, and what a trainer's ``compute_loss`` makes of it."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError
+from cuboid.integrations.trainer_loss import MissingOutputError, TokenModel, check_own_loss
+from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.pipeline.training_pipeline import Pipeline
+from cuboid.verify import SmallModel
+
+SMALL = SmallModel("gemma2", heads=6, kv_heads=2, vocabulary=131, layers=2)
+LENGTHS = (13, 8)
+
+
+def built():
+    torch.manual_seed(SMALL.seed)
+    model = AutoModelForCausalLM.from_config(SMALL.config(), dtype=torch.float64).eval()
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        # The last two words have equal logits, the largest of all wherever the best word's is positive.
+        weight[-2:] = 3 * weight[logits_of(model, ids_of(LENGTHS[0])).argmax(-1).mode().values.mode().values]
+    return model
+
+
+def ids_of(length):
+    return torch.randint(0, SMALL.vocabulary - 2, (3, length), generator=torch.Generator().manual_seed(length))
+
+
+def logits_of(model, ids):
+    with torch.no_grad(), KeepFloat64():
+        return model(input_ids=ids).logits
+
+
+def batches(model):
+    """The labels of the second row are the most probable words, and the last row has the second one of equals."""
+    given = []
+    for length in LENGTHS:
+        ids = ids_of(length)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+        best = logits_of(model, ids).argmax(-1)
+        labels[0], labels[1, 1:], labels[2, 2:] = -100, best[1, :-1], best[2, 1:-1]
+        labels[2] = labels[2].where(labels[2] != SMALL.vocabulary - 2, SMALL.vocabulary - 1)
+        given.append({"input_ids": ids, "labels": labels})
+    return given
+
+
+def expected(model, batch):
+    """From all logits: ``[3, B, S]``, 0 where the next position has no label."""
+    logits = logits_of(model, batch["input_ids"])
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    distribution = logits.log_softmax(-1)
+    values = torch.stack(
+        [
+            distribution.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1),
+            -(distribution.exp() * distribution).sum(-1),
+            (logits.argmax(-1) == labels).double(),
+        ]
+    )
+    return values.masked_fill(labels == -100, 0)
+
+
+def told(mesh, stages, segments, evaluates):
+    """What one rank is told, in two steps."""
+    keys = {"engine": "seq1f1b", "stages": stages, "segments": segments, "stage_balance": [1] * stages}
+    if stages == 1:
+        del keys["stage_balance"]
+    with precision(keep_float64=True):
+        model = built()
+        given = batches(model)
+        model = cuboid.shard(model, {"pipeline": keys, "tensor_parallel": mesh_section(mesh)})
+        # A few positions, so that each segment takes several chunks.
+        model.cuboid.chunk_bytes = 4 * 1024
+        pipeline, seen = Pipeline(model), []
+        for _ in range(2):
+            pipeline.observe_tokens = seen.append
+            (pipeline.evaluate if evaluates else pipeline.train)(iter(given), 2)
+            pipeline.observe_tokens = None
+        pipeline.evaluate(iter(given), 2)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stages", "segments", "evaluates"),
+    [("1x1x1", 2, 3, False), ("2x2x1", 1, 2, True), ("1x1x2", 2, 2, False), ("1x3x2", 1, 1, False)],
+)
+def test_values_are_those_of_all_logits_on_every_rank(pool, mesh, stages, segments, evaluates):
+    model = built()
+    given = batches(model)
+    wanted = [expected(model, batch) for batch in given]
+    assert wanted[0][2, 1].sum() == LENGTHS[0] - 1
+    assert (given[0]["labels"][2] == SMALL.vocabulary - 1).any()
+    ranks = MeshShape.parse(mesh).size * stages
+    for seen in pool.run(ranks, told, mesh, stages, segments, evaluates, timeout_s=TIMEOUT_S):
+        assert len(seen) == 2
+        for values in seen:
+            for one, whole in zip(values, wanted, strict=True):
+                torch.testing.assert_close(one, whole, rtol=1e-9, atol=1e-9)
+
+
+def token_model():
+    labels = torch.tensor([[5, 3, -100, 4], [-100, 2, -100, -100]])
+    mask = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] != -100
+    values = torch.rand(3, 2, 4).log() * mask
+    return TokenModel(nn.Linear(1, 1), values), labels, mask
+
+
+@pytest.mark.parametrize("items", [None, torch.tensor(7)])
+def test_the_own_loss_is_accepted_and_reported(items):
+    model, labels, mask = token_model()
+    output = model(labels=labels, input_ids=labels, num_items_in_batch=items, fused_lm_head=True)
+    count = 3 if items is None else 7
+    assert output.log_probs.shape == output.entropy.shape == output.is_top1.shape == output.label_mask.shape == (2, 3)
+    assert output.loss.item() == pytest.approx(-model.log_probs.sum().item() / count)
+    assert output["loss"] is output.loss
+    assert model.in_features == 1
+    check_own_loss("Mine", 2 * output.loss, model, mask, 2 / count)
+    whole = model(shift_labels=nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
+    assert whole.log_probs.shape == (2, 4)
+    check_own_loss("Mine", whole.loss, model, mask, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda output: -(output.log_probs * output.log_probs.exp().detach()).sum() / 3,
+        # The own loss's value, and no derivative.
+        lambda output: output.loss.detach() + 0 * output.log_probs.sum(),
+        lambda output: output.loss.detach(),
+        lambda output: 1.01 * output.loss,
+        lambda output: -output.log_probs[:, 1:].sum() / 3,
+        lambda _: 0.0,
+    ],
+)
+def test_another_loss_is_refused(other):
+    model, labels, mask = token_model()
+    with pytest.raises(CuboidError, match=r"Mine\.compute_loss isn't the model's own loss"):
+        check_own_loss("Mine", other(model(labels=labels)), model, mask, 1 / 3)
+
+
+@pytest.mark.parametrize("name", ["logits", "hidden_states", "aux_loss"])
+def test_entries_that_a_pipeline_has_not_are_named(name):
+    model, labels, _ = token_model()
+    output = model(labels=labels)
+    with pytest.raises(MissingOutputError, match=f"^{name}: a pipeline frees the logits"):
+        getattr(output, name)
+    with pytest.raises(MissingOutputError, match=f"^{name}: a pipeline frees the logits"):
+        output[name]
+    assert not hasattr(output, name)
+    with pytest.raises(CuboidError, match="calls the model without labels"):
+        model(input_ids=labels)
