@@ -233,6 +233,9 @@ REFUSALS = """
     messages["compute_metrics"] = message_of(compute_metrics=lambda _: {})
     messages["cuboid.CuboidTrainer in its place"] = message_of(Trainer)
     messages["class Mine(CuboidTrainer, Derived)"] = message_of(Derived)
+    of_trl = {"__module__": "trl.trainer", "training_step": lambda *_: None}
+    messages["class Mine(CuboidTrainer, SFTTrainer)"] = message_of(type("SFTTrainer", (Trainer,), of_trl))
+    messages["TRL's DPOTrainer trains a loss of its own"] = message_of(type("DPOTrainer", (CuboidTrainer,), of_trl))
     messages["predictions"] = message_of()
     allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
     print("RESULT" + json.dumps([messages, allowed]))
