@@ -149,17 +149,24 @@ class CuboidTrainer(Trainer):
                 "evaluate(), or set TrainingArguments.prediction_loss_only"
             )
         batch = self._prepare_inputs(inputs)
-        with self._reporting(model if isinstance(model, Pipeline) else model.pipeline, [batch], None):
+        with self._reporting(model if isinstance(model, Pipeline) else model.pipeline, [batch], None) as reported:
             if isinstance(model, Pipeline):
                 self.model.eval()
-                return model.evaluate(iter([batch]), 1), None, None
-            return model.eval_batch(iter([batch]), num_micro_batches=1), None, None
+                loss = model.evaluate(iter([batch]), 1)
+            else:
+                loss = model.eval_batch(iter([batch]), num_micro_batches=1)
+        # An own compute_loss gives this replica's loss, as in the Trainer, and not that of all replicas together.
+        return (reported[0] if reported else loss), None, None
 
     @contextmanager
-    def _reporting(self, pipeline: Pipeline, batches: list[dict[str, Any]], items: Any) -> Iterator[None]:
-        """In the ``with`` block, a step of the pipeline calls an overridden ``compute_loss`` for each micro-batch."""
+    def _reporting(self, pipeline: Pipeline, batches: list[dict[str, Any]], items: Any) -> Iterator[list[torch.Tensor]]:
+        """In the ``with`` block, a step of the pipeline calls an overridden ``compute_loss`` for each micro-batch.
+
+        Yields a list for the losses that it returns.
+        """
+        losses: list[torch.Tensor] = []
         if type(self).compute_loss is Trainer.compute_loss:
-            yield
+            yield losses
             return
         # The Trainer divides by the mean number of tokens of a process.
         replicas = (
@@ -177,10 +184,11 @@ class CuboidTrainer(Trainer):
                 mask = labels != IGNORE_INDEX
                 count = mask.sum().clamp(min=1) if items is None else items
                 check_own_loss(type(self).__name__, loss, model, mask, replicas / count)
+                losses.append(loss.detach())
 
         pipeline.observe_tokens = report
         try:
-            yield
+            yield losses
         finally:
             pipeline.observe_tokens = None
 
