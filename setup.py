@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 # What `import cuboid` checks as well.
 REQUIREMENTS = ast.parse((Path(__file__).parent / "plugin" / "cuboid" / "requirements.py").read_text(encoding="utf-8"))
-RANGES = next(ast.literal_eval(node.value) for node in REQUIREMENTS.body if isinstance(node, ast.Assign))
+RANGES, OPTIONAL = (ast.literal_eval(node.value) for node in REQUIREMENTS.body if isinstance(node, ast.Assign))
 
 setup(
     name="cuboid",
@@ -52,11 +52,12 @@ setup(
         "wrapt>=1.16,<3",
     ],
     extras_require={
+        "lora": [f"peft{OPTIONAL['peft']}"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
-            "peft>=0.21,<0.22",
+            f"peft{OPTIONAL['peft']}",
             "ruff>=0.12",
             "import-linter>=2.6",
             "mypy>=1.15",

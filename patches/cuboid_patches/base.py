@@ -12,7 +12,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from cuboid.errors import CuboidError
-from cuboid.requirements import RANGES
+from cuboid.requirements import OPTIONAL, RANGES
 
 
 class PatchError(CuboidError):
@@ -93,8 +93,8 @@ class Patch:
             raise PatchError(self._mismatch(f"it takes ({', '.join(parameters)}), without {', '.join(missing)}"))
 
     def _mismatch(self, what: str) -> str:
+        versions = {**RANGES, **OPTIONAL}.get(self.package, "")
         return (
             f"{self.target} of {self.package} {version(self.package)} can't be patched: {what}. The patch was written "
-            f"for {self.package} {RANGES.get(self.package, '')}, as published; install that. (It is needed to: "
-            f"{self.reason})"
+            f"for {self.package} {versions}, as published; install that. (It is needed to: {self.reason})"
         )

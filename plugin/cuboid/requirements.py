@@ -13,6 +13,8 @@ RANGES = {
     "deepspeed": ">=0.19.8,<0.20",
     "accelerate": ">=1.10,<1.16",
 }
+#: Packages that only some scripts use, checked when Cuboid meets them.
+OPTIONAL = {"peft": ">=0.19,<0.22"}
 
 
 def check_installed() -> None:
@@ -21,15 +23,24 @@ def check_installed() -> None:
     Raises:
         ImportError: a package is missing or unsupported; names the versions that work.
     """
-    for package, versions in RANGES.items():
-        try:
-            installed = version(package)
-        except PackageNotFoundError:
-            raise ImportError(f"cuboid needs {package} {versions}, which is not installed", name=package) from None
-        # A build from source has the next release's number and a local suffix, such as 2.13.0a0+git1234567.
-        if not SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True):
-            raise ImportError(
-                f"cuboid works with {package} {versions}, but {installed} is installed: "
-                f"pip install '{package}{versions}'",
-                name=package,
-            )
+    for package in RANGES:
+        check_version(package)
+
+
+def check_version(package: str) -> None:
+    """Reject an unsupported version of one package.
+
+    Raises:
+        ImportError: it is missing or unsupported; names the versions that work.
+    """
+    versions = {**RANGES, **OPTIONAL}[package]
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        raise ImportError(f"cuboid needs {package} {versions}, which is not installed", name=package) from None
+    # A build from source has the next release's number and a local suffix, such as 2.13.0a0+git1234567.
+    if not SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True):
+        raise ImportError(
+            f"cuboid works with {package} {versions}, but {installed} is installed: pip install '{package}{versions}'",
+            name=package,
+        )

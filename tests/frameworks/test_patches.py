@@ -165,6 +165,20 @@ def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, found,
         requirements.check_installed()
 
 
+@pytest.mark.parametrize(
+    ("found", "is_known"), [("0.18.1", False), ("0.19.0", True), ("0.21.2", True), ("0.22.0", False)]
+)
+def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch, found, is_known):
+    monkeypatch.setattr(requirements, "version", lambda _: found)
+    if is_known:
+        requirements.check_version("peft")
+        return
+    with pytest.raises(
+        ImportError, match=f"^cuboid works with peft >=0.19,<0.22, but {found} is installed: pip install"
+    ):
+        requirements.check_version("peft")
+
+
 def test_versions_are_checked_before_anything_that_needs_them_is_imported(tmp_path):
     (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
     metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
