@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
@@ -244,7 +245,9 @@ def test_search_says_why_nothing_fits():
 @pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**16)])
 def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
-    every = [estimate(model, each, cluster, length) for each in layouts(model, cluster, length, 2)]
+    tried = list(layouts(model, cluster, length, 2))
+    tried += [replace(layout, on_host=True) for layout in tried if layout.recomputes]
+    every = [estimate(model, each, cluster, length) for each in tried]
     least = min(each.memory_bytes for each in every)
     assert least > every[0].limit_bytes
     with pytest.raises(ConfigError, match=f"smallest found, .* needs {least / 2**30:.1f} GiB a GPU"):
@@ -343,6 +346,60 @@ def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
     figures = [cell.strip() for cell in row.split("│")[3:7]]
     assert figures == [f"{found.time.total_s:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
                        f"{found.memory_bytes / 2**30:.1f}"]  # fmt: skip
+
+
+def test_what_waits_on_the_host(tmp_path):
+    """Qwen3-8B, one row of a million tokens on eight H100s, which TRL trains in 380 s and 56.2 GB."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 2**20}
+    model, cluster = description_of(AutoConfig.for_model("qwen3", **sizes)), Cluster.parse("8xH100-80GB")
+    layout = parse_layout("1x4x2,checkpointing=attention,kept=host", cluster, 1)
+    assert layout == Layout(MeshShape(1, 4, 2), checkpointing="attention", on_host=True)
+    tokens, section = 2**20, {"mode": "attention", "cpu_checkpointing": True}
+    found = estimate(model, layout, cluster, tokens)
+    assert found.fits
+    assert found.memory_bytes <= 56.2e9
+    assert found.time.total_s <= 300
+    # Inputs and outputs of 36 layers in 16 bits, and their log-sum-exps in float32.
+    assert found.host_bytes * 8 == 36 * tokens * (4096 * 2 * 2 + 32 * 4)
+    assert config_of(layout)["activation_checkpointing"] == section
+    (best, *_) = search(model, cluster, tokens, 1).best
+    assert best.layout.moves
+    # Computing hides the copies; over a link of a thousandth it doesn't, and little host memory isn't enough.
+    alone = estimate(model, replace(layout, on_host=False), cluster, tokens)
+    assert found.time == alone.time
+    slow = replace(cluster, gpu=replace(cluster.gpu, host_bytes_per_s=64e6))
+    moving_s = 2 * found.host_bytes / slow.gpu.host_rate
+    assert estimate(model, layout, slow, tokens).time.total_s == pytest.approx(moving_s, rel=0.05)
+    assert not estimate(model, layout, replace(cluster, gpu=replace(cluster.gpu, host_memory_bytes=64e9)), tokens).fits
+    config, path = tmp_path / "ds.json", tmp_path / "config.json"
+    config.write_text(json.dumps(config_of(layout)))
+    path.write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes}))
+    arguments = ["--model", path, "--config", config, "--cluster", "8xH100-80GB", "--seq-len", tokens]
+    output = " ".join(run("estimate", *arguments).split())
+    assert "at 45 GB/s each way, computing hides the copies" in output
+    assert "It fits" in output
+    config.write_text(json.dumps(config_of(replace(layout, on_host=False))))
+    assert f'with "activation_checkpointing": {json.dumps(section)} it does' in " ".join(
+        run("estimate", *arguments).split()
+    )
+
+
+def test_an_8b_model_trains_on_one_h200_with_its_optimizer_on_the_host():
+    cluster, model = Cluster.parse("1xH200"), description_of(LLAMA_8B)
+    config = config_of(Layout(MeshShape(1, 1, 1), checkpointing="attention"))
+    base = estimate(model, layout_of_config(*split_config(config), model, cluster, 8192), cluster, 8192)
+    assert not base.fits
+    name, found = remedies(base)[0]
+    assert name == '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert layout_of_config(*split_config(config), model, cluster, 8192) == found.layout
+    (memory,) = found.stages
+    assert memory.optimizer == memory.step == 0
+    assert memory.on_host == pytest.approx(18 * model.parameters)
+    assert found.memory_bytes < 50e9
+    # At 30 GB/s of the host's memory.
+    assert found.time.optimizer_s == pytest.approx(28 * model.parameters / 30e9, rel=0.1)
 
 
 def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):

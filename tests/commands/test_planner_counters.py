@@ -76,9 +76,9 @@ def counting(model, pool):
             gradient.counted = live._pack(gradient)
             return value, gradient
 
-        def keep_and_count(kernel, out, lse, version):
-            made = kept_output(kernel, out, lse, version)
-            object.__setattr__(made, "counted", [live._pack(out), live._pack(lse)])
+        def keep_and_count(kernel, out, lse):
+            made = kept_output(kernel, out, lse)
+            object.__setattr__(made, "counted", [live._pack(out.read()), live._pack(lse.read())])
             return made
 
         kept_output = chunked_attention.KeptOutput

@@ -74,10 +74,10 @@ def classes():
     return torch.zeros(ROWS, dtype=torch.int64, device="cuda")
 
 
-def layers(found, *axes, given=(), answer=True, labels=ids, keys=None, **options):
+def layers(found, *axes, given=(), answer=True, labels=ids, keys=None, sections=None, **options):
     """The second step of a sharded model, so that what is done once for all steps isn't counted."""
     world(axes[0] * axes[1] * axes[2], axes[0] * axes[1] * axes[2] - 1)
-    model = model_of({"tensor_parallel": {**mesh_of(*axes), **(keys or {})}}, **options)
+    model = model_of({"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, **(sections or {})}, **options)
     with device.watch(found, answer=answer):
         put_on_device(model)
         for _ in range(2):
@@ -86,13 +86,13 @@ def layers(found, *axes, given=(), answer=True, labels=ids, keys=None, **options
             model(input_ids=ids(), labels=labels(), **extra).loss.backward()
 
 
-def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=None, **options):
+def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=None, sections=None, **options):
     """The second step of one stage of two, with two micro-batches of three segments."""
     size = axes[0] * axes[1] * axes[2]
     world(2 * size, 2 * size - 1 if stage else 0)
     config = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": "even", "certification": "verified"}
-    sections = {"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, "pipeline": {**config, **(schedule or {})}}
-    model = model_of(sections, **options)
+    engine = {"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, "pipeline": {**config, **(schedule or {})}}
+    model = model_of({**engine, **(sections or {})}, **options)
     share = pipelines.share_micro_batches
     if stage:
         # Nothing comes from the rank that reads the data.
@@ -207,6 +207,19 @@ SEQUENCES = transformers.AutoModelForSequenceClassification
 #: What is gathered and reduced once a step, and not in every unit.
 ONCE = {"weight_gather": "step", "gradient_sync": "step"}
 V = {"chunks": 2, "schedule": "zero_bubble-v"}
+HOST = {"activation_checkpointing": {"mode": "attention", "cpu_checkpointing": True}}
+
+
+class Event(torch.cpu.Event):
+    """An event for which the computing stream may wait, and the host may not."""
+
+    def query(self):
+        raise AssertionError("the host asks for an event")
+
+    def synchronize(self):
+        raise AssertionError("the host waits for an event")
+
+
 STEPS = {
     "layers": lambda found: layers(found, 2, 2, 2),
     "layers with a head of keys for each rank": lambda found: layers(found, 2, 2, 2, num_key_value_heads=8),
@@ -228,6 +241,9 @@ STEPS = {
         found, 0, 2, 1, 1, keys=ONCE, schedule=V, num_hidden_layers=4
     ),
     "stage of experts": lambda found: pipeline(found, 1, 1, 2, 2, **EXPERTS),
+    "layers on the host": lambda found: layers(found, 2, 2, 2, sections=HOST),
+    "stage on the host": lambda found: pipeline(found, 1, 1, 2, 2, sections=HOST),
+    "two chunks on the host": lambda found: pipeline(found, 1, 1, 2, 1, schedule=V, num_hidden_layers=4, sections=HOST),
     "first stage": lambda found: pipeline(found, 0, 1, 2, 2),
     "last stage": lambda found: pipeline(found, 1, 1, 2, 2),
     "last stage without a mesh": lambda found: pipeline(found, 1, 1, 1, 1),
@@ -255,6 +271,9 @@ def main(names):
     torch.cuda.set_rng_state = lambda *_: None
     torch.cuda.manual_seed = lambda _: None
     torch.cuda.device = lambda _: nullcontext()
+    # Streams and events of this device do nothing, as a CPU's.
+    torch.cuda.Stream, torch.cuda.stream = lambda _: torch.cpu.Stream(), torch.cpu.stream
+    torch.cuda.Event, torch.cuda.current_stream = Event, torch.cpu.current_stream
     # transformers leaves out what it would look at in tensors without values.
     transformers.masking_utils.is_tracing = lambda *_: False
     for name in names or STEPS:

@@ -89,14 +89,42 @@ def test_the_configs_checkpointing_trains_to_the_same_losses(
     pool: WorkerPool, checkpoint: Callable[[SmallModel], str], mesh: str, stages: int | None
 ) -> None:
     path, losses = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2)), {}
-    for mode in ("none", "layers", "attention"):
-        config = {**settings(mesh, stages), "activation_checkpointing": {"mode": mode}}
+    for mode, on_host in (("none", False), ("layers", False), ("attention", False), ("attention", True)):
+        section = {"mode": mode, "cpu_checkpointing": on_host}
+        config = {**settings(mesh, stages), "activation_checkpointing": section}
         ranks = pool.run(2, _trained, path, config, timeout_s=TIMEOUT_S)
-        losses[mode] = [own for own, _ in ranks]
+        losses["host" if on_host else mode] = [own for own, _ in ranks]
         assert [checkpoints for _, checkpoints in ranks] == [mode != "none"] * 2
-    assert losses["layers"] == losses["attention"]
+    assert losses["layers"] == losses["attention"] == losses["host"]
     for own, plain in zip(losses["layers"], losses["none"], strict=True):
         assert own == pytest.approx(plain, rel=1e-6)
+
+
+def _resumed(path: str, config: dict[str, Any], folder: str | None) -> list[float]:
+    engine = make_engine(path, config)
+    losses = train(engine, 2)
+    if folder is None:
+        return losses + train(engine, 2, skip=2)
+    engine.save_checkpoint(folder)
+    engine = make_engine(path, config)
+    engine.load_checkpoint(folder)
+    return losses + train(engine, 2, skip=2)
+
+
+@pytest.mark.parametrize(("mesh", "data", "stage"), [("1x2x1", 1, 1), ("1x1x1", 2, 1), ("1x1x1", 2, 2)])
+def test_an_optimizer_on_the_host_trains_to_the_same_losses(
+    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path, mesh: str, data: int, stage: int
+) -> None:
+    path = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2))
+    plain = settings(mesh, zero=stage, data=data, bf16=True)
+    zero_section = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    on_host = {**plain, "zero_optimization": zero_section, "zero_force_ds_cpu_optimizer": False}
+    (expected, *_), *others = (
+        pool.run(2, _resumed, path, config, folder, timeout_s=TIMEOUT_S)
+        for config, folder in ((plain, None), (on_host, None), (on_host, str(tmp_path / "checkpoint")))
+    )
+    for losses, *_ in others:
+        assert losses == expected
 
 
 def test_bfloat16(parity: Compare) -> None:

@@ -39,9 +39,10 @@ def model_of(sizes, device, dtype):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).train()
 
 
-def pipeline_of(model, segments, mode="none"):
+def pipeline_of(model, segments, mode="none", on_host=False):
     config = {"engine": "seq1f1b", "stages": 1, "segments": segments, "certification": "verified"}
-    return cuboid.Pipeline(cuboid.shard(model, {"pipeline": config, "activation_checkpointing": {"mode": mode}}))
+    checkpointing = {"mode": mode, "cpu_checkpointing": on_host}
+    return cuboid.Pipeline(cuboid.shard(model, {"pipeline": config, "activation_checkpointing": checkpointing}))
 
 
 def batch_of(kind, device, rows=2, length=512):
@@ -117,10 +118,11 @@ def test_kept_attention_runs_its_kernels_once(alone, device, kind, segments, dro
     assert same or device.type == "cuda"
 
 
-def watched(kind):
+def watched(kind, on_host):
     """The third step, any of whose units raises if the host waits for the device."""
     model = model_of(SIZES, "cuda", torch.bfloat16)
-    pipeline, batch = pipeline_of(model, 4), batch_of(kind, "cuda")
+    pipeline = pipeline_of(model, 4, "attention" if on_host else "none", on_host)
+    batch = batch_of(kind, "cuda")
 
     def guarded(original):
         def run(self, *args, **kwargs):
@@ -143,19 +145,19 @@ def watched(kind):
 
 
 @pytest.mark.gpus(1)
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
-def test_no_unit_makes_the_host_wait(alone, kind):
-    assert alone.run(1, watched, kind) == [True]
+@pytest.mark.parametrize(("kind", "on_host"), [("plain", False), ("padded", False), ("packed", False), ("plain", True)])
+def test_no_unit_makes_the_host_wait(alone, kind, on_host):
+    assert alone.run(1, watched, kind, on_host) == [True]
 
 
-def measure(device, sizes, dtype, length, segments, mode="layers"):
+def measure(device, sizes, dtype, length, segments, mode="layers", on_host=False):
     """Seconds of a step (the second), and its peak bytes over those of the model and its gradients."""
     model = model_of(sizes, device, dtype)
     if segments is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = {"input_ids": torch.zeros(1, length, dtype=torch.int64, device=device)}
     batch["labels"] = batch["input_ids"]
-    pipeline = None if segments is None else pipeline_of(model, segments, mode)
+    pipeline = None if segments is None else pipeline_of(model, segments, mode, on_host)
 
     def step():
         if pipeline is None:
@@ -210,3 +212,23 @@ def test_kept_attention_beside_plain_transformers(alone, device, length, figure)
     figure(table, row, "÷ plain transformers with checkpointing", f"{2 * kept / (first + last):.3f}")
     figure(table, row, "plain, last ÷ first", f"{last / first:.3f}")
     assert kept > 0
+
+
+def beside_host(device, sizes, dtype, length, segments):
+    """Seconds and peak bytes with what layers keep on the host, between two measurements with it on the device."""
+    return [measure(device, sizes, dtype, length, segments, "attention", on_host) for on_host in (False, True, False)]
+
+
+@pytest.mark.parametrize(("length", "segments"), [(131_072, 1), (131_072, 16)])
+def test_what_layers_keep_on_the_host(alone, device, length, segments, figure):
+    sizes, dtype = (LARGE, torch.bfloat16) if device.type == "cuda" else (SIZES, torch.float32)
+    sizes, length = {**sizes, "num_hidden_layers": 4}, length if device.type == "cuda" else length // 128
+    ((first, moved, last),) = alone.run(1, beside_host, device, sizes, dtype, length, segments, timeout_s=85)
+    table = "What layers keep on the host: four layers of an 8B Llama, bf16, attention kept"
+    row = f"{length // 1024}k tokens, {segments} segment{'s' * (segments > 1)}"
+    figure(table, row, "time ÷ on the device", f"{2 * moved[0] / (first[0] + last[0]):.3f}")
+    figure(table, row, "on the device, last ÷ first", f"{last[0] / first[0]:.3f}")
+    if device.type == "cuda":
+        figure(table, row, "peak of activations ÷ on the device", f"{moved[1] / first[1]:.2f}")
+        # Of one segment, what a layer recomputes is as large as what four of them keep.
+        assert moved[1] <= (0.55 if segments > 1 else 0.9) * first[1]

@@ -134,7 +134,8 @@ def test_a_scripts_own_choice_of_what_is_kept_stays():
     [
         ({"mode": "full"}, r"activation_checkpointing.mode: Input should be 'none', 'layers' or 'attention'"),
         ({"mod": "layers"}, r'activation_checkpointing.mod is not a known key; did you mean "mode"'),
-        ({"cpu_checkpointing": True}, r"activation_checkpointing.cpu_checkpointing: .*host yet"),
+        ({"cpu_checkpointing": True}, r'cpu_checkpointing needs "mode": "layers" or "attention"'),
+        ({"mode": "none", "cpu_checkpointing": True}, r'cpu_checkpointing is true, but mode "none" keeps nothing'),
         ({"mode": "layers", "partition_activations": True}, r"partition_activations: .*; leave it out"),
         ([], r"activation_checkpointing is \[\]; it is a section"),
     ],

@@ -146,8 +146,9 @@ def test_activation_checkpointing(parity: Compare) -> None:
 
 
 @pytest.mark.slow
-def test_kept_attention(parity: Compare) -> None:
-    settings = {"activation_checkpointing": {"mode": "attention"}}
+@pytest.mark.parametrize("on_host", [False, True])
+def test_kept_attention(parity: Compare, on_host: bool) -> None:
+    settings = {"activation_checkpointing": {"mode": "attention", "cpu_checkpointing": on_host}}
     parity("zero_bubble-v", SmallModel("mistral", layers=4, sliding_window=8), settings=settings)
 
 

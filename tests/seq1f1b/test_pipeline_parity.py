@@ -344,6 +344,14 @@ def test_kept_attention(parity: Compare, small: SmallModel, mesh: str) -> None:
     parity({"segments": 3}, small, mesh=mesh, settings={"activation_checkpointing": {"mode": "attention"}})
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mesh", ["1x2x1", ALONE, "2x1x2"])
+@pytest.mark.parametrize("small", [SmallModel("llama", layers=4), SmallModel("mixtral", layers=4)], ids=name_of)
+def test_kept_attention_on_the_host(parity: Compare, small: SmallModel, mesh: str) -> None:
+    settings = {"activation_checkpointing": {"mode": "attention", "cpu_checkpointing": True}}
+    parity({"segments": 4}, small, mesh=mesh, settings=settings, accumulate=3)
+
+
 def test_clipping(parity: Compare) -> None:
     # Tied weights are on two stages, and count once.
     report = parity({}, SmallModel("llama", tied=True), clipping=0.25)

@@ -21,7 +21,7 @@ from cuboid.models.attention.segments import (
     use_segment_attention,
 )
 from cuboid.models.certification.float64 import precision
-from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
+from cuboid.seq1f1b.attention.chunked_attention import KeptCall, attend_segment, prefix
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, choose_kernel, dense_as
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
@@ -571,10 +571,10 @@ def test_kept_attention_has_the_bits_of_recomputed_attention(name, implementatio
 
 def test_an_output_that_is_changed_in_place_cannot_be_kept():
     (query, key, value), _ = random_heads(8, 4, 2, 8, 8, 1)
-    store, kept = KVCache(8, KVCachePool()), []
+    store, kept = KVCache(8, KVCachePool()), KeptCall()
     with torch.no_grad():
         out = attend_segment(query, key, value, store, 0, 0, SCALE, kept)
-    assert kept[0].nbytes == out.nbytes + out[..., 0].nbytes
+    assert kept.output.nbytes == out.nbytes + out[..., 0].nbytes
     assert torch.equal(attend_segment(query, key, value, store, 0, 0, SCALE, kept), out)
     out.mul_(2)
     with pytest.raises(UnsupportedModelError, match=r"in place.*layers"):

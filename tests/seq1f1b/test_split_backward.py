@@ -261,6 +261,12 @@ def test_kept_attention(parity: Compare, mesh: str) -> None:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("mesh", [ALONE, "1x2x1"])
+def test_kept_attention_on_the_host(parity: Compare, mesh: str) -> None:
+    parity("llama", mesh=mesh, settings={"activation_checkpointing": {"mode": "attention", "cpu_checkpointing": True}})
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("mesh", [ALONE, "2x1x1"])
 def test_zero_and_clipping(parity: Compare, stage: int, mesh: str) -> None:

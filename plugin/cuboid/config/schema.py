@@ -351,6 +351,20 @@ class ActivationCheckpointingConfig(Section):
         'keeps only the input; "attention": the same without attention, whose output and log-sum-exp are kept too, so '
         "that its kernel runs once.",
     )
+    cpu_checkpointing: bool = Field(
+        False,
+        description="Keep what the layers keep in pinned host memory: it is copied there beside the computation, and "
+        "comes back one layer ahead of its backward. DeepSpeed's key.",
+    )
+
+    @model_validator(mode="after")
+    def _check_there_is_something(self) -> ActivationCheckpointingConfig:
+        if self.cpu_checkpointing and self.mode == "none":
+            raise ValueError(
+                'cpu_checkpointing is true, but mode "none" keeps nothing that could be in host memory; write "mode": '
+                '"layers" or "attention"'
+            )
+        return self
 
 
 class FrameworkNumbers(Section):
@@ -464,6 +478,11 @@ class CuboidConfig(Section):
                 "leave it out, or lower gradient_accumulation_steps for larger micro-batches"
             )
         return self
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether what checkpointed layers keep waits in host memory."""
+        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
 
     @property
     def stages(self) -> int:
@@ -618,17 +637,23 @@ def _take_activation_checkpointing(framework_config: dict[str, Any], sections: d
     section = framework_config.get("activation_checkpointing")
     if section is None:
         return
-    known = ["mode", *_DEEPSPEED_CHECKPOINTING]
+    known = [*ActivationCheckpointingConfig.model_fields, *_DEEPSPEED_CHECKPOINTING]
     for key, value in section.items():
         # JSON has no comments, so people write them as keys with such prefixes.
         if key not in known and not key.startswith(("_", "#", "//")):
             raise ConfigError(f"activation_checkpointing.{key} is not a known key; {suggestion(key, known)}")
-        # Scripts may call DeepSpeed's own function, which reads its keys; offloading by a key alone never happens.
-        if value and key in _DEEPSPEED_CHECKPOINTING and ("mode" in section or key == "cpu_checkpointing"):
+        # Scripts may call DeepSpeed's own function, which reads its keys.
+        if value and key in _DEEPSPEED_CHECKPOINTING and "mode" in section:
             raise ConfigError(f"activation_checkpointing.{key}: {_DEEPSPEED_CHECKPOINTING[key]}; leave it out")
+    own_keys = ActivationCheckpointingConfig.model_fields
     if "mode" in section:
-        sections["activation_checkpointing"] = {"mode": section.pop("mode")}
-    if not any(key in _DEEPSPEED_CHECKPOINTING for key in section):
+        sections["activation_checkpointing"] = {key: section.pop(key) for key in own_keys if key in section}
+    elif section.get("cpu_checkpointing"):
+        raise ConfigError(
+            'activation_checkpointing.cpu_checkpointing needs "mode": "layers" or "attention" beside it, which say '
+            "what is kept in host memory"
+        )
+    if not any(key in _DEEPSPEED_CHECKPOINTING or key in own_keys for key in section):
         framework_config.pop("activation_checkpointing")
 
 
@@ -791,7 +816,6 @@ _NO_CHECKPOINT_KEYS = {
 #: Keys of DeepSpeed's own ``deepspeed.checkpointing.checkpoint``, with the reason why they mean nothing here.
 _DEEPSPEED_CHECKPOINTING = {
     "partition_activations": "a layer's input is a rank's part of it on every mesh",
-    "cpu_checkpointing": "what is kept can't be moved to the host yet",
     "contiguous_memory_optimization": "it is for deepspeed.checkpointing.checkpoint, which isn't used",
     "number_checkpoints": "every layer is checkpointed",
     "synchronize_checkpoint_boundary": "it is for deepspeed.checkpointing.checkpoint, which isn't used",

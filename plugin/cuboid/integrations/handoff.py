@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,8 +39,8 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
         return shard(model, config)
     _check_same(sharded, config)
     if config.activation_checkpointing is not None and sharded.cuboid.checkpointing is None:
-        check_checkpointing(sharded, sharded.cuboid.base, config.activation_checkpointing.mode)
-        enable_checkpointing(sharded, config.activation_checkpointing.mode)
+        check_checkpointing(sharded, sharded.cuboid.base, config.activation_checkpointing)
+        enable_checkpointing(sharded, config.activation_checkpointing)
     return model
 
 
@@ -157,12 +158,13 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
         raise ConfigError(
             f"the model is cut into {stages}, but the config has {config.stages_in_words}; load it with the same config"
         )
-    mode = None if config.activation_checkpointing is None else config.activation_checkpointing.mode
-    before = model.cuboid.checkpointing
-    if mode is not None and before is not None and mode != before:
+    section, before = config.activation_checkpointing, model.cuboid.checkpointing
+    if section is not None and before is not None and section != before:
+        key = "mode" if section.mode != before.mode else "cpu_checkpointing"
+        was, now = json.dumps(getattr(before, key)), json.dumps(getattr(section, key))
         raise ConfigError(
-            f'the model was sharded with activation_checkpointing.mode "{before}", but the config has "{mode}"; load '
-            "it with the same config"
+            f"the model was sharded with activation_checkpointing.{key} {was}, but the config has {now}; load it with "
+            "the same config"
         )
 
 

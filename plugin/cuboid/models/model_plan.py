@@ -84,5 +84,5 @@ class RankPart:
             assert self.parallel is not None, "a mesh without stages has a plan"
             finished = shard_modules(model, self.parallel, mesh, config.tensor_parallel, shard_of)
         if config.activation_checkpointing is not None:
-            enable_checkpointing(finished, config.activation_checkpointing.mode)
+            enable_checkpointing(finished, config.activation_checkpointing)
         return finished

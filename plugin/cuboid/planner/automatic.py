@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import seen_cluster
 from cuboid.planner.estimate import Estimate, best_segments, cuboid_software, segment_counts, with_pipeline
-from cuboid.planner.search import best_of, reason
+from cuboid.planner.search import best_of, checkpointing_section, reason
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def segment_choice(
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
         weight_gather=config.tensor_parallel.weight_gather, gradient_sync=config.tensor_parallel.gradient_sync,
-        checkpointing=_mode(config) or "none",
+        checkpointing=_mode(config) or "none", on_host=config.keeps_on_host,
     )  # fmt: skip
     return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
 
@@ -254,9 +255,9 @@ def _fastest(
     known: dict[Any, Any] = {}
     what = f"{model.name} with {length} tokens on {cluster}"
 
-    def costs(checkpointing: CheckpointingMode) -> Iterator[StepCost]:
+    def costs(checkpointing: CheckpointingMode, *, on_host: bool = False) -> Iterator[StepCost]:
         for layout in layouts:
-            one = replace(layout, checkpointing=checkpointing)
+            one = replace(layout, checkpointing=checkpointing, on_host=layout.on_host or on_host)
             # Sequences are padded to a multiple of this, and every segment has at least one multiple.
             padded = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))
             padded = max(padded, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
@@ -267,7 +268,13 @@ def _fastest(
     try:
         return best_of(costs("none"), what).best
     except ConfigError:
-        return best_of(itertools.chain(costs("attention"), costs("layers")), what).best
+        pass
+    on_device = [*costs("attention"), *costs("layers")]
+    try:
+        return best_of(on_device, what).best
+    except ConfigError:
+        on_host = itertools.chain(costs("attention", on_host=True), costs("layers", on_host=True))
+        return best_of([*on_device, *on_host], what).best
 
 
 def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
@@ -284,8 +291,9 @@ def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
     )
 
 
-def _said(mode: CheckpointingMode) -> str:
-    return f', with "activation_checkpointing": {{"mode": "{mode}"}}, without which nothing fits'
+def _said(layout: Layout) -> str:
+    section = json.dumps(checkpointing_section(layout))
+    return f', with "activation_checkpointing": {section}, without which nothing fits'
 
 
 def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
@@ -300,7 +308,7 @@ def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> 
         "GiB a rank%s%s%s",
         best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, _assumed(config), best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
-        _said(best.layout.checkpointing) if _mode(config) is None and best.layout.recomputes else "",
+        _said(best.layout) if _mode(config) is None and best.layout.recomputes else "",
         f". Behind it: {runners_up}" if runners_up else "",
         f". Not counted: {uncounted}" if (uncounted := best.uncounted) else "",
     )  # fmt: skip

@@ -30,6 +30,8 @@ _LEAST_TOKENS = 64
 #: The host's time for a layer's forward on a mesh, collectives included: measured beside an H200, where it was 2.2 to
 #: 3.6 ms on meshes of 8 and 64 ranks.
 _MESH_HOST_S = 2.8e-3
+#: Part of the host's memory that may be pinned; the rest is the system's, the data's and the frameworks'.
+_PINNABLE = 0.8
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,18 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has enough memory."""
-        return self.memory_bytes <= self.limit_bytes
+        """Whether the fullest rank has enough memory, and its node."""
+        return self.memory_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of what a rank has there, on average over the ranks of a node."""
+        return sum(stage.on_host for stage in self.stages) / len(self.stages)
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """A rank's share of what its node can pin."""
+        return _PINNABLE * self.cost.cluster.gpu.host_memory_bytes
 
     @property
     def uncounted(self) -> str:
@@ -119,6 +131,7 @@ class Estimate:
             "fits": self.fits,
             "memory_bytes": round(self.memory_bytes),
             "memory_limit_bytes": round(self.limit_bytes),
+            "host_bytes": round(self.host_bytes),
             "memory_by_stage": [{kind: round(size) for kind, size in stage.by_kind().items()} for stage in self.stages],
             "step_s": self.time.total_s,
             "time": asdict(self.time),
@@ -248,8 +261,9 @@ def layout_of_config(
         )
     zero = framework_config.get("zero_optimization") or {}
     offloads = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
-    if offloads:
-        raise ConfigError(f"zero_optimization.{offloads[0]} has no estimate; leave it out")
+    if offloads and (config.pipeline is not None or offloads != ["offload_optimizer"]):
+        raise ConfigError(f"zero_optimization.{offloads[-1]} has no estimate; leave it out")
+    optimizer_on_host = bool(offloads) and zero["offload_optimizer"].get("device") not in (None, "none")
     if not any((framework_config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
         raise ConfigError(
             "the config trains in float32 (it enables neither bf16 nor fp16), of which the planner knows no rates of "
@@ -275,6 +289,8 @@ def layout_of_config(
         replicas,
         zero_stage=int(zero.get("stage", 0)),
         checkpointing=_checkpointing(config, by_script=checkpointing),
+        on_host=config.keeps_on_host,
+        optimizer_on_host=optimizer_on_host,
         weight_gather=config.tensor_parallel.weight_gather,
         gradient_sync=config.tensor_parallel.gradient_sync,
     )
@@ -388,6 +404,22 @@ def remedies(base: Estimate) -> list[tuple[str, Estimate]]:
     if layout.checkpointing == "none" and layout.stages > 1 and layout.segments < 8:
         changed = replace(layout, checkpointing="layers", segments=8)
         changes.append(('"activation_checkpointing": {"mode": "layers"} and 8 segments', changed))
+    modes = [layout.checkpointing] if layout.recomputes else ["attention", "layers"]
+    moved = [
+        (
+            f'"activation_checkpointing": {{"mode": "{mode}", "cpu_checkpointing": true}}',
+            replace(layout, checkpointing=mode, on_host=True),
+        )
+        for mode in modes
+    ]
+    if layout.stages == 1 and layout.zero_stage and not layout.optimizer_on_host:
+        name = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+        moved.append((name, replace(layout, optimizer_on_host=True)))
+        moved += [(f"{name} and {also}", replace(one, optimizer_on_host=True)) for also, one in moved[:-1]]
+    return _that_fit(base, changes) or _that_fit(base, moved)
+
+
+def _that_fit(base: Estimate, changes: list[tuple[str, Layout]]) -> list[tuple[str, Estimate]]:
     tried = []
     for name, changed in changes:
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
 from cuboid.planner.search import SearchResult, reason, terms
@@ -41,6 +43,8 @@ def print_estimate(estimate: Estimate, console: Any) -> None:
     if estimate.bytes_by_axis:
         sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in estimate.bytes_by_axis.items())
         console.print(f"sent by a rank in a step inside of layers: {sent}", highlight=False)
+    if estimate.host_bytes:
+        console.print(_host(estimate), highlight=False)
     console.print(_verdict(estimate), highlight=False)
 
 
@@ -63,7 +67,27 @@ def _memory_table(estimate: Estimate) -> Any:
     return table
 
 
+def _host(estimate: Estimate) -> str:
+    cluster = estimate.cost.cluster
+    node = estimate.host_bytes * cluster.gpus_per_node
+    at = f"at {cluster.gpu.host_rate / 1e9:.0f} GB/s each way"
+    if not estimate.layout.moves:
+        return f"in host memory of a node: {format_bytes(round(node))}"
+    alone = Estimate.of(StepCost(
+        estimate.cost.model, replace(estimate.layout, on_host=False), cluster, estimate.cost.length,
+        estimate.cost.software,
+    ))  # fmt: skip
+    waits_s = estimate.time.total_s - alone.time.total_s
+    hidden = "computing hides the copies" if waits_s < 1e-3 * alone.time.total_s else f"the step waits {waits_s:.3f} s"
+    return f"in host memory of a node: {format_bytes(round(node))}; {at}, {hidden}"
+
+
 def _verdict(estimate: Estimate) -> str:
+    if estimate.host_bytes > estimate.host_limit_bytes:
+        return (
+            f"It does not fit: a rank has {estimate.host_bytes / _GIB:.1f} GiB in host memory, and "
+            f"can have {estimate.host_limit_bytes / _GIB:.1f}."
+        )
     spare = estimate.limit_bytes - estimate.memory_bytes
     limit = f"{estimate.limit_bytes / _GIB:.1f} GiB that tensors can have of {estimate.cost.cluster.gpu.name}"
     if spare >= 0:

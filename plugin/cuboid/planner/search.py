@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ def search(
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
-        result = best_of(costs, what, goal=goal, count=count)
+        result = _on_device_or_host(costs, cost_of, what, goal, count)
     except ConfigError as error:
         refused = "; ".join(model.limits.refused(cluster.gpus))
         if not refused:
@@ -95,6 +95,17 @@ def search(
         return result
     more = [cost_of(layout) for layout in _with_less_bubble(costs, result.best[-1].time)]
     return SearchResult(tuple(_improved(result.best, more, count)), result.considered + len(more))
+
+
+def _on_device_or_host(
+    costs: list[StepCost], cost_of: Callable[[Layout], StepCost], what: str, goal: Goal, count: int
+) -> SearchResult:
+    """The best layouts; if none fits, of those whose layers keep what they keep in host memory."""
+    try:
+        return best_of(costs, what, goal=goal, count=count)
+    except ConfigError:
+        on_host = [cost_of(replace(cost.layout, on_host=True)) for cost in costs if cost.layout.recomputes]
+        return best_of([*costs, *on_host], what, goal=goal, count=count)
 
 
 def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
@@ -202,11 +213,11 @@ def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
     They are those with the smallest states, and of equal ones those that keep the fewest activations.
     """
 
-    def likely_size(cost: StepCost) -> tuple[float, bool, float, bool, bool]:
+    def likely_size(cost: StepCost) -> tuple[float, bool, bool, float, bool, bool]:
         layout = cost.layout
         tokens = layout.micro_batch / layout.mesh.size / layout.segments
         waits = layout.gradient_sync == "step", layout.weight_gather == "step"
-        return states_bytes(cost), layout.checkpointing == "none", tokens, *waits
+        return states_bytes(cost), layout.checkpointing == "none", not layout.moves, tokens, *waits
 
     likely = sorted(costs, key=likely_size)[:_COMPARED]
     memory, _, cost = min(((fullest(cost).total, cost.least_s(), cost) for cost in likely), key=lambda one: one[:2])
@@ -310,7 +321,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         },
     }
     if layout.recomputes:
-        config["activation_checkpointing"] = {"mode": layout.checkpointing}
+        config["activation_checkpointing"] = checkpointing_section(layout)
     if layout.stages > 1:
         config["pipeline"] = {
             "engine": "seq1f1b",
@@ -324,13 +335,19 @@ def config_of(layout: Layout) -> dict[str, Any]:
     return config
 
 
+def checkpointing_section(layout: Layout) -> dict[str, Any]:
+    """The config's ``activation_checkpointing`` for a layout that recomputes layers."""
+    return {"mode": layout.checkpointing, **({"cpu_checkpointing": True} if layout.moves else {})}
+
+
 def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
     """Parse a layout as ``--explain`` takes it: a mesh and keys, joined by commas, such as ``2x4x1,stages=4``.
 
     Args:
         text: the mesh, then any of ``stages`` (default: 1), ``segments`` (1), ``rows`` (one for each rank of `batch`),
-            ``zero`` (1), ``checkpointing`` (none, layers, or attention), ``gather`` (layer, or step), ``sync`` (unit,
-            or step), ``schedule`` (seq1f1b) and ``chunks`` (2 with a schedule of several chunks, else 1).
+            ``zero`` (1), ``checkpointing`` (none, layers, or attention), ``kept`` (device, or host), ``gather`` (layer,
+            or step), ``sync`` (unit, or step), ``schedule`` (seq1f1b) and ``chunks`` (2 with a schedule of several
+            chunks, else 1).
         cluster, global_batch: determine the numbers of replicas and micro-batches.
 
     Raises:
@@ -344,6 +361,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         "rows": str(mesh.batch),
         "zero": "1",
         "checkpointing": "none",
+        "kept": "device",
         "gather": "layer",
         "sync": "unit",
         "schedule": "seq1f1b",
@@ -365,6 +383,8 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         raise ConfigError(
             f"layout {text!r}: checkpointing is none, layers or attention, gather layer or step, and sync unit or step"
         )
+    if values["kept"] not in ("device", "host") or (values["kept"] == "host" and checkpointing == "none"):
+        raise ConfigError(f"layout {text!r}: kept is device, or with checkpointing=layers or =attention host")
     if sync == "step" and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
     if numbers["segments"] > 1 and numbers["stages"] == 1:
@@ -385,6 +405,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
     layout = Layout(
         mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
         zero_stage=numbers["zero"], checkpointing=_CHECKPOINTING[checkpointing],
+        on_host=values["kept"] == "host",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
         schedule=schedule, chunks=chunks,

@@ -95,8 +95,8 @@ def prepare(model: Any, plan: Plan) -> None:
             # Some heads have a fixed dropout probability, which isn't in the config.
             module.p = 0.0
     # The config may ask for it too; whatever enables it, recomputations need the plan's contexts.
-    by_config = isinstance(model, ShardedModel) and model.cuboid.checkpointing not in (None, "none")
-    if plan.checkpointing or by_config:
+    section = model.cuboid.checkpointing if isinstance(model, ShardedModel) else None
+    if plan.checkpointing or (section is not None and section.mode != "none"):
         checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 

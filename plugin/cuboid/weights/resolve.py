@@ -82,7 +82,7 @@ def _certified(
     model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel], mesh: Mesh, *, runs_here: bool
 ) -> ModelPlan:
     if config.activation_checkpointing is not None:
-        check_checkpointing(model, cls, config.activation_checkpointing.mode)
+        check_checkpointing(model, cls, config.activation_checkpointing)
     parallel = stages = None
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
     if config.pipeline is None or mesh.shape.size > 1:

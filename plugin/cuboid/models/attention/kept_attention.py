@@ -12,6 +12,7 @@ more than short attention costs the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, Token
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.segment_call import Call
-from cuboid.seq1f1b.attention.chunked_attention import KeptCall
+from cuboid.seq1f1b.attention.chunked_attention import Kept, KeptCall, OnDevice
+from cuboid.seq1f1b.runtime.host_store import HostStore
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 #: An attention function of transformers, which returns the output and perhaps the probabilities.
@@ -98,7 +101,7 @@ class AttentionCall:
         segment: filled by :func:`~cuboid.seq1f1b.attention.chunked_attention.attend_segment`, if that runs.
     """
 
-    segment: KeptCall = field(default_factory=list)
+    segment: KeptCall
     _recomputing: AbstractContextManager[Any] | None = None
     _drawn: torch.Tensor | None = None
 
@@ -114,6 +117,8 @@ class AttentionCall:
             context, self._recomputing = create_selective_checkpoint_contexts(policy)
         with context:
             found = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+        if policy is not None and self.segment.keep is not OnDevice:
+            self._move_results(context)
         if policy is not None and policy.kept == 0:
             raise UnsupportedModelError(
                 f"{type(module).__name__} computes attention by operators of which none is known to be attention's "
@@ -122,6 +127,16 @@ class AttentionCall:
         if call.options.get("dropout"):
             self._advance_generator(call.query.device, is_first=policy is not None)
         return found
+
+    def _move_results(self, context: Any) -> None:
+        """Keep the results that torch's context has kept on the device as this call keeps tensors."""
+        for results in context.storage.values():
+            for index, result in results.items():
+                results[index] = tree_map(self._moved, result)
+
+    def _moved(self, wrapper: Any) -> Any:
+        tensor = getattr(wrapper, "val", None)
+        return _Moved(self.segment.keep(tensor)) if isinstance(tensor, torch.Tensor) else wrapper
 
     def _advance_generator(self, device: torch.device, *, is_first: bool) -> None:
         """Leave the generator in the recomputation as the forward left it: a kernel that isn't run draws nothing."""
@@ -133,10 +148,22 @@ class AttentionCall:
             generators.set_rng_state(self._drawn, *where)
 
 
+class _Moved:
+    """In place of what torch's selective checkpointing wraps a result in."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+
+    def get_val(self, _: bool) -> torch.Tensor:
+        """The result; called once, in the recomputation."""
+        return self._kept.read()
+
+
 @dataclass(eq=False)
 class KeptAttention:
     """What one checkpointed forward keeps of its attention, call by call; see :func:`keep_attention`."""
 
+    keep: Callable[[torch.Tensor], Kept] = OnDevice
     calls: list[AttentionCall] = field(default_factory=list)
     #: The next call of the recomputation; None in the forward.
     _next: int | None = None
@@ -144,7 +171,7 @@ class KeptAttention:
     def next_call(self) -> AttentionCall:
         """What the next call of an attention function keeps, or kept in the forward."""
         if self._next is None:
-            self.calls.append(AttentionCall())
+            self.calls.append(AttentionCall(KeptCall(self.keep)))
             return self.calls[-1]
         self._next += 1
         return self.calls[self._next - 1]
@@ -170,9 +197,14 @@ class _Running:
         kept_attention.reset(self._tokens.pop())
 
 
-def keep_attention() -> Contexts:
-    """A ``context_fn`` for :func:`torch.utils.checkpoint.checkpoint`, which keeps attention's results."""
-    kept = KeptAttention()
+def keep_attention(store: HostStore | None = None) -> Contexts:
+    """A ``context_fn`` for :func:`torch.utils.checkpoint.checkpoint`, which keeps attention's results.
+
+    Args:
+        store: moves them to the host while a frame of it runs.
+    """
+    frame = None if store is None else store.running
+    kept = KeptAttention() if frame is None else KeptAttention(frame.keep)
     return _Running(kept, recomputes=False), _Running(kept, recomputes=True)
 
 
@@ -193,13 +225,15 @@ class _Both:
         return self._stacks.pop().__exit__(*error)
 
 
-def keeping_attention(contexts: Callable[[], Contexts] | None) -> Callable[[], Contexts]:
+def keeping_attention(
+    contexts: Callable[[], Contexts] | None, store: HostStore | None = None
+) -> Callable[[], Contexts]:
     """A ``context_fn`` that does what another one does, and keeps attention's results."""
     if contexts is None:
-        return keep_attention
+        return functools.partial(keep_attention, store)
 
     def both() -> Contexts:
-        (forward, recomputation), (outer, again) = keep_attention(), contexts()
+        (forward, recomputation), (outer, again) = keep_attention(store), contexts()
         return _Both(outer, forward), _Both(again, recomputation)
 
     return both

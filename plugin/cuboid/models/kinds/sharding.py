@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.config.schema import ActivationCheckpointingMode, TensorParallelConfig
+from cuboid.config.schema import ActivationCheckpointingConfig, TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import takes_pixels
@@ -21,6 +21,7 @@ from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.generator_check import Library
 from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.seq1f1b.runtime.host_store import HostStore
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 
 
@@ -134,8 +135,10 @@ class Sharding:
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
     former: FormerParameters = field(default_factory=FormerParameters)
-    #: The config's ``activation_checkpointing.mode``; None if the config leaves it to the script.
-    checkpointing: ActivationCheckpointingMode | None = None
+    #: The config's ``activation_checkpointing``; None if the config leaves it to the script.
+    checkpointing: ActivationCheckpointingConfig | None = None
+    #: What checkpointed layers keep on the host; None if it stays on the device.
+    host_store: HostStore | None = None
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
     #: The files of the model's adapters; None if it has none.

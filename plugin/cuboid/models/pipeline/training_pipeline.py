@@ -28,6 +28,7 @@ from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
+from cuboid.models.pipeline.units_in_step import observer_of
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_cut import half_frozen, shared_names
 from cuboid.models.stages.stage_model import StageModel
@@ -322,7 +323,8 @@ class Pipeline:
                 splits=splits,
                 tokens=tokens,
             )
-        observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
+        store = self._model.cuboid.host_store if training else None
+        observe = observer_of(program, lambda unit: step.lengths[unit.micro_batch][unit.segment], store, profiler)
         interpreter = Interpreter(runners, self._channels, observe)
         draws = random_numbers_of_stages(self.mesh, self._device) if self._model.training else nullcontext()
         try:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cuboid.config.schema import ActivationCheckpointingMode
+from cuboid.config.schema import ActivationCheckpointingConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import checkpoint_activations, recomputes
 from cuboid.models.attention.kept_attention import keeping_attention
 from cuboid.models.attention.segments import uses_interface
+from cuboid.seq1f1b.attention.chunked_attention import Kept
+from cuboid.seq1f1b.runtime.host_store import HostStore
 
 _KEY = "activation_checkpointing.mode"
+_HOST_KEY = "activation_checkpointing.cpu_checkpointing"
 
 
-def check_checkpointing(model: PreTrainedModel, cls: type[PreTrainedModel], mode: ActivationCheckpointingMode) -> None:
+def check_checkpointing(
+    model: PreTrainedModel, cls: type[PreTrainedModel], config: ActivationCheckpointingConfig
+) -> None:
     """Make sure that a model can be checkpointed as a config says.
 
     Args:
         model: the whole model, on any device, meta included.
         cls: the architecture's class.
-        mode: of the config.
+        config: the section.
 
     Raises:
         UnsupportedModelError: it can't be.
     """
+    mode = config.mode
     if mode == "none":
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -50,37 +57,81 @@ def check_checkpointing(model: PreTrainedModel, cls: type[PreTrainedModel], mode
         )
 
 
-def enable_checkpointing(model: PreTrainedModel, mode: ActivationCheckpointingMode) -> None:
+def enable_checkpointing(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:
     """Checkpoint a sharded model's layers as its config says.
 
     What the script has enabled before stays enabled, with its own options.
     """
-    model.cuboid.checkpointing = mode
-    if mode == "none":
+    sharding = model.cuboid
+    sharding.checkpointing = config
+    if config.mode == "none":
         return
+    if config.cpu_checkpointing:
+        sharding.host_store = HostStore()
     if not recomputes(model):
         checkpoint_activations(model, {"use_reentrant": False})
-    elif mode == "attention":
-        for module in model.modules():
-            function = getattr(module, "_gradient_checkpointing_func", None)
-            if function is not None:
-                module._gradient_checkpointing_func = keeping(function)
+        return
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is not None:
+            module._gradient_checkpointing_func = keeping(function, config, sharding.host_store)
 
 
-def keeping(function: Any) -> Any:
-    """A checkpointing function of transformers that keeps attention too.
+def keeping(function: Any, config: ActivationCheckpointingConfig, store: HostStore | None) -> Any:
+    """A checkpointing function of transformers that keeps what the config says, where it says.
 
     Args:
         function: ``torch.utils.checkpoint.checkpoint``, with the options that the script gave.
+        config: the section.
+        store: of the model; None if everything stays on the device.
 
     Raises:
         CuboidError: the options don't allow it.
     """
+    if config.mode != "attention" and store is None:
+        return function
     options = function.keywords if isinstance(function, functools.partial) else {}
     if options.get("use_reentrant") is not False:
+        what = f'{_KEY} is "attention"' if store is None else f'"{_HOST_KEY}" is true'
         raise CuboidError(
-            f'the config\'s {_KEY} is "attention", and the script enables checkpointing with "use_reentrant": true, '
+            f'the config\'s {what}, and the script enables checkpointing with "use_reentrant": true, '
             'which can keep nothing but inputs; give gradient_checkpointing_enable "use_reentrant": false or nothing, '
-            'or write "layers"'
+            + ('or write "layers"' if store is None else "or leave the key out")
         )
-    return functools.partial(function, context_fn=keeping_attention(options.get("context_fn")))
+    if config.mode == "attention":
+        function = functools.partial(function, context_fn=keeping_attention(options.get("context_fn"), store))
+    return function if store is None else functools.partial(_checkpoint_on_host, store, function)
+
+
+def _checkpoint_on_host(store: HostStore, function: Any, run: Any, *inputs: Any) -> Any:
+    """Checkpoint a layer, and keep its inputs on the host.
+
+    Args:
+        store: of the model.
+        function: checkpoints.
+        run: the layer's forward.
+        inputs: of the layer, of which torch saves the tensors.
+    """
+    # Compiled code keeps what its compiler decides; without gradients nothing is kept.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not store.is_open:
+        return function(run, *inputs)
+    if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs):
+        name = getattr(run, "args", [run])[0].__class__.__name__
+        raise UnsupportedModelError(
+            f'"{_HOST_KEY}" is true, but the model\'s code gives {name} its hidden state by keyword, so that '
+            "checkpointing doesn't see it; leave the key out"
+        )
+    with store.frame() as frame:
+
+        def begin_and_run(*tensors: Any) -> Any:
+            # The inputs are kept by now. (Recomputations come here too.)
+            frame.begin()
+            return run(*tensors)
+
+        # Around torch's own hooks, which keep nothing else that is saved in the layer.
+        with torch.autograd.graph.saved_tensors_hooks(frame.keep_input, _read):
+            return function(begin_and_run, *inputs)
+
+
+def _read(kept: Kept) -> torch.Tensor:
+    return kept.read()

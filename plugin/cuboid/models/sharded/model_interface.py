@@ -92,10 +92,13 @@ class WholeInterface:
     def _set_gradient_checkpointing(self: Any, *args: Any, enable: bool = True, **options: Any) -> None:
         """As in transformers, which calls it for ``gradient_checkpointing_enable`` and for ``…_disable``.
 
-        If the config keeps attention, so does the checkpointing that a script enables.
+        What the config keeps, and where, the checkpointing that a script enables keeps too.
         """
-        if enable and self.cuboid.checkpointing == "attention":
-            options["gradient_checkpointing_func"] = keeping(options.get("gradient_checkpointing_func"))
+        if enable and self.cuboid.checkpointing is not None:
+            function = options.get("gradient_checkpointing_func")
+            options["gradient_checkpointing_func"] = keeping(
+                function, self.cuboid.checkpointing, self.cuboid.host_store
+            )
         super()._set_gradient_checkpointing(*args, enable=enable, **options)  # type: ignore[misc]
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -30,6 +30,20 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 UnitKey = tuple[int, int]
 
 
+class _Entrance(torch.autograd.Function):
+    """A unit's input. Its gradient goes to a list: a leaf with a ``.grad`` would keep the input on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, hidden: torch.Tensor, received: list[torch.Tensor]) -> torch.Tensor:
+        ctx.received = received
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.received.append(gradient.contiguous())
+        return None, None, None
+
+
 class _Root(torch.autograd.Function):
     """A scalar that keeps a hidden state's autograd graph alive, so that the hidden state can be freed once sent.
 
@@ -53,12 +67,12 @@ class _Pending:
     Attributes:
         root: scalar at the end of the unit's graph.
         gradient: receives the output's gradient before the root's backward.
-        leaf: the unit's input, except on the first stage.
+        of_input: receives the input's gradient from the root's backward, except on the first stage.
     """
 
     root: torch.Tensor
     gradient: list[torch.Tensor]
-    leaf: torch.Tensor | None
+    of_input: list[torch.Tensor]
 
 
 class StageRunner:
@@ -135,14 +149,14 @@ class StageRunner:
         On the last stage it includes the head, the loss, and their backward.
         """
         with torch.set_grad_enabled(self._training):
-            leaf = None if hidden is None else hidden.requires_grad_(self._training)
-            output = self._run_layers(micro_batch, segment, leaf)
+            hidden, of_input = self._enter(hidden)
+            output = self._run_layers(micro_batch, segment, hidden)
             if self._cut.is_last:
                 gradient = self._run_head(micro_batch, segment, output)
             if self._training:
                 received: list[torch.Tensor] = []
                 root = _Root.apply(output, received)
-                self._pending[micro_batch, segment] = _Pending(root, received, leaf)
+                self._pending[micro_batch, segment] = _Pending(root, received, of_input)
                 if self._cut.is_last:
                     assert gradient is not None
                     received.append(gradient)
@@ -182,7 +196,15 @@ class StageRunner:
         # Segments run backward in reverse order, so the first one is the last to read the cache.
         if segment == 0:
             self._stores[micro_batch].free()
-        return None if pending.leaf is None else pending.leaf.grad
+        return pending.of_input.pop() if pending.of_input else None
+
+    def _enter(self, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """A unit's input as its layers take it, and the list that receives its gradient."""
+        of_input: list[torch.Tensor] = []
+        if hidden is None or not self._training:
+            return hidden, of_input
+        anchor = hidden.new_empty((), requires_grad=True)
+        return _Entrance.apply(anchor, hidden, of_input), of_input
 
     def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
         batch = self._batches[micro_batch]
@@ -280,12 +302,12 @@ class OwnHeadRunner(StageRunner):
         """A unit's forward, including the loss."""
         batch = self._batches[micro_batch]
         with torch.set_grad_enabled(self._training):
-            leaf = None if hidden is None else hidden.requires_grad_(self._training)
-            output: Any = self._run_layers(micro_batch, segment, leaf)
+            hidden, of_input = self._enter(hidden)
+            output: Any = self._run_layers(micro_batch, segment, hidden)
             # Without labels, the mean would be NaN, and so would its gradient.
             loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
         if self._training:
-            self._pending[micro_batch, segment] = _Pending(loss, [], leaf)
+            self._pending[micro_batch, segment] = _Pending(loss, [], of_input)
         else:
             self._free_after(micro_batch, segment)
         # Reported in float32 at least, even if the model computes its loss in 16 bits.

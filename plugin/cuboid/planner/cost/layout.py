@@ -41,7 +41,9 @@ class Layout:
             the mesh; see docs/config.md.
         context: ranks that share each sequence in attention too (only in layouts of other frameworks).
         expert_ranks: ranks among which whole experts are divided (likewise).
-        offload: fraction of the activations that is offloaded to the host's memory (likewise).
+        on_host: whether what checkpointed layers keep waits in host memory; without checkpointing nothing does.
+        optimizer_on_host: whether masters and moments are in host memory, which the optimizer updates them in.
+        offload: fraction of the activations that is offloaded to the host's memory (in layouts of other frameworks).
     """
 
     mesh: MeshShape
@@ -62,6 +64,8 @@ class Layout:
     gradient_sync: Literal["unit", "step"] = "unit"
     context: int = 1
     expert_ranks: int = 1
+    on_host: bool = False
+    optimizer_on_host: bool = False
     offload: float = 0.0
 
     @property
@@ -85,6 +89,11 @@ class Layout:
     def recomputes(self) -> bool:
         """Whether layers are recomputed in backward, with or without attention."""
         return self.checkpointing in ("layers", "attention")
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is moved to the host and back."""
+        return self.on_host and self.recomputes
 
     @property
     def may_split(self) -> bool:
@@ -126,6 +135,8 @@ class Layout:
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += ["checkpointing"] if self.recomputes else []
         parts += ["attention kept"] if self.checkpointing == "attention" else []
+        parts += ["on the host"] if self.moves else []
+        parts += ["optimizer on the host"] if self.optimizer_on_host else []
         parts += ["weights kept"] if self.weight_gather == "step" else []
         parts += ["gradients reduced once"] if self.gradient_sync == "step" else []
         return ", ".join(parts)
@@ -195,6 +206,6 @@ class Software:
     unsplit_head: float = 1.0
 
 
-#: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients three times: in 16
-#: bits as they were reduced, in 16 bits end to end, and those in float32.
+#: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients in float32, and
+#: torch's AdamW takes as much again.
 CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True)

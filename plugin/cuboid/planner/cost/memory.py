@@ -6,6 +6,7 @@ Saved activations are those of docs/formulas.md, extended to layers of any archi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,8 +16,9 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.kept import LayerCount, ModelCount, count_kept
 from cuboid.planner.description.model import Layer
-from cuboid.seq1f1b.schedule.actions import Op
+from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
+from cuboid.seq1f1b.schedule.units_on_host import UnitOnRank, unit_of, units_on_host
 
 #: Fraction of a GPU's memory that tensors can use. The rest is the context, the buffers of the communication library,
 #: and fragmentation: of the runs in docs/data, those estimated at 0.92 ran, and those at 0.94 didn't.
@@ -25,6 +27,8 @@ USABLE = 0.93
 _CHUNK_BYTES = 64 * 2**20
 #: Of a parameter: master weight and two moments in float32.
 _OPTIMIZER_BYTES = 12
+#: Of a parameter whose master is in host memory: besides these its gradient in float32, and a new weight in 16 bits.
+_HOST_OPTIMIZER_BYTES = _OPTIMIZER_BYTES + 6
 _ELEMENT = 2
 _STATISTIC = 4
 #: Bytes of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
@@ -47,6 +51,7 @@ class Memory:
         messages: messages between stages.
         step: what the optimizer's step takes, beyond what was freed by then of the kinds from ``gathered`` on.
         own: buffers of the framework and its libraries.
+        on_host: what layers keep, and the optimizer, in host memory, which isn't in the total.
     """
 
     parameters: float = 0
@@ -60,15 +65,16 @@ class Memory:
     messages: float = 0
     step: float = 0
     own: float = 0
+    on_host: float = 0
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds."""
+        """Bytes of all kinds on the device."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, float]:
-        """Bytes by name of the kind, in the order of the fields."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Bytes on the device by name of the kind, in the order of the fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "on_host"}
 
 
 def stage_memory(cost: StepCost) -> list[Memory]:
@@ -96,6 +102,8 @@ def states_bytes(cost: StepCost) -> float:
     shared = layout.replicas * layout.context
     gradients = own * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
     updated = own / (shared if layout.zero_stage else 1)
+    if layout.optimizer_on_host:
+        return own * _ELEMENT + gradients
     return own * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES + _step_bytes(cost.software, updated, gradients)
 
 
@@ -146,7 +154,7 @@ class _Stage:
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
         own = (dense + experts) / (layout.context if software.shards_over_context else 1)
         gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
-        activations, store = self._activations()
+        activations, store, on_host = self._activations()
         logits = self._logits() if self.is_last else 0.0
         units = {
             "gathered": self._gathered(),
@@ -157,13 +165,15 @@ class _Stage:
             "working": self._buffers() + max(0.0, self._working() - logits),
             "messages": self._messages(),
         }
+        on_device = 0.0 if layout.optimizer_on_host else optimizer
         return Memory(
             parameters=own * _ELEMENT,
             gradients=gradients,
-            optimizer=optimizer * _OPTIMIZER_BYTES,
+            optimizer=on_device * _OPTIMIZER_BYTES,
             **units,
-            step=max(0.0, _step_bytes(software, optimizer, gradients) - sum(units.values())),
+            step=max(0.0, _step_bytes(software, on_device, gradients) - sum(units.values())),
             own=software.own_bytes,
+            on_host=on_host + (optimizer - on_device) * _HOST_OPTIMIZER_BYTES,
         )
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -283,22 +293,15 @@ class _Stage:
         heads = max(own.key_value_heads / self._ranks, 1)
         return heads * (own.query_dim + own.value_dim) * _ELEMENT
 
-    def _layer_input(self, tokens: float) -> float:
-        return tokens * self.model.hidden / self._residual_ranks * _ELEMENT
-
     def _kept_attention(self, kind: int, segment: int) -> float:
-        """Bytes of attention's output and log-sum-exp of a segment, if they are kept under checkpointing; else 0."""
-        if self.layout.checkpointing != "attention":
-            return 0.0
-        attention, tokens = self.model.kinds[kind].attention, self._units.tokens(self.cost.lengths[segment])
-        return tokens * (attention.output * _ELEMENT + attention.heads * _STATISTIC) / self._ranks
+        return self._units.kept_attention(self.model.kinds[kind], self._units.tokens(self.cost.lengths[segment]))
 
     def _unit(self, kinds: Counter[int], segment: int) -> float:
         """Bytes that a unit saves in ``kinds`` layers of each kind until its backward, without a shared KV cache."""
         tokens = self._units.tokens(self.cost.lengths[segment])
         if self.layout.recomputes:
             kept_attention = sum(count * self._kept_attention(kind, segment) for kind, count in kinds.items())
-            return kinds.total() * self._layer_input(tokens) + kept_attention
+            return kinds.total() * self._units.layer_input(tokens) + kept_attention
         kept = {kind: self._kept(kind, segment) for kind in kinds}
         shared = self._shares_keys
         own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
@@ -335,8 +338,8 @@ class _Stage:
     def _shares_keys(self) -> bool:
         return self._is_cut and self.software.shares_keys
 
-    def _activations(self) -> tuple[float, float]:
-        """Bytes that units in flight save, and bytes of KV caches."""
+    def _activations(self) -> tuple[float, float, float]:
+        """Bytes that units in flight save, bytes of KV caches, and bytes in host memory."""
         layout = self.layout
         ends = self._units.tokens(self.cost.length) * 8
         segments = range(len(self.cost.lengths))
@@ -345,9 +348,9 @@ class _Stage:
             chunk = sum(units) / layout.chunks
             in_flight = self._chunks_in_flight()
             resident = in_flight - layout.offload * max(0.0, in_flight - _NEVER_OFFLOADED)
-            return chunk * resident + ends, 0
-        activations, stores = self._peak()
-        return activations * (1 - layout.offload) + ends, stores
+            return chunk * resident + ends, 0, 0
+        activations, stores, on_host = self._peak()
+        return activations * (1 - layout.offload) + ends, stores, on_host
 
     def _chunks_in_flight(self) -> float:
         """Chunks in flight on stage p, if interleaved: 2(P−p−1) + (v−1)P + k units, k of which are a chunk."""
@@ -362,8 +365,11 @@ class _Stage:
         each = sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
         return self._units.tokens(self.cost.length) * each
 
-    def _peak(self) -> tuple[float, float]:
-        """Bytes of units and of KV caches at the peak of their sum, going through the stage's actions in order."""
+    def _peak(self) -> tuple[float, float, float]:
+        """Bytes of units and of KV caches at the peak of their sum, going through the stage's actions in order.
+
+        And at the peak of its own what waits in host memory.
+        """
         last = len(self.cost.lengths) - 1
         kept = {part: [self._unit(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
         waiting = {
@@ -371,32 +377,57 @@ class _Stage:
             for part, own in self.parts.items()
         }
         stores = {part: self._store_bytes(own) for part, own in self.parts.items()}
+        ends = {part: [0.0] * (last + 1) for part in kept}
         if self.is_last and self.software.loss == "chunked":
-            ends = map(self._end, range(last + 1))
-            kept[max(kept)] = [own + end for own, end in zip(kept[max(kept)], ends, strict=True)]
+            ends[max(kept)] = [self._end(segment) for segment in range(last + 1)]
+        actions = self.cost.order(self.cost.enough).schedule[self.stage]
+        away = self._units_away(actions)
         gradients = self.layout.key_value_gradient_bytes / _ELEMENT
-        now, most = 0.0, (0.0, 0.0)
+        now, most, on_host, most_on_host = 0.0, (0.0, 0.0), 0.0, 0.0
         opened: dict[tuple[int, int], float] = {}
         # Layer by layer a backward frees what its forward saved, and allocates what W needs and the gradients of keys
         # and values. So its peak is at its beginning or at its end.
-        for action in self.cost.order(self.cost.enough).schedule[self.stage]:
+        for action in actions:
             part, segment, store = action.stage, action.segment, (action.stage, action.micro_batch)
-            own, later = kept[part][segment], waiting[part][segment]
+            moved = kept[part][segment] if unit_of(action) in away else 0.0
+            own, later = kept[part][segment] - moved + ends[part][segment], waiting[part][segment]
             match action.op:
                 case Op.FORWARD:
                     now += own
+                    on_host += moved
+                    most_on_host = max(most_on_host, on_host)
                     opened.setdefault(store, stores[part])
                 case Op.WEIGHT_GRADIENT:
                     now -= later
                 case _:
                     now -= own - (later if action.op is Op.INPUT_GRADIENT else 0.0)
+                    on_host -= moved
                     if segment == last:
                         opened[store] += stores[part] * gradients
             if now + sum(opened.values()) > sum(most):
                 most = now, sum(opened.values())
             if segment == 0 and action.op in (Op.BACKWARD, Op.INPUT_GRADIENT):
                 opened.pop(store)
-        return most
+        most_saved, most_stored = most
+        return most_saved + (self._passing() if away else 0.0), most_stored, most_on_host
+
+    def _units_away(self, actions: Sequence[Action]) -> frozenset[UnitOnRank]:
+        """The units that wait in host memory."""
+        if not self.layout.moves:
+            return frozenset()
+        return units_on_host(actions, lambda action: self.cost.lengths[action.segment])
+
+    def _passing(self) -> float:
+        """Bytes of layers on the device that are on their way to the host or back.
+
+        One is computed, and one leaves or arrives; in a pipeline the last layer of the next unit arrives besides. The
+        input of the one that is computed is among what its recomputation keeps.
+        """
+        layers = min(len(self.layers), 2 if self.layout.stages == 1 and not self._is_cut else 3)
+        kinds = {kind for part in self.parts.values() for kind in part}
+        segments = range(len(self.cost.lengths))
+        largest = max(self._unit(Counter([kind]), segment) for kind in kinds for segment in segments)
+        return layers * largest - self._units.layer_input(max(map(self._units.tokens, self.cost.lengths)))
 
     # --- while it runs ------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class StepCost:
         """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
-        rest = layout.micro_batch, layout.checkpointing, layout.context, layout.expert_ranks
+        rest = layout.micro_batch, layout.checkpointing, layout.moves, layout.context, layout.expert_ranks
         weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync, layout.may_split
         return self._known.setdefault((layout.mesh, rest, weights, adds, self.software.gradient_bytes), {})
 
@@ -385,10 +385,20 @@ class StepCost:
         expert_ranks = max(1, ranks // self.layout.expert_ranks)
         owned = dense / ranks + experts / expert_ranks
         # Zeroing and the norm touch all gradients of a rank, not only those that it updates.
-        moved = owned * _OPTIMIZER_BYTES + (dense + experts) * 2 * self.software.gradient_bytes
-        return self.units.kernels.elementwise_s(moved, 20)
+        gradients = (dense + experts) * 2 * self.software.gradient_bytes
+        if self.layout.optimizer_on_host:
+            # A gradient goes there in 16 bits and a weight comes back; the CPU reads 16 bytes and writes 12.
+            gpu = self.cluster.gpu
+            return (
+                self.units.kernels.elementwise_s(gradients, 20)
+                + owned * 4 / gpu.host_rate
+                + owned * _HOST_UPDATE_BYTES / gpu.host_memory_bytes_per_s
+            )
+        return self.units.kernels.elementwise_s(owned * _OPTIMIZER_BYTES + gradients, 20)
 
 
+#: Bytes of a parameter that an update in host memory reads and writes.
+_HOST_UPDATE_BYTES = 28
 #: Bytes of a weight as replicas gather it.
 _GATHERED = 2
 #: Limit on actions that are scheduled to try rules, and simulated; training takes the time for more.

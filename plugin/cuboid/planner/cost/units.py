@@ -62,6 +62,7 @@ class UnitTimes:
     ) -> None:
         self._model, self._layout, self._length, self._software = model, layout, length, software
         self.links = Links(cluster, layout)
+        self._gpu = cluster.gpu
         self.kernels = Kernels(cluster.gpu, software.products_speed)
         self._rows = layout.micro_batch / layout.mesh.batch
         self._ranks = layout.mesh.of("sequence", "hidden")
@@ -75,6 +76,23 @@ class UnitTimes:
         """Tokens of this rank's rows at ``positions`` positions, before they are cut over `sequence`."""
         return self._rows * positions / self._layout.context
 
+    def layer_input(self, tokens: float) -> float:
+        """Bytes of a layer's input on this rank."""
+        return tokens * self._model.hidden / self._residual_ranks * _ELEMENT
+
+    def kept_attention(self, layer: Layer, tokens: float) -> float:
+        """Bytes of attention's output and log-sum-exp, if they are kept under checkpointing; else 0."""
+        if self._layout.checkpointing != "attention":
+            return 0.0
+        return tokens * (layer.attention.output * _ELEMENT + layer.attention.heads * _STATISTIC) / self._ranks
+
+    def _beside_copies(self, layer: Layer, own: Seconds, tokens: float) -> Seconds:
+        """Raise a layer's time to that of the copy to the host or back which runs beside it."""
+        if not self._layout.moves:
+            return own
+        moving_s = (self.layer_input(tokens) + self.kept_attention(layer, tokens)) / self._gpu.host_rate
+        return own + Seconds(exposed=max(0.0, moving_s - own.total))
+
     # --- a layer ------------------------------------------------------------------------------------------------
 
     def layer_forward(self, layer: Layer, start: int, stop: int) -> Seconds:
@@ -84,7 +102,8 @@ class UnitTimes:
         compute += self._elementwise(layer, tokens, backward=False)
         exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
         own = self._at_host_speed(Seconds(compute, exposed), launches=1)
-        return self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
+        own = self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
+        return self._beside_copies(layer, own, tokens)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, including recomputation."""
@@ -92,7 +111,8 @@ class UnitTimes:
         own = self._backward(layer, start, stop, "backward") + Seconds(adds)
         own = self._at_host_speed(own, launches=3 if layout.recomputes else 2)
         gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
-        return self._with_weights(layer, own, gathers=gathers)
+        own = self._with_weights(layer, own, gathers=gathers)
+        return self._beside_copies(layer, own, self.tokens(stop - start))
 
     def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
         """The halves of a split backward: the gradient of the input, and those of the weights.
@@ -112,6 +132,7 @@ class UnitTimes:
         moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
         moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
         inputs += Seconds(exposed=max(0.0, moving_s - batch.overlap * inputs.compute))
+        inputs = self._beside_copies(layer, inputs, tokens)
         own = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
         own = self._at_host_speed(own, launches=1)
         return inputs, own + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))

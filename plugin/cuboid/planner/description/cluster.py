@@ -28,11 +28,15 @@ class Gpu:
         memory_bytes_per_s: of the device's memory, by the data sheet.
         link_bytes_per_s: between GPUs of a node, each way, by the data sheet.
         network_bytes_per_s: of a GPU's share of its node's network cards, each way.
+        host_bytes_per_s: between GPU and host memory, each way, by the data sheet.
+        host_memory_bytes: a GPU's share of its node's memory.
+        host_memory_bytes_per_s: its share of that memory's rate, as an optimizer on the CPU reaches it.
         matmul_efficiency: part of the peak that a large product reaches in training; small ones reach less, by the
             bytes that they move and the time of a kernel.
         attention_efficiency: part of the peak that attention reaches, forward and backward together.
         memory_efficiency: part of the memory's rate that elementwise kernels reach.
         link_efficiency, network_efficiency: part of a link's rate that collectives reach.
+        host_efficiency: part of the host link's rate that copies of pinned memory reach.
         link_latency_s, network_latency_s: of each step of a collective.
         link_overlap: part of the computing beside a message within a node that hides it; 0 where the cores that compute
             move the message too.
@@ -51,11 +55,20 @@ class Gpu:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     network_efficiency: float = 0.75
+    host_bytes_per_s: float = 32e9
+    host_efficiency: float = 0.7
+    host_memory_bytes: float = 250e9
+    host_memory_bytes_per_s: float = 30e9
     link_latency_s: float = 4e-6
     network_latency_s: float = 12e-6
     kernel_s: float = 4e-6
     step_s: float = 0.01
     link_overlap: float = 1.0
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes a second between GPU and host memory."""
+        return self.host_bytes_per_s * self.host_efficiency
 
 
 def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float, network: float, **more: float) -> Gpu:
@@ -76,7 +89,9 @@ _H800 = {
     "matmul_efficiency": 0.79, "attention_efficiency": 0.28, "memory_efficiency": 0.75, "link_efficiency": 0.8,
     "network_efficiency": 0.75,
 }  # fmt: skip
-_HOPPER = {**_H800, "attention_efficiency": 0.54}
+#: PCIe 5, where the others have PCIe 4; and the link between Grace and Blackwell.
+_PCIE5, _C2C = {"host_bytes_per_s": 64e9}, {"host_bytes_per_s": 450e9}
+_HOPPER = {**_H800, **_PCIE5, "attention_efficiency": 0.54}
 _H100_500W = {
     "matmul_efficiency": 0.52, "attention_efficiency": 0.34, "memory_efficiency": 0.45, "link_efficiency": 0.95,
     "network_efficiency": 0.7,
@@ -96,11 +111,11 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _gpu("A100-40GB", 39.39, 312, 1555, 300, 25, **_A100),
             _gpu("A100-80GB", 79.15, 312, 2039, 300, 25, **_A100),
             _gpu("H100-80GB", 79.11, 989.5, 3350, 450, 50, **_HOPPER),
-            _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W),
+            _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W, **_PCIE5),
             _gpu("H200-141GB", 139.8, 989.5, 4800, 450, 50, **_HOPPER),
-            _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800),
-            _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200),
-            _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200),
+            _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800, **_PCIE5),
+            _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200, **_PCIE5),
+            _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200, **_C2C),
         )
     }
 )

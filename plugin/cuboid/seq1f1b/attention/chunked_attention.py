@@ -7,9 +7,9 @@ returns the keys and values of the past followed by the segment's own, for the m
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,6 +17,42 @@ from torch.autograd.function import once_differentiable
 from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.attention.kernels import Kernel, choose_kernel
 from cuboid.seq1f1b.attention.kv_cache import KVCache
+
+
+class Kept(Protocol):
+    """A tensor that a checkpointed forward keeps for its recomputation."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+
+    def read(self) -> torch.Tensor:
+        """An alias of the tensor.
+
+        Raises:
+            UnsupportedModelError: it has been changed in place since.
+        """
+
+
+class OnDevice:
+    """A tensor that is kept where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Kept`."""
+        return self._tensor.nbytes
+
+    def read(self) -> torch.Tensor:
+        """See :class:`Kept`."""
+        if self._tensor._version != self._version:
+            raise UnsupportedModelError(
+                "the model's code changes attention's output in place, so that it can't be kept for the recomputation; "
+                'write "activation_checkpointing": {"mode": "layers"}'
+            )
+        return self._tensor.detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,26 +63,15 @@ class KeptOutput:
         kernel: computed the output, and will compute its backward.
         out: ``[B, Hq, L, Dv]``, merged.
         lse: ``[B, Hq, L]``, likewise.
-        version: of ``out``, as torch counts changes in place.
     """
 
     kernel: Kernel
-    out: torch.Tensor
-    lse: torch.Tensor
-    version: int
+    out: Kept
+    lse: Kept
 
     def read(self) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
-        """The kernel, and aliases of the output and the log-sum-exp.
-
-        Raises:
-            UnsupportedModelError: the output has been changed in place since.
-        """
-        if self.out._version != self.version:
-            raise UnsupportedModelError(
-                "the model's code changes attention's output in place, so that it can't be kept for the recomputation; "
-                'write "activation_checkpointing": {"mode": "layers"}'
-            )
-        return self.kernel, self.out.detach(), self.lse.detach()
+        """The kernel, and aliases of the output and the log-sum-exp."""
+        return self.kernel, self.out.read(), self.lse.read()
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +79,17 @@ class KeptOutput:
         return self.out.nbytes + self.lse.nbytes
 
 
-#: Holds what one call keeps: empty in the forward, which fills it, and not in the recomputation.
-KeptCall = list[KeptOutput]
+@dataclass(eq=False)
+class KeptCall:
+    """What one call keeps.
+
+    Args:
+        keep: keeps a tensor.
+        output: empty in the forward, which fills it, and not in the recomputation.
+    """
+
+    keep: Callable[[torch.Tensor], Kept] = OnDevice
+    output: KeptOutput | None = None
 
 
 def attend_segment(
@@ -125,13 +159,13 @@ class _AttendSegment(torch.autograd.Function):
         # The fused kernels read a head's features as if they were contiguous; the one for CPUs doesn't check it.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         cache.write(layer, start, key, value)
-        if kept:
-            kernel, out, lse = kept[0].read()
+        if kept is not None and kept.output is not None:
+            kernel, out, lse = kept.output.read()
         else:
             kernel = choose_kernel(query, key, value, past=start, length=cache.length)
             out, lse = _attend(kernel, query, key, value, cache, layer, start, scale)
             if kept is not None:
-                kept.append(KeptOutput(kernel, out.detach(), lse.detach(), out._version))
+                kept.output = KeptOutput(kernel, kept.keep(out), kept.keep(lse))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
             # If q is a view of a fused projection's output, saving it would keep that output's k and v alive, which are
             # in the KV cache already.
