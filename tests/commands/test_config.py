@@ -197,11 +197,30 @@ def test_a_pipeline_needs_its_stages_and_no_autotp():
 
 
 @pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 1, "offload_param": {"device": "cpu"}}, "offload_param is for stage 3.*offload_optimizer"),
+        ({"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, 'device is "nvme".*write "cpu"'),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer needs a stage"),
+    ],
+)
+def test_offloading_that_a_mesh_has_no_rule_for_is_rejected(zero, message):
+    mesh = {"mode": "3d_tensor", "mesh": {"sequence": 2}}
+    config = {"tensor_parallel": mesh, "train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    with pytest.raises(ConfigError, match=message):
+        check_framework_config(*split_config(config), 2)
+
+
+@pytest.mark.parametrize(
     ("keys", "world_size", "message"),
     [
         ({"zero_optimization": {"stage": 2}}, 2, "stage 2 would give away gradients.*use stage 1"),
         ({"zero_optimization": {"stage": 3}}, 2, "stage 3.*use stage 1, and"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2, "offload_optimizer"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            2,
+            "offload_optimizer.*without sta",
+        ),
         ({"fp16": {"enabled": True}}, 2, "stage 0 with fp16.*pipeline.engine seq1f1b.*use stage 1$"),
         ({"bf16": {"enabled": True}}, 2, "stage 0 with bf16.*use stage 1"),
         ({"train_batch_size": 3}, 2, "train_batch_size is 3"),

@@ -55,6 +55,7 @@ def check_framework_config(
     check_layout(config, framework_config, world_size)
     _check_precision(config, part)
     _check_pipeline(config, part)
+    _check_offloading(part)
 
 
 def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
@@ -139,7 +140,27 @@ def _check_pipeline(config: CuboidConfig, part: DeepSpeedPart) -> None:
             "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1"
         )
     for key in part.offloads:
-        raise ConfigError(f"zero_optimization.{key} is untried with pipeline.engine seq1f1b; leave it out")
+        raise ConfigError(
+            f"zero_optimization.{key} with pipeline.engine seq1f1b: DeepSpeed moves a gradient to the host when a "
+            "backward ends, and each of a pipeline's units has one; leave it out. A mesh without stages takes "
+            'offload_optimizer, and in a pipeline "activation_checkpointing": {"mode": "attention", '
+            '"cpu_checkpointing": true} moves what layers keep'
+        )
+
+
+def _check_offloading(part: DeepSpeedPart) -> None:
+    for key, device in part.offloads.items():
+        if key == "offload_param":
+            raise ConfigError(
+                "zero_optimization.offload_param is for stage 3, which a mesh takes the place of; leave it out. "
+                "offload_optimizer with stage 1 or 2 moves masters and moments"
+            )
+        if device != "cpu":
+            raise ConfigError(
+                f'zero_optimization.{key}.device is "{device}", which DeepSpeed has for stage 3 only; write "cpu"'
+            )
+        if part.zero_stage == 0:
+            raise ConfigError(f"zero_optimization.{key} needs a stage, and stage is 0; use stage 1 or 2")
 
 
 def _mode(config: CuboidConfig) -> str:

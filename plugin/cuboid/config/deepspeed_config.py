@@ -79,7 +79,7 @@ class DeepSpeedPart:
         bf16: whether it trains in bfloat16.
         fp16: whether it trains in float16, with loss scaling.
         fp16_masters: whether its master weights are in float16 too.
-        offloads: keys of ``zero_optimization`` that enable offloading.
+        offloads: keys of ``zero_optimization`` that enable offloading, with the device.
         optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
 
@@ -100,12 +100,13 @@ class DeepSpeedPart:
         self.bf16 = bool(parsed.bfloat16_config.enabled)
         self.fp16 = bool(parsed.float16_config.enabled)
         self.fp16_masters = self.fp16 and bool(parsed.float16_config.fp16_master_weights_and_grads)
-        self.offloads = []
+        self.offloads: dict[str, str] = {}
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(zero, name)
             # The device is an enum member or a string, depending on where DeepSpeed's config got it from.
-            if section is not None and str(getattr(section.device, "value", section.device)) != "none":
-                self.offloads.append(name)
+            device = "none" if section is None else str(getattr(section.device, "value", section.device))
+            if device != "none":
+                self.offloads[name] = device
         self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
         _check_optimizer(config.get("optimizer"), self.optimizer, on_cpu="offload_optimizer" in self.offloads)
         _check_scheduler(config.get("scheduler"))

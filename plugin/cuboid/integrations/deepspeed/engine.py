@@ -14,6 +14,7 @@ from cuboid.errors import CheckpointError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
+from cuboid.integrations.deepspeed.gradient_partition import take_over_gradients
 from cuboid.models.sharded.sharded_model import mesh_of, sharding_of
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.weights.save import export_model, full_state_dict
@@ -93,6 +94,7 @@ class CuboidEngine(CheckpointedEngine):
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
                 self.changed_weights.take()
+                take_over_gradients(self.optimizer)
             result = super().step(*args, **kwargs)
         if steps and self._monitors and loss is not None:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
