@@ -39,6 +39,24 @@ def _changes_structure(original: Any) -> Any:
     return method
 
 
+def _set_trainable(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def set_trainable(model: Any, *args: Any, **kwargs: Any) -> None:
+        inner: Any = unwrap(model)
+        if not isinstance(inner, ShardedModel):
+            original(model, *args, **kwargs)
+            return
+        from cuboid.integrations.peft.adapters import check_trained_whole, structure_changes
+
+        check_trained_whole(inner, signature.bind(model, *args, **kwargs).arguments["module_names"])
+        with structure_changes(inner):
+            original(model, *args, **kwargs)
+
+    return set_trainable
+
+
 def _init(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,6 +144,13 @@ _PATCHES = [
             replace=_changes_structure,
         )
         for name in _STRUCTURE
+    ),
+    Patch(
+        target="peft.peft_model:_set_trainable",
+        package="peft",
+        reason="know which modules of a sharded model an adapter trains whole",
+        parameters=("model", "module_names"),
+        replace=_set_trainable,
     ),
     Patch(
         target="peft.peft_model:PeftModel.__init__",

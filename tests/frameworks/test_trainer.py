@@ -210,7 +210,8 @@ TRL = """
     if "adapter" in mode:
         models["model"] = PeftModel.from_pretrained(models["model"], path + "-adapter", is_trainable=True)
     if "lora" in mode:
-        models["peft_config"] = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
+        options = {"task_type": "SEQ_CLS"} if "reward" in mode else {}
+        models["peft_config"] = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, **options)
         # Of the factors, which are made here.
         torch.manual_seed(3)
     trainer = trainer_class(
@@ -234,7 +235,7 @@ TRL_MODES = (
         "sft, assistant's turns",
         "sft, dft",
     ),
-    *("dpo, reference", "dpo, lora", "reward", "kto", "kto, reference"),
+    *("dpo, reference", "dpo, lora", "reward", "reward, lora", "kto", "kto, reference"),
 )
 #: What no two runs have in common.
 TIMES = ("runtime", "per_second")

@@ -6,13 +6,18 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_attention_layouts import CHECKPOINTING, EXPERTS, LATENT
 from test_attention_layouts import small as latent_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
 from cuboid.weights.state_dict_map import sharded_layouts
@@ -249,6 +254,91 @@ def test_what_has_no_rule_is_refused_by_name_before_the_model_is_changed(options
     before = [name for name, _ in threaded.models[0].named_modules()]
     with pytest.raises(UnsupportedModelError, match=re.escape(named)):
         adapted(threaded.models[0], **options)
+    assert [name for name, _ in threaded.models[0].named_modules()] == before
+
+
+HEADS = {
+    "sequence": (AutoModelForSequenceClassification, "SEQ_CLS", "whole"),
+    "tokens": (AutoModelForTokenClassification, "TOKEN_CLS", "labels"),
+}
+
+
+def classifier(task):
+    torch.manual_seed(0)
+    config = SmallModel("llama", heads=4, kv_heads=2).config()
+    config.update({"num_labels": 4, "pad_token_id": 0})
+    auto_class, _, head = HEADS[task]
+    return auto_class.from_config(config, dtype=torch.float64).eval(), MeshVerdict(head=head)
+
+
+def classes(task):
+    ids = batch()["input_ids"].clamp(min=1)
+    return {"input_ids": ids, "labels": ids % 4 if task == "tokens" else ids[:, 0] % 4}
+
+
+def with_head(model, task):
+    torch.manual_seed(7)
+    options = {"r": 3, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+    return get_peft_model(model, LoraConfig(task_type=HEADS[task][1], **options))
+
+
+@pytest.mark.parametrize("task", HEADS)
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x2x1"])
+def test_a_head_that_is_trained_whole(task, mesh):
+    """PEFT copies the classifier's head for each adapter, ``modules_to_save``, and trains the copy."""
+    model, verdict = classifier(task)
+    plain, threaded = with_head(copy.deepcopy(model), task), Threaded(model, mesh, verdict)
+    threaded.models = [with_head(own, task) for own in threaded.models]
+    with KeepFloat64():
+        expected = step_of(**classes(task))(plain)
+    for loss in threaded.run(step_of(**classes(task))):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients = Adapted.whole(threaded, lambda parameter: parameter.grad)
+    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
+    assert gradients.keys() == trained.keys()
+    assert "score.modules_to_save.default.weight" in trained
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    merged = threaded.run(lambda own: own.merge_and_unload())[0]
+    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+def saved_by_ranks(start, folder):
+    def on(mesh):
+        model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float64)
+        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
+
+    model, other = with_head(on("1x2x1"), "sequence"), on("2x1x1")
+    with precision(keep_float64=True):
+        model(**classes("sequence")).loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter -= parameter.grad
+        model.save_pretrained(folder)
+        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
+        return [each(**classes("sequence")).logits.detach() for each in (model, read)]
+
+
+def test_a_head_that_is_trained_whole_is_in_pefts_folder(pool, tmp_path):
+    model, _ = classifier("sequence")
+    model.save_pretrained(tmp_path / "start")
+    for logits, read in pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S):
+        plain = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
+        assert "score.weight" in "".join(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+        with torch.no_grad(), KeepFloat64():
+            expected = plain(**classes("sequence")).logits
+            assert (expected - model(**classes("sequence")).logits).abs().max() > 1e-3
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(read, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "q_proj"])
+def test_other_modules_that_are_trained_whole_are_refused_by_name(name):
+    threaded = Threaded(built("llama", kv_heads=2), "1x2x1")
+    before = [name for name, _ in threaded.models[0].named_modules()]
+    with pytest.raises(UnsupportedModelError, match=rf"modules_to_save=\['{name}'\]: .*{name}"):
+        adapted(threaded.models[0], modules_to_save=[name], target_modules=["v_proj"])
     assert [name for name, _ in threaded.models[0].named_modules()] == before
 
 

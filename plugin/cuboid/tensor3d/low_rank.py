@@ -34,7 +34,7 @@ from cuboid.distributed.topology import AXES, Axis
 from cuboid.tensor3d.layers.fused_projections import GatherPositions
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SelectHeads, SumFeatures
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, take_whole
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 #: How Z becomes what B is multiplied with.
@@ -150,14 +150,7 @@ def _take_shards(module: FactorA | FactorB, factor: nn.Linear, specs: dict[str, 
         module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
     module.init_sharding(mesh, specs)
     # A state dict of whole factors, as PEFT's files have them, is loaded into the shards.
-    module.register_load_state_dict_pre_hook(_take_whole)
-
-
-def _take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, param in module.sharded_params.items():
-        value = state.get(f"{prefix}{name}")
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == param.layout.shape:
-            state[f"{prefix}{name}"] = take_shard(value, param.layout, module.mesh)
+    module.register_load_state_dict_pre_hook(take_whole)
 
 
 class _Sum(torch.autograd.Function):

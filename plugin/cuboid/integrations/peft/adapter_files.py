@@ -25,10 +25,10 @@ from cuboid.weights.state_dict_map import sharded_layouts
 
 #: What PEFT's files put before the names of a model's parameters.
 _PREFIX = "base_model.model."
-#: A factor in a parameter's name, with the adapter's name behind it.
-_FACTOR = re.compile(r"(\.lora_\w+)\.([^.]+)\.")
+#: A factor, or a module that an adapter trains whole, in a parameter's name, with the adapter's name behind it.
+_OF_ADAPTER = re.compile(r"(?P<factor>\.lora_\w+)?(?(factor)|\.modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
 #: Options that decide which tensors an adapter has, and what they mean.
-_IDENTITY = ("r", "lora_alpha", "use_rslora", "lora_bias", "bias", "rank_pattern", "alpha_pattern")
+_IDENTITY = ("r", "lora_alpha", "use_rslora", "lora_bias", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 class AdapterFiles:
@@ -169,13 +169,13 @@ def _parameters(inner: Any) -> Iterator[tuple[str | None, str, nn.Parameter]]:
 
 def _adapter_of(name: str) -> str | None:
     """The adapter that a parameter ``….lora_A.<adapter>.weight`` belongs to; None for the model's own."""
-    factor = _FACTOR.search(name)
-    return None if factor is None else factor[2]
+    part = _OF_ADAPTER.search(name)
+    return None if part is None else part["adapter"]
 
 
 def _saved_name(name: str) -> str:
     """A parameter's name in PEFT's files, which don't name the adapter."""
-    return _FACTOR.sub(r"\1.", name, count=1)
+    return _OF_ADAPTER.sub(lambda part: part["factor"] or "", name, count=1)
 
 
 def _targets(asked: Any, tensors: Iterable[str]) -> Any:

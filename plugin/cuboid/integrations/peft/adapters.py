@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -36,7 +37,7 @@ _FREE = frozenset(
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "bias", "fan_in_fan_out"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
-        *("alpha_pattern", "init_lora_weights", "runtime_config"),
+        *("alpha_pattern", "init_lora_weights", "runtime_config", "modules_to_save"),
     }
 )
 #: Values of ``init_lora_weights`` that don't compute with the layer's weight, of which a rank has a part.
@@ -140,6 +141,7 @@ def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
     Raises:
         UnsupportedModelError: names one that has no rule.
     """
+    check_trained_whole(model, config.modules_to_save)
     # PEFT does the same to the same config again, with the same result.
     prepared = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     prepared = _maybe_include_all_linear_layers(prepared, model)
@@ -155,6 +157,33 @@ def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
                 f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
                 "layers of attention and of dense MLPs have adapters; name those in target_modules, or this one in "
                 "exclude_modules"
+            )
+
+
+def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
+    """Check the modules that an adapter trains whole: ``modules_to_save``, ends of names.
+
+    Raises:
+        UnsupportedModelError: names one that has no rule.
+    """
+    for name, module in model.named_modules():
+        if not any(name.endswith(key) for key in names or ()):
+            continue
+        if isinstance(module, ModulesToSaveWrapper) or ".modules_to_save." in name or ".original_module" in name:
+            continue
+        what = f"modules_to_save={names}: {name}"
+        if isinstance(model, StageModel):
+            raise UnsupportedModelError(
+                f"{what} is on some stages of a pipeline only, for which there is no rule; leave it out, or use a mesh "
+                "without stages"
+            )
+        if name.startswith(f"{model.base_model_prefix}.") or module in (
+            model.base_model,
+            model.get_output_embeddings(),
+        ):
+            raise UnsupportedModelError(
+                f"{what} ({type(module).__name__}) has no rule on a mesh; of a model's modules, those around the base "
+                "model with few outputs, such as a classifier's head, are trained whole"
             )
 
 

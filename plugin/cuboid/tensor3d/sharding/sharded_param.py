@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from enum import Enum
 from functools import cache
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 #: How the ranks' gradients of a block are summed; see :func:`set_gradient_reduce`.
@@ -96,6 +97,13 @@ class ShardedParam:
         self.gradient_reduce: GradientReduce = "auto"
         #: With "gradient_sync": "step": sums gradients until a step's last one. None to reduce each separately.
         self.gradient_sync: GradientSync | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedParam:
+        """Of another parameter with the same layout and settings, on the same mesh."""
+        copied = ShardedParam(self.layout, self.mesh)
+        copied.follow(self)
+        memo[id(self)] = copied
+        return copied
 
     def follow(self, other: ShardedParam) -> None:
         """Unshard and reduce as another parameter of the model is set to; for one that came into the model later."""
@@ -289,6 +297,17 @@ class ShardedModule(nn.Module):
         self.prefetched_params: dict[str, torch.Tensor] = {}
         self.prefetched_shards: dict[str, tuple[torch.Tensor, DeferredReduce]] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedModule:
+        """A module with parameters of its own, on the same mesh; it also loads whole tensors, as PEFT's files have."""
+        for common in (self.mesh, self.weight_gradients):
+            memo[id(common)] = common
+        # As deepcopy does by itself, without this method.
+        copied: ShardedModule = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        copied.register_load_state_dict_pre_hook(take_whole)
+        return copied
+
     def layout(self, name: str) -> ShardingSpec:
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].layout
@@ -313,6 +332,14 @@ class ShardedModule(nn.Module):
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before a state dict is loaded: whole tensors in it become the rank's shards."""
+    for name, param in module.sharded_params.items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == param.layout.shape:
+            state[f"{prefix}{name}"] = take_shard(value, param.layout, module.mesh)
 
 
 def shard_in_place(
