@@ -489,6 +489,40 @@ def test_schedules_with_chunks_and_split_backwards_are_estimated(keys):
 
 
 @pytest.mark.parametrize(
+    "keys", [{"schedule": "zero_bubble"}, {"schedule": "zero_bubble-interleaved", "chunks": 2}], ids=str
+)
+def test_a_head_on_all_stages_is_estimated(keys):
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100")
+    config = config_of(Layout(MeshShape(), 8, 1, 8, segments=16))
+    config["pipeline"] |= {**keys, "memory_limit": 3}
+    last = estimate(model, read_layout(config, 32768), cluster, 32768)
+    config["pipeline"]["head"] = "spread"
+    layout = read_layout(config, 32768)
+    assert config_of(layout)["pipeline"]["head"] == "spread"
+    found = estimate(model, layout, cluster, 32768)
+    # All ranks compute together what they did, but none much longer than the others.
+    total_s = sum(last.cost.stage_times().busy(rank).total for rank in range(8))
+    for cost, least, most in ((last.cost, 1.15, 1.25), (found.cost, 1.0, 1.08)):
+        times = cost.stage_times()
+        busy = [times.busy(rank).total for rank in range(8)]
+        assert sum(busy) == pytest.approx(total_s)
+        assert least < max(busy) / (total_s / 8) < most
+    assert last.time.total_s > 1.1 * found.time.total_s
+    # The parameters stay where they were; every rank has its rows besides, and their gradients.
+    assert [rank.parameters for rank in found.stages][-1] > [rank.parameters for rank in found.stages][1]
+    rows_bytes = model.outputs * model.hidden / 8 * 2
+    assert all(rank.logits > 3 * rows_bytes for rank in found.stages)
+    assert all(rank.logits == 0 for rank in last.stages[:-1])
+
+
+def test_a_head_on_all_stages_is_not_estimated_on_a_mesh():
+    config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=2))
+    config["pipeline"] |= {"head": "spread", "schedule": "zero_bubble"}
+    with pytest.raises(ConfigError, match="needs a mesh of one rank"):
+        estimate(description_of(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+
+
+@pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [("seq1f1b-interleaved", 160), pytest.param("zero_bubble-v", 600, marks=pytest.mark.slow)],
 )

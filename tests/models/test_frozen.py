@@ -127,6 +127,14 @@ def test_frozen_parameters_under_a_split_backward(pool, checkpoint, tmp_path, fr
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("frozen", ["last stage", "all but the head", "first stage"])
+def test_frozen_parameters_with_a_head_on_all_stages(pool, checkpoint, tmp_path, frozen):
+    config = _config("1x1x1", 2, 1, 1)
+    config["pipeline"] |= {"schedule": "zero_bubble", "memory_limit": 3, "head": "spread"}
+    check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", ["first stage", "middle stages", "all but the head", "last stage"])
 @pytest.mark.parametrize("schedule", ["zero_bubble-v", "seq1f1b-interleaved"])
 def test_frozen_parameters_of_chunks(pool, checkpoint, tmp_path, frozen, schedule):

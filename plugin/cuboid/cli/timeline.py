@@ -82,6 +82,10 @@ def timeline(
             help="Time of a message between ranks, in forwards of a unit.", min=0, max=LONGEST_TIME, callback=finite
         ),
     ] = 0.0,
+    head: Annotated[
+        Literal["last", "spread"],
+        typer.Option(help="With --model: where the head is computed, on the last stage or spread over all ranks."),
+    ] = "last",
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
     json_output: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here: bubble, peak_micro_batches, …")
@@ -114,8 +118,11 @@ def timeline(
     request = _Request(
         *(stages, chunk_counts, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
+        spreads_head=head == "spread" and stages > 1,
     )
     if model is None:
+        if head == "spread":
+            raise typer.BadParameter("--head spread means nothing without --model PATH, whose units have no head then")
         if sequence_length is not None:
             raise typer.BadParameter("--seq-len means nothing without --model PATH, which says what a token costs")
         costs: _Costs = _PlainCosts(request)
@@ -129,14 +136,14 @@ def timeline(
     if sequence_bytes is not None:
         simulated, label = _in_bytes(simulated, sequence_bytes), format_bytes
     draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
-    head = costs.head(chosen)
+    share = costs.head(chosen)
     if json_output is not None:
-        write_json(json_output, _numbers(request, compared, sequence_bytes, head))
+        write_json(json_output, _numbers(request, compared, sequence_bytes, share))
     _print(Console(), chosen, costs, title)
     if len(compared.fitting) + len(compared.rejected) > 1:
         typer.echo(f"{schedule} is {compared}")
-    if head is not None:
-        typer.echo(head.sentence)
+    if share is not None:
+        typer.echo(share.sentence)
     typer.echo(f"drawn in {output}")
 
 
@@ -158,6 +165,7 @@ class _Request:
     multiple: int
     ratios: tuple[float, float]
     transfer: float
+    spreads_head: bool = False
 
 
 def _limit_given(text: str | None) -> MemoryLimit | None:
@@ -288,13 +296,15 @@ class _ModelCosts(_Costs):
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.partition import balance_by_flops
 
-        return balance_by_flops(self._sizes, stages, self._length)
+        return balance_by_flops(self._sizes, stages, self._length, has_head=not self._request.spreads_head)
 
     def head(self, chosen: ChosenSchedule) -> _Head:
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.partition import HeadShare
 
         share = HeadShare.of(self._sizes, self.layers(chosen.shape.stages), self._length)
+        if self._request.spreads_head:
+            return _Head(share, 0.0, is_spread=True)
         spread = _compare(self._request, self._with_spread_head()).best
         return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
@@ -314,7 +324,9 @@ class _ModelCosts(_Costs):
         from cuboid.seq1f1b.schedule.unit_costs import kept_bytes, unit_flops
 
         layers = self.layers(len(rank_of))
-        flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=sum(self._request.ratios))
+        head_ranks = self._request.ranks if self._request.spreads_head else 0
+        ratio = sum(self._request.ratios)
+        flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=ratio, head_ranks=head_ranks)
         # In units of an average forward, so that the picture doesn't pretend to know the device's speed.
         average = segment_cost(self._sizes)(0, self._length) / (self._request.ranks * self._request.segments)
         unit_bytes = kept_bytes(self._sizes, layers, self._lengths, rows=self._rows)
@@ -328,7 +340,10 @@ def _compare(request: _Request, costs: _Costs) -> Comparison:
 
     return compare_schedules(
         request.schedule,
-        Request(*(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks)),
+        Request(
+            *(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks),
+            spreads_head=request.spreads_head,
+        ),
     )
 
 
@@ -338,10 +353,13 @@ class _Head:
 
     share: HeadShare
     costs: float
+    is_spread: bool = False
 
     @property
     def sentence(self) -> str:
         share = self.share
+        if self.is_spread:
+            return f"the head is worth {share.layers:.1f} layers, and each rank has an equal share of it"
         text = f"the head is worth {share.layers:.1f} layers and is {share.of_stage:.0%} of its stage"
         if share.layers > 1:
             text += (

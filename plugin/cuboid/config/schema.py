@@ -23,6 +23,7 @@ from cuboid.seq1f1b.schedule.choice import (
     COMPARED_CHUNKS,
     NAMES,
     check_chunks,
+    check_spread,
     is_generated,
     place_stages,
 )
@@ -182,6 +183,13 @@ class PipelineConfig(Section):
         description="With `zero_bubble`, `zero_bubble-…` and `auto`: the most activations that a pipeline rank may "
         "hold for backward, in sequences, at least 1. By default those of `seq1f1b`, (stages - 1) / segments + 1.",
     )
+    head: Literal["last", "spread"] = Field(
+        "last",
+        description="Where the language model's head and the loss are computed in training. "
+        '"last": on the last stage; "spread": every pipeline rank computes the logits of an equal part of the '
+        "vocabulary, so that a large one doesn't make the last stage slower than the others. It needs `zero_bubble`, "
+        "`zero_bubble-…` or `auto`.",
+    )
     kv_gradients: Literal["fp32", "parameter"] = Field(
         "fp32",
         description="The precision in which gradients of keys and values are accumulated over the segments: at least "
@@ -209,6 +217,8 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _check_counts(self) -> PipelineConfig:
         self._check_chunks()
+        if self.spreads_head:
+            check_spread(self.schedule)
         if isinstance(self.stage_balance, tuple):
             self._check_balance(len(self.stage_balance))
         if isinstance(self.partition, tuple) and self.segments != len(self.partition):
@@ -250,6 +260,11 @@ class PipelineConfig(Section):
                 f'"stage_balance" has {count} numbers for {self.stages} stages{chunks}; give one for each'
                 + (f" chunk, {self.parts} in all" if chunks else "")
             )
+
+    @property
+    def spreads_head(self) -> bool:
+        """Whether there are several ranks, and each has a share of the head."""
+        return self.head == "spread" and self.stages > 1
 
     @property
     def is_placed(self) -> bool:

@@ -331,6 +331,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             **({"chunks": layout.chunks} if layout.chunks > 1 else {}),
             **({"schedule": layout.schedule} if layout.schedule != "seq1f1b" else {}),
             **({"memory_limit": layout.memory_limit} if layout.memory_limit is not None else {}),
+            **({"head": "spread"} if layout.spreads_head else {}),
         }
     return config
 

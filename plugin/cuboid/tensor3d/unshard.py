@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis, MeshShape
-from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
+from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, head_product
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -28,6 +29,18 @@ class _Unsplit(ShardingSpec):
     def block_shape(self, mesh: MeshShape) -> tuple[int, ...]:  # noqa: ARG002
         """The whole shape."""
         return self.shape
+
+
+def unsplit_head(weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> ShardedLinear:
+    """A head of some rows of a block ``[V', H/h]``, with nothing to gather or to reduce but activations."""
+    parameters = {"weight": weight, "bias": bias}
+    layouts: dict[str, ShardingSpec] = {
+        name: _unsplit(parameter) for name, parameter in parameters.items() if parameter is not None
+    }
+    rows, width = weight.shape
+    head = ShardedLinear(weight, bias, mesh=mesh, layouts=layouts, in_features=width, out_features=rows)
+    head.configure(head_product(head.sharded_params["weight"]), gathers_sequence=True)
+    return head
 
 
 class UnshardedParam:

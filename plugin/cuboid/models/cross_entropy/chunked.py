@@ -21,7 +21,7 @@ from cuboid.tensor3d.unshard import UnshardedParam
 CHUNK_BYTES = 64 * 2**20
 #: Fewest tokens of a chunk on an accelerator. Each chunk writes the gradient of the head's whole weight, so a small one
 #: is memory-bound: with a vocabulary of 128k and 4,096 features, 64 MiB are 130 tokens.
-_CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ChunkedCrossEntropy:
         grain = least_positions(self.mesh)
         positions = (CHUNK_BYTES if self.chunk_bytes is None else self.chunk_bytes) / position_bytes
         if self.chunk_bytes is None and hidden.device.type != "cpu":
-            positions = max(positions, math.ceil(_CHUNK_TOKENS / (rows * sequence)))
+            positions = max(positions, math.ceil(CHUNK_TOKENS / (rows * sequence)))
         step = max(1, int(positions) // grain) * grain
         by_rank = self.labels.to(hidden.device).unflatten(1, (sequence, length))
         for start in range(0, length, step):

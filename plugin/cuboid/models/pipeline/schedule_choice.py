@@ -58,10 +58,14 @@ def settle_schedule(
             raise ConfigError(f"stage_balance has {len(balance)} numbers, and it has {len(rank_of)} parts")
         cut = pipeline.on_ranks(AUTO, len(rank_of) // pipeline.stages)
         layers = plan_stages(len(sizes.layers), lambda: sizes, cut)
-        return ModelPipeline(AUTO, pipeline.stages, 1, layers, lengths, recomputes=recomputes).costs(sizes, rank_of)
+        costs_of = ModelPipeline(
+            *(AUTO, pipeline.stages, 1, layers, lengths), recomputes=recomputes, spreads_head=pipeline.spreads_head
+        )
+        return costs_of.costs(sizes, rank_of)
 
     limit = None if pipeline.memory_limit is None else MemoryLimit(sequences=pipeline.memory_limit)
-    request = Request(pipeline.stages, micro_batches, len(lengths), costs, limit, counts)
+    ends = pipeline.stages, micro_batches, len(lengths)
+    request = Request(*ends, costs, limit, counts, spreads_head=pipeline.spreads_head)
     compared = compare_schedules(AUTO, request)
     best = compared.best
     return pipeline.on_ranks(name_of_placement(best.name), best.chunks), compared

@@ -15,6 +15,7 @@ from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of, naming_changes
+from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
 from cuboid.models.stages.stage_model import SegmentChooser, StagePlan
@@ -57,11 +58,13 @@ def plan_staging(
     is_filled = granule(mesh) > 1 and outline.is_causal
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=is_filled)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
+    if config.pipeline.spreads_head:
+        check_spread_head(model, outline, mesh)
     # Not every architecture has sizes that are known, nor every config a use for them.
     find_sizes = functools.cache(lambda: sizes_of(model))
     layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
-    if config.pipeline.stage_balance == "flops" and mesh.rank == 0:
+    if config.pipeline.stage_balance == "flops" and mesh.rank == 0 and not config.pipeline.spreads_head:
         _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))
     cuts = layout.cuts(mesh.coordinate.pipe)
     return StagePlan(outline, layout, cuts, config, certificate, sizes, segment_choice)
@@ -72,7 +75,8 @@ def _warn_of_head(share: HeadShare) -> None:
     if share.layers > 1 and share.excess > _WORTH_A_WARNING:
         _logger.warning(
             "pipeline: the head is worth %.1f layers, %.0f %% of its stage; the costliest stage takes %.0f %% longer "
-            "than the average, and the others wait for it. Fewer stages make that less; cuboid timeline shows it",
+            'than the average, and the others wait for it. "head": "spread" divides it among the stages; '
+            "cuboid timeline shows it",
             share.layers,
             100 * share.of_stage,
             100 * share.excess,

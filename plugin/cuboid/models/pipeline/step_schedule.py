@@ -36,17 +36,16 @@ class StepSchedules:
             lengths: segment lengths of the step's longest micro-batch.
             recomputes: whether activation checkpointing is on.
         """
-        schedule = self._schedule(shape, lengths, recomputes=recomputes)
-        return schedule, lower(schedule, shape)
-
-    def _schedule(self, shape: PipelineShape, lengths: tuple[int, ...], *, recomputes: bool) -> Schedule:
         config, sizes = self._config, self._stages.sizes
         if not is_generated(config.schedule):
-            return fixed_schedule(config.schedule, shape, config.stages)
+            schedule = fixed_schedule(config.schedule, shape, config.stages)
+            return schedule, lower(schedule, shape)
         assert sizes is not None, "a generated schedule without the model's sizes"
         counts = self._stages.layout.counts
         chunks = len(counts) // config.stages
         pipeline = ModelPipeline(
-            config.schedule, config.stages, chunks, counts, lengths, config.memory_limit, recomputes
+            *(config.schedule, config.stages, chunks, counts, lengths, config.memory_limit, recomputes),
+            spreads_head=config.spreads_head,
         )
-        return pipeline.order(sizes, shape.micro_batches)
+        schedule = pipeline.order(sizes, shape.micro_batches)
+        return schedule, lower(schedule, shape, pipeline.durations(sizes) if config.spreads_head else None)

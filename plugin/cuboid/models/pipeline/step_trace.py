@@ -69,7 +69,8 @@ class StepTrace:
     def simulated(self, lengths: list[tuple[int, ...]], stages: StagePlan) -> Timeline:
         """Simulate the same step by FLOPs, at the speed (seconds per FLOP) measured on the busiest rank."""
         assert stages.sizes is not None
-        costs = [unit_flops(stages.sizes, stages.layout.counts, own) for own in lengths]
+        counts, head_ranks = stages.layout.counts, self.shape.head_ranks
+        costs = [unit_flops(stages.sizes, counts, own, head_ranks=head_ranks) for own in lengths]
         flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
         busiest = max(range(len(flops)), key=flops.__getitem__)
         s_per_flop = self.timeline.busy_s[busiest] / flops[busiest]

@@ -24,6 +24,7 @@ from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.cross_entropy.token_recorder import TokenRecorder
+from cuboid.models.pipeline.head_share import HeadRows, VocabularyShare
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
@@ -36,8 +37,9 @@ from cuboid.models.stages.stage_runner import StageRunner, make_runner
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
-from cuboid.seq1f1b.runtime.executor import Interpreter
+from cuboid.seq1f1b.runtime.executor import Interpreter, SpreadHead
 from cuboid.seq1f1b.runtime.p2p import Channel
+from cuboid.seq1f1b.runtime.pipe_collectives import PipeCollectives
 from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
@@ -86,6 +88,12 @@ class Pipeline:
         self._schedules = StepSchedules(stage.staging.plan)
         self._shared_names = shared_names(self._stages.outline)
         self._channels = open_channels(self.mesh, self._device)
+        if self._config.spreads_head:
+            self._collectives = PipeCollectives(
+                self.mesh.pipe_group,
+                self.mesh.peer(self.mesh.placement[-1]),
+                functools.partial(self.mesh.comm_counter.record_send, "pipe"),
+            )
         self._sums = sums
         self._step = 0
         #: Called on every rank after the units of a step, before :meth:`train` or :meth:`evaluate` returns, with the
@@ -166,7 +174,7 @@ class Pipeline:
             if training:
                 self._check_ties()
             given = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
-            step, replicas.items = self._prepare_own(given)
+            step, replicas.items = self._prepare_own(given, training=training)
             replicas.out_of_range = self._out_of_range(given)
         if replicas.total_out_of_range:
             # Only the ranks of the replica that has such numbers can say where they are.
@@ -174,7 +182,7 @@ class Pipeline:
         # Without any label tokens, divide by 1 so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
-    def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
+    def _prepare_own(self, shared: list[MicroBatch], *, training: bool) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its number of label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         kind, shifts = self._stages.outline.kind, self._stages.shifts_labels
@@ -190,7 +198,9 @@ class Pipeline:
             SegmentedBatch.of(batch, own, self._model.config, self.mesh, kind, inputs)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
-        shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]))
+        # Evaluation computes the head on the last stage: nothing runs backward that all others would wait for.
+        head_ranks = self._config.stages if self._config.spreads_head and training else 0
+        shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]), head_ranks)
         return _Step(shape, cut, lengths), torch.stack([kind.items(batch) for batch in micro_batches]).sum()
 
     def _check_ties(self) -> None:
@@ -308,6 +318,11 @@ class Pipeline:
             self._staging.gradient_sync.clear()
         runners: dict[int, StageRunner] = {}
         records = self.observe_tokens is not None and self._stages.outline.kind.labels_each_token
+        if records and step.shape.head_ranks:
+            raise ConfigError(
+                'pipeline.head is "spread", and a trainer reports values of the label tokens (entropy, accuracy), '
+                'which no rank computes then; write "head": "last"'
+            )
         vocabulary = self._model.config.get_text_config().vocab_size
         tokens = TokenRecorder(self.mesh, vocabulary) if records else None
         for chunk in self._staging.chunks:
@@ -324,8 +339,16 @@ class Pipeline:
                 tokens=tokens,
             )
         store = self._model.cuboid.host_store if training else None
+        if store is not None and step.shape.head_ranks:
+            raise ConfigError(
+                'pipeline.head is "spread", which isn\'t supported beside activations in host memory '
+                "(activation_checkpointing.cpu_checkpointing) yet; leave one of them out"
+            )
         observe = observer_of(program, lambda unit: step.lengths[unit.micro_batch][unit.segment], store, profiler)
-        interpreter = Interpreter(runners, self._channels, observe)
+        rows = HeadRows(self._model, self._device) if step.shape.head_ranks else None
+        share = None if rows is None else VocabularyShare(self._model, rows, step.batches, gradient_scale / step.items)
+        head = None if share is None else SpreadHead(share, self._collectives)
+        interpreter = Interpreter(runners, self._channels, observe, head)
         draws = random_numbers_of_stages(self.mesh, self._device) if self._model.training else nullcontext()
         try:
             with draws:
@@ -336,12 +359,16 @@ class Pipeline:
         finally:
             self._staging.held_weights.clear()
         self._staging.weight_gradients.check_empty()
+        if rows is not None:
+            if self._staging.gradient_sync is not None:
+                self._staging.gradient_sync.is_last = True
+            rows.give_back()
         if training and self._staging.gradient_sync is not None:
             reduce_rest(self._model)
         if self.observe_tokens is not None:
             self.observe_tokens(self._told(tokens, step))
         last = runners.get(step.shape.stages - 1)
-        return None if last is None else last.loss
+        return None if last is None else last.loss if share is None else share.total()
 
     def _told(self, tokens: TokenRecorder | None, step: _Step) -> list[torch.Tensor]:
         """The values of each micro-batch's label tokens, on every rank of the replica."""

@@ -103,7 +103,7 @@ def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineC
         even, rest = divmod(count, pipeline.parts)
         # The first stages get the layers left over, since the last one also has the head.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
-    return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH)
+    return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH, has_head=not pipeline.spreads_head)
 
 
 def _checked_balance(balance: tuple[int, ...], count: int, pipeline: PipelineConfig) -> tuple[int, ...]:

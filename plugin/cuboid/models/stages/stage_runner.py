@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError
 from cuboid.models.attention.forward_context import Lengths, Packing, RunningHead, knowing
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.generator_check import StepGenerators
@@ -115,6 +116,10 @@ class StageRunner:
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
         self._splits = splits
         self._tokens = tokens
+        pipeline = self._staging.plan.config.pipeline
+        assert pipeline is not None
+        #: Whether the head and the loss are computed here, rather than by all ranks' shares of them.
+        self._has_head = chunk.cut.is_last and not (training and pipeline.spreads_head)
         self._gradient_sync: GradientSync | None = model.staging.gradient_sync
         units = sum(len(batch.bounds) - 1 for batch in batches)
         #: Units that have yet to run each part that produces parameter gradients: the head, the backward (or I), and W.
@@ -146,23 +151,25 @@ class StageRunner:
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """A unit's forward; for shapes see :meth:`message_shape`.
 
-        On the last stage it includes the head, the loss, and their backward.
+        On the last stage it includes the head, the loss, and their backward, unless the head is spread.
         """
         with torch.set_grad_enabled(self._training):
             hidden, of_input = self._enter(hidden)
             output = self._run_layers(micro_batch, segment, hidden)
-            if self._cut.is_last:
+            if self._has_head:
                 gradient = self._run_head(micro_batch, segment, output)
+            elif self._cut.is_last:
+                self._check_dtype(output)
             if self._training:
                 received: list[torch.Tensor] = []
                 root = _Root.apply(output, received)
                 self._pending[micro_batch, segment] = _Pending(root, received, of_input)
-                if self._cut.is_last:
+                if self._has_head:
                     assert gradient is not None
                     received.append(gradient)
         if not self._training:
             self._free_after(micro_batch, segment)
-        return None if self._cut.is_last else output.detach()
+        return None if self._has_head else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See :class:`cuboid.seq1f1b.runtime.executor.Stage`."""
@@ -280,6 +287,15 @@ class StageRunner:
         )
         self.loss = loss if self.loss is None else self.loss + loss
         return gradient
+
+    def _check_dtype(self, output: torch.Tensor) -> None:
+        """Check that the output has the dtype in which the other ranks expect it, for their shares of the head."""
+        weight = self._model.get_submodule(self._staging.plan.outline.head[0]).weight
+        if output.dtype != weight.dtype:
+            raise CuboidError(
+                f'pipeline.head is "spread", but the last stage\'s output is in {output.dtype} and the head in '
+                f'{weight.dtype}; write "head": "last"'
+            )
 
     def _count(self, part: str, units: int = 1) -> None:
         """Count units down before a part of them runs, so that the last one reduces the step's gradients."""

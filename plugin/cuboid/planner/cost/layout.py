@@ -32,6 +32,7 @@ class Layout:
             form gives the time.
         schedule: a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`.
         memory_limit: the config's, in sequences of a rank's share.
+        spreads_head: whether every stage has a share of the head; needs a generated schedule.
         stage_layers: layers of each of :attr:`parts`, in order; () for a balanced cut.
         lengths: tokens of each segment; () for a cut by cost.
         key_value_gradient_bytes: size of a number in which segments accumulate gradients of keys and values.
@@ -55,6 +56,7 @@ class Layout:
     chunks: int = 1
     schedule: str = "seq1f1b"
     memory_limit: float | None = None
+    spreads_head: bool = False
     stage_layers: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     key_value_gradient_bytes: int = 4
@@ -101,6 +103,11 @@ class Layout:
         return is_generated(self.schedule)
 
     @property
+    def head_ranks(self) -> int:
+        """Number of ranks that share the head; 0 if the last stage has it. Only generated schedules place shares."""
+        return self.stages if self.spreads_head and self.may_split else 0
+
+    @property
     def without_chunks(self) -> Layout:
         """The same with a fixed schedule and one part on each rank; the number of segments is chosen with this."""
         if self.schedule in SCHEDULES:
@@ -109,7 +116,7 @@ class Layout:
         for rank, count in zip(self.rank_of, self.stage_layers, strict=bool(self.stage_layers)):
             layers[rank] += count
         own = tuple(layers) if self.stage_layers else ()
-        return replace(self, schedule="seq1f1b", chunks=1, memory_limit=None, stage_layers=own)
+        return replace(self, schedule="seq1f1b", chunks=1, memory_limit=None, spreads_head=False, stage_layers=own)
 
     @property
     def gathers_once(self) -> bool:
@@ -131,6 +138,7 @@ class Layout:
         parts += [f"{self.stages} stages × {self.segments} segments"] if self.stages > 1 else []
         if self.schedule != "seq1f1b":
             parts.append(self.schedule + (f" of {self.chunks} chunks" if self.chunks > 1 else ""))
+        parts += ["head spread"] if self.spreads_head else []
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += ["checkpointing"] if self.recomputes else []

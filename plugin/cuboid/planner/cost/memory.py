@@ -155,7 +155,7 @@ class _Stage:
         own = (dense + experts) / (layout.context if software.shards_over_context else 1)
         gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store, on_host = self._activations()
-        logits = self._logits() if self.is_last else 0.0
+        logits = self._logits() if self.is_last or layout.head_ranks else 0.0
         units = {
             "gathered": self._gathered(),
             "activations": activations,
@@ -389,6 +389,12 @@ class _Stage:
         # and values. So its peak is at its beginning or at its end.
         for action in actions:
             part, segment, store = action.stage, action.segment, (action.stage, action.micro_batch)
+            if action.op.is_head:
+                share = self._share(segment)
+                now += share if action.op is Op.HEAD_FORWARD else -share
+                if now + sum(opened.values()) > sum(most):
+                    most = now, sum(opened.values())
+                continue
             moved = kept[part][segment] if unit_of(action) in away else 0.0
             own, later = kept[part][segment] - moved + ends[part][segment], waiting[part][segment]
             match action.op:
@@ -434,12 +440,21 @@ class _Stage:
     def _logits(self) -> float:
         model, mesh = self.model, self.layout.mesh
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
-        weight = model.outputs * model.hidden / self._ranks * _ELEMENT
-        numbers = tokens * model.outputs / self._ranks
+        shares = self.layout.head_ranks or 1
+        weight = model.outputs * model.hidden / self._ranks / shares * _ELEMENT
+        numbers = tokens * model.outputs / self._ranks / shares
+        if shares > 1:
+            # The rank's rows, unsharded, and the sum of their gradients in float32 are there for the whole step.
+            weight *= 4 * mesh.batch
         if self.software.loss == "chunked":
             # A chunk's logits and their gradient, each in 32 and in 16 bits; and the gradient of the weight.
             return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
         return numbers * (4 if self.software.loss == "fused" else 14)
+
+    def _share(self, segment: int) -> float:
+        """Bytes of the logits of a unit's share of the head, and of the hidden states that they come from."""
+        tokens = self._units.tokens(self.cost.lengths[segment])
+        return tokens * (self.model.outputs / self.layout.stages + self.model.hidden) / self._ranks * _ELEMENT
 
     def _working(self) -> float:
         """Bytes of the layer in backward: gradients inside the MLP; with checkpointing also all that it recomputes."""

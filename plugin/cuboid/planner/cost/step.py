@@ -83,7 +83,9 @@ class StageTimes:
         backward = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) if self.splits else (Op.BACKWARD,)
         parts = [part for part, owner in enumerate(self.rank_of) if owner == rank]
         units = [each for op in (Op.FORWARD, *backward) for part in parts for each in self.units[op][part]]
-        return sum(units, Seconds())
+        # Every part has the times of a rank's share of the head, of which a rank has one.
+        shares = (op for op in (Op.HEAD_FORWARD, Op.HEAD_BACKWARD) if op in self.units)
+        return sum((each for op in shares for each in self.units[op][0]), sum(units, Seconds()))
 
     @property
     def busiest(self) -> int:
@@ -129,7 +131,7 @@ class StepCost:
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
         """Number of layers of each part: the layout's, or else as ``"stage_balance": "flops"`` cuts them."""
-        return self.layout.stage_layers or _balance(self.model, self.layout.parts)
+        return self.layout.stage_layers or _balance(self.model, self.layout.parts, has_head=not self.layout.head_ranks)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -191,7 +193,12 @@ class StepCost:
                     # This is forward and backward together; all of it is counted in backward.
                     embedding = self.units.embedding(begin, end)
                     own |= {op: own[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in own}
-                if stop == len(self.model.layers):
+                if layout.head_ranks:
+                    head = self.units.head_forward(begin, end)
+                    # Every rank exchanges the same activations as the last stage would.
+                    head = Seconds(head.compute / layout.stages, head.exposed)
+                    own |= {Op.HEAD_FORWARD: head * (1 / 3), Op.HEAD_BACKWARD: head * (2 / 3)}
+                elif stop == len(self.model.layers):
                     own[Op.FORWARD] += self.units.head_forward(begin, end)
                 segments.append(own)
             for op in segments[0]:
@@ -216,7 +223,7 @@ class StepCost:
             return _fixed_order(layout.schedule, layout.stages, layout.parts, micro_batches, len(self.lengths))
         pipeline = ModelPipeline(
             layout.schedule, layout.stages, layout.chunks, self.stage_layers, self.lengths, layout.memory_limit,
-            layout.recomputes,
+            layout.recomputes, layout.spreads_head,
         )  # fmt: skip
         # Training's budget, scaled down so that as many rules are tried for fewer micro-batches, and limited.
         tried = min(_TRIED_ACTIONS, TRIED_ACTIONS * micro_batches // layout.micro_batches)
@@ -341,7 +348,7 @@ class StepCost:
             bubble_s=pipeline_s - busy.total,
             reduce_s=self._reduce_s(times),
             optimizer_s=self._optimizer_s(),
-            constant_s=self.cluster.gpu.step_s,
+            constant_s=self.cluster.gpu.step_s + (self.units.head_rows_s() if self.layout.head_ranks else 0.0),
         )
 
     @cached_property
@@ -408,8 +415,8 @@ _ASSUMED_LENGTH = 4096
 
 
 @lru_cache(maxsize=1024)
-def _balance(model: ModelDescription, stages: int) -> tuple[int, ...]:
-    return balance_by_flops(model.sizes, stages, _ASSUMED_LENGTH)
+def _balance(model: ModelDescription, stages: int, *, has_head: bool) -> tuple[int, ...]:
+    return balance_by_flops(model.sizes, stages, _ASSUMED_LENGTH, has_head=has_head)
 
 
 @lru_cache(maxsize=1024)
@@ -430,4 +437,5 @@ def _fixed_order(name: str, ranks: int, parts: int, micro_batches: int, segments
 @lru_cache(maxsize=256)
 def _generated_order(model: ModelDescription, pipeline: ModelPipeline, micro_batches: int, tried: int) -> ActionGraph:
     schedule = pipeline.order(model.sizes, micro_batches, tried_actions=tried)
-    return ActionGraph(schedule, PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths)))
+    head_ranks = pipeline.ranks if pipeline.spreads_head else 0
+    return ActionGraph(schedule, PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths), head_ranks))

@@ -382,6 +382,11 @@ class UnitTimes:
         exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends)
         return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
 
+    def head_rows_s(self) -> float:
+        """Time in which the last stage sends the other stages their rows of the head, and is sent the gradients."""
+        share = self._model.outputs * self._model.hidden / self._ranks / self._layout.stages * _ELEMENT
+        return 2 * (self._layout.stages - 1) * self.links.stages.send_s(share)
+
     def embedding(self, start: int, stop: int) -> Seconds:
         """Lookup of tokens, and accumulation of the whole table's gradient: forward and backward together."""
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model

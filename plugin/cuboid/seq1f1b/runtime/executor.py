@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
 import torch
 
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
+from cuboid.seq1f1b.runtime.pipe_collectives import Joined, PipeCollectives
 from cuboid.seq1f1b.schedule.actions import Action, Op, Program
 from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, incoming, outgoing
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
@@ -42,6 +44,27 @@ class Stage(Protocol):
         """W of a split backward, for some segments of a micro-batch, in order; may accumulate their sum."""
 
 
+class HeadPart(Protocol):
+    """This rank's share of a head that is spread over all ranks."""
+
+    def buffer(self, micro_batch: int, segment: int) -> torch.Tensor:
+        """An empty tensor for a unit's output of the last stage."""
+
+    def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the other ranks need to know of this share's logits of a unit."""
+
+    def backward(self, micro_batch: int, segment: int, statistics: torch.Tensor) -> torch.Tensor:
+        """This share's part of the gradient of ``hidden``, given what all ranks returned from :meth:`forward`."""
+
+
+@dataclass(frozen=True)
+class SpreadHead:
+    """A rank's share of the head, and the collectives with the others' shares."""
+
+    share: HeadPart
+    collectives: PipeCollectives
+
+
 #: Called with each action that computes; the context manager it returns surrounds the computation.
 Observer = Callable[[Action], AbstractContextManager[None]]
 
@@ -53,18 +76,24 @@ class Interpreter:
         stages: this rank's stages, by stage number.
         channels: by (source, target) stage, for every pair of neighbours of which exactly one is on this rank.
         observe: see :data:`Observer`.
+        head: this rank's share of the head, if the program has any.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], channels: Mapping[tuple[int, int], Channel], observe: Observer
+        self,
+        stages: Mapping[int, Stage],
+        channels: Mapping[tuple[int, int], Channel],
+        observe: Observer,
+        head: SpreadHead | None = None,
     ) -> None:
         self._stages = stages
+        self._head = head
         self._channels = channels
         self._observe = observe
         #: The last action that was started, for error messages.
         self.running: Action | None = None
         #: Inputs of later computations that come from other ranks, by their receive action.
-        self._arrivals: dict[Action, Arrival] = {}
+        self._arrivals: dict[Action, Arrival | Joined] = {}
         #: Inputs of later computations from another stage on this rank, likewise. No messages are sent for these.
         self._here: dict[Action, torch.Tensor] = {}
         #: Results to be sent, by their send action.
@@ -85,10 +114,16 @@ class Interpreter:
                     self._channels[channel(action)].send(self._outgoing.pop(action))
                 case Op.WEIGHT_GRADIENT:
                     self._weight_gradients(run)
+                case Op.BROADCAST_HIDDEN | Op.GATHER_STATISTICS | Op.REDUCE_GRADIENT:
+                    self._join(action, shape)
+                case Op.HEAD_FORWARD | Op.HEAD_BACKWARD:
+                    self._compute_share(action, shape)
                 case _:
                     self._compute(action, shape)
         for p2p_channel in self._channels.values():
             p2p_channel.drain()
+        if self._head is not None:
+            self._head.collectives.drain()
         unconsumed = [*self._arrivals, *self._here, *self._outgoing]
         assert not unconsumed, f"unconsumed message {unconsumed[0]}"
 
@@ -96,6 +131,32 @@ class Interpreter:
         stage = self._stages[action.stage]
         size = stage.message_shape(action.micro_batch, action.segment)
         self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
+
+    def _join(self, action: Action, shape: PipelineShape) -> None:
+        assert self._head is not None
+        result, collectives = self._outgoing.pop(action, None), self._head.collectives
+        if action.op is Op.BROADCAST_HIDDEN:
+            buffer = self._head.share.buffer(action.micro_batch, action.segment) if result is None else result
+            self._arrivals[action] = collectives.broadcast(buffer)
+            return
+        assert result is not None
+        if action.op is Op.GATHER_STATISTICS:
+            self._arrivals[action] = collectives.all_gather(result)
+            return
+        joined = collectives.reduce(result)
+        if action.stage == shape.stages - 1:
+            self._arrivals[action] = joined
+
+    def _compute_share(self, action: Action, shape: PipelineShape) -> None:
+        assert self._head is not None
+        message, share = self._take(incoming(action, shape)), self._head.share
+        assert message is not None
+        compute = share.forward if action.op is Op.HEAD_FORWARD else share.backward
+        with self._observe(action):
+            result = compute(action.micro_batch, action.segment, message)
+        send = outgoing(action, shape)
+        assert send is not None
+        self._outgoing[send] = result
 
     def _compute(self, action: Action, shape: PipelineShape) -> None:
         stage, message = self._stages[action.stage], self._take(incoming(action, shape))
@@ -110,7 +171,7 @@ class Interpreter:
         send = outgoing(action, shape)
         if send is None or result is None:
             return
-        if channel(send)[1] in self._stages:
+        if not send.op.is_collective and channel(send)[1] in self._stages:
             # The stage that uses the result is another chunk of this rank.
             self._here[counterpart(send)] = result
         else:

@@ -139,6 +139,7 @@ class Request:
         chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several. Given a tuple,
             ``"auto"`` compares these numbers too, and takes more chunks only if the gain is worth it.
         tried_actions: see :func:`~cuboid.seq1f1b.schedule.list_scheduling.list_schedule`.
+        spreads_head: whether every rank has a share of the head; see :func:`check_spread`.
     """
 
     ranks: int
@@ -148,6 +149,7 @@ class Request:
     limit: MemoryLimit | None = None
     chunks: int | tuple[int, ...] = 1
     tried_actions: int = TRIED_ACTIONS
+    spreads_head: bool = False
 
     @property
     def chunk_counts(self) -> tuple[int, ...]:
@@ -282,6 +284,21 @@ def check_chunks(name: str, chunks: int) -> None:
         )
 
 
+def check_spread(name: str) -> None:
+    """Check that a schedule can have a head that is spread over the ranks: one that is generated.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    if name in NAMES and not is_generated(name):
+        chunked = [schedule for schedule in CHUNKED if is_generated(schedule)]
+        names = ["zero_bubble", AUTO] if name not in CHUNKED else chunked
+        raise ConfigError(
+            f'the schedule "{name}" has the head on its last stage: its order has no place for the shares of a head '
+            f'that is spread; take {" or ".join(names)}, or "head": "last"'
+        )
+
+
 def place_stages(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of each of ``ranks × chunks`` stages under the named schedule's placement."""
     assert name != AUTO or chunks == 1, "auto with several chunks stands for several places"
@@ -320,6 +337,12 @@ class ModelPipeline:
     limit: float | None = None
     #: Whether activation checkpointing is on.
     recomputes: bool = False
+    #: Whether every rank has a share of the head.
+    spreads_head: bool = False
+
+    @property
+    def _head_ranks(self) -> int:
+        return self.ranks if self.spreads_head else 0
 
     def order(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> Schedule:
         """Return the order in which training runs a step, with costs from the operation counts of a model's sizes.
@@ -331,20 +354,28 @@ class ModelPipeline:
         segments = len(self.lengths)
         request = Request(
             self.ranks, micro_batches, segments, lambda rank_of: self.costs(sizes, rank_of), limit, self.chunks,
-            tried_actions,
+            tried_actions, self.spreads_head,
         )  # fmt: skip
         return choose_schedule(self.schedule, request).schedule
 
+    def durations(self, sizes: ModelSizes) -> Callable[[Action], float]:
+        """Return the durations of actions, in arbitrary units: the model's operations, at least 1."""
+        ratio = BACKWARD_RATIO + self.recomputes
+        flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=ratio, head_ranks=self._head_ranks)
+        return lambda action: max(flops(action), 1)
+
     def costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
         """Return the costs of the stages on these ranks, in arbitrary units: only their ratios matter."""
-        flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=BACKWARD_RATIO + self.recomputes)
         unit_bytes = kept_bytes(sizes, self.counts, self.lengths)
-        return placed_costs(flops, unit_bytes, rank_of, len(self.lengths), recomputes=self.recomputes)
+        return placed_costs(self.durations(sizes), unit_bytes, rank_of, len(self.lengths), recomputes=self.recomputes)
 
 
 def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False) -> ChosenSchedule:
+    if request.spreads_head:
+        check_spread(name)
     rank_of = place_stages(name, request.ranks, chunks)
-    shape = PipelineShape(len(rank_of), request.micro_batches, request.segments)
+    head_ranks = request.ranks if request.spreads_head else 0
+    shape = PipelineShape(len(rank_of), request.micro_batches, request.segments, head_ranks)
     placed = request.costs(rank_of)
     limits = _limits(request, placed)
     if is_generated(name):

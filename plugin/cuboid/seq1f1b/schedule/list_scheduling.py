@@ -16,6 +16,12 @@ condition depends on one rank alone, and the order of micro-batches is the same 
 run. Take the first unfinished micro-batch. If a forward of it is missing, one whose input has arrived fits, at the
 latest after its rank's pending weight gradients. If none is missing, its next backward can run: where backwards take
 more memory than they free, the headroom is reserved for that.
+
+**A head that is spread.** Each rank has a share of every unit's head, in two actions: H once the last stage's forward
+is done, and G once H is done on all ranks; the last stage's backward waits for G on all ranks. Both go through the
+units in the order of the forwards, on all ranks, and come before everything else, because all backwards wait for them.
+They take no part of the limit. A share's logits are kept from H to G, so a rank is at most :data:`_MOST_SHARES` units
+ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is always allowed.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 TRIED_ACTIONS = 400_000
 #: Fraction by which a step may be longer if the weight gradients of whole micro-batches are one product each.
 _MICRO_BATCH_GAIN = 0.005
+#: Most units of which a rank keeps its share of the logits, between H and G, of a head that is spread.
+_MOST_SHARES = 2
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
 
@@ -120,8 +128,9 @@ def list_schedule(
     rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
     tables: dict[BackwardMode, _Tables] = {}
     best: tuple[float, Schedule] | None = None
-    # A unit has at most three actions: F, I and W.
-    for rule, mode in islice(product(rules, modes), max(1, tried_actions // (3 * shape.stages * shape.units))):
+    # A unit has at most three actions on each stage, F, I and W, and two on each rank that shares the head.
+    count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units
+    for rule, mode in islice(product(rules, modes), max(1, tried_actions // count)):
         if mode not in tables:
             tables[mode] = _Tables(shape, rank_of, costs, limits, mode)
         end_s, schedule = _Search(tables[mode], rule).run()
@@ -166,6 +175,15 @@ class _Tables:
         self.duration_s = {
             op: [list(map(costs.duration_s, row)) for row in table] for op, table in self.actions.items()
         }
+        #: For both actions of a head that is spread, by rank and unit.
+        self.shares = {
+            op: [
+                [Action(op, stage, *divmod(unit, shape.segments)) for unit in range(shape.units)]
+                for _, stage in sorted((rank_of[stage], stage) for stage in shape.head_stages)
+            ]
+            for op in (Op.HEAD_FORWARD, Op.HEAD_BACKWARD)
+        }
+        self.shares_s = {op: [list(map(costs.duration_s, row)) for row in table] for op, table in self.shares.items()}
         self.kept = [list(map(costs.kept, row)) for row in self.actions[Op.FORWARD]]
         self.frees = 1.0 if is_whole else costs.input_gradient_frees
         self.most_waiting = None if is_whole else costs.most_waiting
@@ -239,7 +257,7 @@ class _Memory:
         self._now -= freed
 
 
-#: An operation, its stage, and the number of times that the stage has started this operation before.
+#: An operation, its stage (of a share of the head: its rank), and the number of times that this one has started it.
 _Choice = tuple[Op, int, int]
 
 
@@ -253,9 +271,16 @@ class _Search:
         never = [float("inf")] * units
         #: By stage and unit, when the input of F and the gradient for I arrive from the neighbouring stage.
         self._hidden_s = [[0.0] * units, *(never[:] for _ in range(stages - 1))]
-        self._gradient_s = [*(never[:] for _ in range(stages - 1)), [0.0] * units]
+        self._gradient_s = [
+            *(never[:] for _ in range(stages - 1)),
+            never[:] if tables.shape.head_ranks else [0.0] * units,
+        ]
+        #: By rank and unit, when the input of H and the other ranks' sums for G arrive.
+        self._shares_s = {op: [never[:] for _ in range(tables.shape.head_ranks)] for op in tables.shares}
+        #: By unit, how many ranks have started H or G, and when the last of them ends.
+        self._joined = {op: [(0, 0.0)] * units for op in tables.shares}
         #: For each operation, how many of them each stage has started.
-        self._begun = {op: [0] * stages for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)}
+        self._begun = {op: [0] * stages for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, *tables.shares)}
         self._memory = list(map(_Memory, tables.limits, tables.headroom, tables.totals))
         self._found: list[list[Action]] = [[] for _ in tables.limits]
         #: Heap of the times at which something may change for a rank.
@@ -272,17 +297,31 @@ class _Search:
             if choice is not None:
                 free_s[rank] = self._begin(rank, now_s, choice)
                 heapq.heappush(self._events, (free_s[rank], rank))
-        assert sum(map(len, self._found)) == len(self._tables.actions) * self._tables.shape.stages * self._units
+        shape = self._tables.shape
+        count = len(self._tables.actions) * shape.stages + len(self._tables.shares) * shape.head_ranks
+        assert sum(map(len, self._found)) == count * self._units
         return max(free_s), tuple(map(tuple, self._found))
 
     def _choose(self, rank: int, now_s: float) -> _Choice | None:
         """Return what a free rank starts next; None if it must wait."""
+        share = self._next_share(rank, now_s) if self._tables.shape.head_ranks else None
+        if share is not None:
+            return share
         stages = self._tables.stages_of[rank]
         forward = self._next_forward(rank, stages, now_s)
         if forward is not None and self._rule.forward_first:
             return forward
         backward = self._next_backward(rank, stages, now_s)
         return backward or forward or self._next_weight_gradient(rank, stages, now_s)
+
+    def _next_share(self, rank: int, now_s: float) -> _Choice | None:
+        """Return the next action of the rank's share of the head; G first, since it frees logits."""
+        begun, done = (self._begun[op][rank] for op in (Op.HEAD_FORWARD, Op.HEAD_BACKWARD))
+        if done < begun and self._shares_s[Op.HEAD_BACKWARD][rank][done] <= now_s:
+            return Op.HEAD_BACKWARD, rank, done
+        if begun < min(self._units, done + _MOST_SHARES) and self._shares_s[Op.HEAD_FORWARD][rank][begun] <= now_s:
+            return Op.HEAD_FORWARD, rank, begun
+        return None
 
     def _next_forward(self, rank: int, stages: Sequence[int], now_s: float, *, drained: bool = False) -> _Choice | None:
         """Return a forward of the earliest micro-batch that has one which can start.
@@ -347,6 +386,8 @@ class _Search:
         """Add an action to the schedule, or a whole run of Ws; return the time at which it ends."""
         op, stage, number = choice
         self._begun[op][stage] += 1
+        if op.is_head:
+            return self._begin_share(op, rank, number, now_s)
         unit = number if op is Op.FORWARD else self._backward_unit(number)
         self._found[rank].append(self._tables.actions[op][stage][unit])
         end_s = now_s + self._tables.duration_s[op][stage][unit]
@@ -355,6 +396,8 @@ class _Search:
             self._memory[rank].forward(micro_batch, kept)
             if stage + 1 < self._tables.shape.stages:
                 self._arrive(self._hidden_s, rank, stage + 1, unit, end_s)
+            else:
+                self._arrive_at_shares(Op.HEAD_FORWARD, unit, end_s, rank)
         elif op is Op.INPUT_GRADIENT:
             self._memory[rank].input_gradient(micro_batch, kept, self._tables.frees * kept)
             if stage > 0:
@@ -366,6 +409,26 @@ class _Search:
             if run_on and number < self._begun[Op.INPUT_GRADIENT][stage]:
                 return self._begin(rank, end_s, (op, stage, number))
         return end_s
+
+    def _begin_share(self, op: Op, rank: int, unit: int, now_s: float) -> float:
+        """Add an action of the rank's share of the head; return the time at which it ends."""
+        self._found[rank].append(self._tables.shares[op][rank][unit])
+        end_s = now_s + self._tables.shares_s[op][rank][unit]
+        count, last_s = self._joined[op][unit]
+        self._joined[op][unit] = count, last_s = count + 1, max(last_s, end_s)
+        if count == self._tables.shape.head_ranks:
+            if op is Op.HEAD_FORWARD:
+                self._arrive_at_shares(Op.HEAD_BACKWARD, unit, last_s)
+            else:
+                # As far as from any other rank.
+                self._arrive(self._gradient_s, -1, self._tables.shape.stages - 1, unit, last_s)
+        return end_s
+
+    def _arrive_at_shares(self, op: Op, unit: int, end_s: float, source: int = -1) -> None:
+        """Record when what a share's action needs arrives at every rank."""
+        for rank, row in enumerate(self._shares_s[op]):
+            row[unit] = end_s + (self._tables.transfer_s if rank != source else 0)
+            heapq.heappush(self._events, (row[unit], rank))
 
     def _arrive(self, arrivals: list[list[float]], rank: int, stage: int, unit: int, end_s: float) -> None:
         """Record when a result arrives at the stage that needs it."""

@@ -7,10 +7,11 @@ not post a receive before an action of its own on which the received message dep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from cuboid.seq1f1b.schedule.actions import Action, Op, Program, Schedule
-from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, incoming, outgoing
+from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, incoming, other_ends, outgoing
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import simulate
 from cuboid.seq1f1b.schedule.validation import DeadlockError, placement, validate, validate_programs
@@ -19,29 +20,36 @@ from cuboid.seq1f1b.schedule.validation import DeadlockError, placement, validat
 RankPair = tuple[int, int]
 
 
-def lower(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
+def lower(
+    schedule: Schedule, shape: PipelineShape, duration_s: Callable[[Action], float] | None = None
+) -> tuple[Program, ...]:
     """Insert sends and receives into a schedule so that ranks can't deadlock.
 
     That holds even if every action first waits for everything that is in flight on its device
     (:func:`~cuboid.seq1f1b.schedule.validation.validate_programs`). :func:`insert_messages` posts receives early, which
     works for the schedules of :mod:`~cuboid.seq1f1b.schedule.schedules`. If a generated schedule would deadlock with
-    that, its receives are placed by :func:`insert_messages_once_sent`, which never deadlocks.
+    that, or if it has collectives, messages are placed by :func:`insert_messages_once_sent`, which never deadlocks.
 
     Args:
         schedule: each rank's computations in order; forwards only, or backwards too.
         shape: the pipeline's shape.
+        duration_s: of an action, more than 0; see :func:`insert_messages_once_sent`.
 
     Raises:
         ScheduleError: the schedule itself isn't valid.
     """
     backward = any(action.op is not Op.FORWARD for actions in schedule for action in actions)
     validate(schedule, shape, backward=backward)
-    programs = insert_messages(schedule, shape)
-    try:
-        validate_programs(programs, shape)
-    except DeadlockError:
-        programs = insert_messages_once_sent(schedule, shape)
-        validate_programs(programs, shape)
+    if not shape.head_ranks:
+        programs = insert_messages(schedule, shape)
+        try:
+            validate_programs(programs, shape)
+        except DeadlockError:
+            pass
+        else:
+            return programs
+    programs = insert_messages_once_sent(schedule, shape, duration_s)
+    validate_programs(programs, shape)
     return programs
 
 
@@ -61,24 +69,38 @@ def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, 
     return tuple(_program(actions, shape, arrivals) for actions in schedule)
 
 
-def insert_messages_once_sent(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
+def insert_messages_once_sent(
+    schedule: Schedule, shape: PipelineShape, duration_s: Callable[[Action], float] | None = None
+) -> tuple[Program, ...]:
     """Insert messages, with every receive posted only after the computation that produces its message has started.
 
-    The order comes from a simulation in which all computations take equally long. If all ranks' actions ran one by one
-    in the order of their simulated starts, no action would wait for a message; so the programs can't deadlock.
+    Likewise all ranks join a collective after the last computation that contributes to it has started. The order comes
+    from a simulation with these durations, by default equal ones. If all ranks' actions ran one by one in the order of
+    their simulated starts, no action would wait for a message; so the programs can't deadlock, however long actions
+    really take.
 
     Raises:
         ScheduleError: a stage is on two ranks.
         DeadlockError: the schedule itself can't be run to its end.
     """
     rank_of = placement(schedule)
-    simulated = simulate(schedule, shape, lambda _: 1)
+    simulated = simulate(schedule, shape, duration_s or (lambda _: 1))
     begun = [(span.start_s, rank, span.action) for rank, spans in enumerate(simulated.spans) for span in spans]
     programs: list[list[Action]] = [[] for _ in schedule]
+    #: How many computations that contribute to a collective have started, by its action on the last stage.
+    joined: Counter[Action] = Counter()
     for _, rank, action in sorted(begun, key=lambda one: one[:2]):
         programs[rank].append(action)
         send = outgoing(action, shape)
-        if send is not None and rank_of[counterpart(send).stage] != rank:
+        if send is None:
+            continue
+        if send.op.is_collective:
+            of_last = Action(send.op, shape.stages - 1, send.micro_batch, send.segment)
+            joined[of_last] += 1
+            if joined[of_last] == (1 if send.op is Op.BROADCAST_HIDDEN else shape.head_ranks):
+                for end in (of_last, *other_ends(of_last, shape)):
+                    programs[rank_of[end.stage]].append(end)
+        elif rank_of[counterpart(send).stage] != rank:
             programs[rank].append(send)
             programs[rank_of[counterpart(send).stage]].append(counterpart(send))
     return tuple(map(tuple, programs))

@@ -103,13 +103,15 @@ def balance_stages(costs: Sequence[float], stages: int, *, first: float = 0, las
     return cut_sequence(count, stages, cost=cost)
 
 
-def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, ...]:
-    """:func:`balance_stages` by the operations on sequences of ``length`` tokens; the head counts for the last stage.
+def balance_by_flops(sizes: ModelSizes, stages: int, length: int, *, has_head: bool = True) -> tuple[int, ...]:
+    """:func:`balance_stages` by the operations on sequences of ``length`` tokens.
+
+    The head counts for the last stage, unless that has none of its own (``has_head``) because the head is spread.
 
     Raises:
         ConfigError: there are more stages than layers.
     """
-    return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length))
+    return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length) if has_head else 0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 class PipelineShape:
     """The number of stages, of micro-batches in a step, and of segments in each micro-batch.
 
+    ``head_ranks`` is the number of ranks if the head is spread over all of them, and 0 if the last stage has it whole.
+
     Raises:
         ConfigError: one of them is less than 1.
     """
@@ -28,6 +30,7 @@ class PipelineShape:
     stages: int
     micro_batches: int
     segments: int
+    head_ranks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches", "segments"):
@@ -38,6 +41,12 @@ class PipelineShape:
     def units(self) -> int:
         """Number of units of one stage."""
         return self.micro_batches * self.segments
+
+    @property
+    def head_stages(self) -> range:
+        """The stages whose numbers the ranks' shares of a spread head have: the last one of each rank."""
+        # In every placement, a rank has exactly one of the last stages, as many as there are ranks.
+        return range(self.stages - self.head_ranks, self.stages)
 
 
 def gpipe(shape: PipelineShape) -> Schedule:

@@ -167,6 +167,9 @@ def _freed(op: Op, input_gradient_frees: float) -> float:
             return input_gradient_frees
         case Op.WEIGHT_GRADIENT:
             return 1 - input_gradient_frees
+        case Op.HEAD_FORWARD | Op.HEAD_BACKWARD:
+            # A share's logits aren't part of what a unit's layers keep; how many units have them is bounded.
+            return 0
     return 1
 
 

@@ -18,12 +18,15 @@ _SHADES: dict[Op, tuple[str, ...]] = {
     Op.BACKWARD: ("#E8893B", "#F7C08F", "#F0A565", "#FBDCC0"),
     Op.INPUT_GRADIENT: ("#E8893B", "#F7C08F", "#F0A565", "#FBDCC0"),
     Op.WEIGHT_GRADIENT: ("#8CBF6A", "#C3E0AE", "#A7D08B", "#DDEFD0"),
+    Op.HEAD_FORWARD: ("#B07CC6", "#D9BEE4", "#C49DD5", "#E9DAF0"),
+    Op.HEAD_BACKWARD: ("#B07CC6", "#D9BEE4", "#C49DD5", "#E9DAF0"),
 }
 _NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
     Op.INPUT_GRADIENT: "input gradient",
     Op.WEIGHT_GRADIENT: "weight gradient",
+    Op.HEAD_FORWARD: "share of the head",
 }
 _MESSAGE, _TEXT, _MEMORY = "#444444", "#1A1A1A", "#B8B8B8"
 #: Fractions of a lane's height: boxes alone, boxes with a memory curve below, messages, and the curve.

@@ -12,7 +12,7 @@ from typing import Any
 
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 
-_CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "H": "head", "G": "head"}
 
 
 def write_chrome_trace(

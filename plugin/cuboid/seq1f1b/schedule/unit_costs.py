@@ -129,7 +129,12 @@ def segment_flops(sizes: ModelSizes) -> Callable[[int, int], int]:
 
 
 def unit_flops(
-    sizes: ModelSizes, layers: Sequence[int], lengths: Sequence[int], *, backward_ratio: float = BACKWARD_RATIO
+    sizes: ModelSizes,
+    layers: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    backward_ratio: float = BACKWARD_RATIO,
+    head_ranks: int = 0,
 ) -> Callable[[Action], float]:
     """Return a function that gives the operations of a compute action.
 
@@ -141,6 +146,8 @@ def unit_flops(
         layers: number of layers of each stage.
         lengths: tokens of each segment.
         backward_ratio: operations of backward per operation of forward; 3 if backward recomputes everything.
+        head_ranks: number of ranks that the head is spread over, each of which has an equal share of its operations; 0
+            if the last stage has it.
     """
     assert sum(layers) == len(sizes.layers)
     forward: list[list[int]] = []
@@ -155,7 +162,8 @@ def unit_flops(
         forward_flops, weight_flops = (table[action.stage][action.segment] for table in (forward, projections))
         match action.op:
             case Op.FORWARD:
-                head = sizes.head_flops(lengths[action.segment]) if action.stage == last else 0
+                has_head = action.stage == last and not head_ranks
+                head = sizes.head_flops(lengths[action.segment]) if has_head else 0
                 return forward_flops + (1 + BACKWARD_RATIO) * head
             case Op.BACKWARD:
                 return backward_ratio * forward_flops
@@ -163,6 +171,10 @@ def unit_flops(
                 return backward_ratio * forward_flops - weight_flops
             case Op.WEIGHT_GRADIENT:
                 return weight_flops
+            case Op.HEAD_FORWARD:
+                return sizes.head_flops(lengths[action.segment]) / head_ranks
+            case Op.HEAD_BACKWARD:
+                return BACKWARD_RATIO * sizes.head_flops(lengths[action.segment]) / head_ranks
         raise AssertionError(f"{action} computes nothing")
 
     return flops

@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 
 from cuboid.errors import CuboidError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Program, Schedule
-from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependencies, fulfils, incoming
+from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependencies, fulfils, incoming, other_ends
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
 
@@ -60,7 +60,7 @@ def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None
         before: Action | None = None
         for action in program:
             # It is enough to look at the message right before: an earlier one was waited for by the action after it.
-            under_way = () if before is None or before.op.computes else (counterpart(before),)
+            under_way = () if before is None or before.op.computes else other_ends(before, shape)
             needs[action] = _needs(action, shape, rank_of) + under_way
             before = action
     for _ in walk(programs, needs.__getitem__):
@@ -127,6 +127,7 @@ def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) ->
             raise ScheduleError(f"{action} is outside the pipeline's {shape}")
         if len(ranks) > 1:
             raise ScheduleError(f"{action} is done more than once (on ranks {_listed(ranks)})")
+    _check_head(places, shape, backward)
     units = (
         (stage, micro_batch, segment)
         for stage in range(shape.stages)
@@ -145,6 +146,20 @@ def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) ->
         if backward and whole_backward not in places and len(split) < 2:
             missing = next(half for half in halves if half not in split) if split else whole_backward
             raise ScheduleError(f"{missing} is missing")
+
+
+def _check_head(places: dict[Action, list[int]], shape: PipelineShape, backward: bool) -> None:
+    expected = {
+        Action(op, stage, micro_batch, segment)
+        for op in (Op.HEAD_FORWARD, Op.HEAD_BACKWARD)
+        for stage in shape.head_stages
+        for micro_batch in range(shape.micro_batches)
+        for segment in range(shape.segments)
+        if backward
+    }
+    scheduled = {action for action in places if action.op.is_head}
+    for action in sorted(expected ^ scheduled, key=str):
+        raise ScheduleError(f"{action} is missing" if action in expected else f"{action} is no share of the head")
 
 
 def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]) -> None:
@@ -166,10 +181,13 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
     used = {
         receive
         for action in chain.from_iterable(programs)
-        if (receive := incoming(action, shape)) and rank_of.get(counterpart(receive).stage) != rank_of[action.stage]
+        if (receive := incoming(action, shape))
+        and not receive.op.is_collective
+        and rank_of.get(counterpart(receive).stage) != rank_of[action.stage]
     }
+    _check_collectives(programs, shape)
     for action in chain.from_iterable(programs):
-        if action.op.computes:
+        if action.op.computes or action.op.is_collective:
             continue
         is_send = action.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
         if (counterpart(action) if is_send else action) not in used:
@@ -185,6 +203,21 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
                 )
 
 
+def _check_collectives(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Check that all ranks join every collective of the head once, in the same order: one group has all of them."""
+    orders = [
+        [(action.op.value, action.micro_batch, action.segment) for action in program if action.op.is_collective]
+        for program in programs
+    ]
+    for rank, order in enumerate(orders):
+        for first, joined in zip_longest(orders[0], order):
+            if first != joined:
+                raise ScheduleError(f"rank {rank} joins the collective {joined} where rank 0 joins {first}")
+    expected = 3 * shape.micro_batches * shape.segments if shape.head_ranks else 0
+    if len(orders[0]) != expected:
+        raise ScheduleError(f"there are {len(orders[0])} collectives of the head, and it needs {expected}")
+
+
 def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tuple[Action, ...]:
     """Return what an action of a program waits for, apart from other messages in flight on its rank."""
     match action.op:
@@ -192,11 +225,16 @@ def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tup
             return ()
         case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
             return dependencies(action, shape)
+    if action.op.is_collective:
+        return dependencies(action, shape)
     needs = dependencies(action, shape)
     receive = incoming(action, shape)
-    if receive is None or rank_of.get(counterpart(receive).stage) == rank_of[action.stage]:
+    if receive is None:
         return needs
-    return (receive, counterpart(receive), *(need for need in needs if need.stage == action.stage))
+    ends = other_ends(receive, shape)
+    if not receive.op.is_collective and rank_of.get(ends[0].stage) == rank_of[action.stage]:
+        return needs
+    return (receive, *ends, *(need for need in needs if need.stage == action.stage))
 
 
 def _in_shape(action: Action, shape: PipelineShape) -> bool:

@@ -1,0 +1,91 @@
+"""The collectives of a head that is spread over the ranks of a pipeline: what each rank's share needs of the others.
+
+Programs place them so that all ranks join them in the same order, after all that they need has been started; see
+:func:`cuboid.seq1f1b.schedule.lowering.insert_messages_once_sent`. None of them blocks the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from cuboid.errors import PeerLostError
+
+
+class Joined:
+    """The result of a collective that is under way."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work) -> None:
+        self._result = result
+        self._work = work
+
+    def is_complete(self) -> bool:
+        """Whether it is over, so that :meth:`wait` returns at once."""
+        return self._work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the result. On CUDA only the current stream waits, not the host.
+
+        Raises:
+            PeerLostError: the connection to another rank is lost.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"a rank of the pipeline went away during a collective of the head: {error}") from error
+        return self._result
+
+
+class PipeCollectives:
+    """Collectives over the ranks of a pipeline.
+
+    Args:
+        group: the ranks, in the order of the pipeline.
+        root: world rank of the last stage.
+        count: called with the number of bytes that this rank sends, as optimal algorithms do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, root: int, count: Callable[[int], None]) -> None:
+        self._group, self._root = group, root
+        self._count = count
+        self._ranks = dist.get_world_size(group)
+        self._under_way: deque[Joined] = deque()
+
+    def broadcast(self, hidden: torch.Tensor) -> Joined:
+        """From the root, whose tensor must not be modified until all is drained, into the others' buffers."""
+        hidden = hidden.contiguous()
+        self._count(hidden.nbytes * (self._ranks - 1) // self._ranks)
+        return self._started(hidden, dist.broadcast(hidden, self._root, group=self._group, async_op=True))
+
+    def all_gather(self, part: torch.Tensor) -> Joined:
+        """``[P, …]``: all ranks' tensors, in the order of the pipeline."""
+        self._count(part.nbytes * (self._ranks - 1))
+        gathered = part.new_empty((self._ranks * part.shape[0], *part.shape[1:]))
+        work = dist.all_gather_into_tensor(gathered, part, group=self._group, async_op=True)
+        return self._started(gathered.view(-1, *part.shape), work)
+
+    def reduce(self, part: torch.Tensor) -> Joined:
+        """The sum of all ranks' tensors, on the root only, in the tensor that it gave."""
+        self._count(part.nbytes * (self._ranks - 1) // self._ranks)
+        return self._started(part, dist.reduce(part, self._root, group=self._group, async_op=True))
+
+    def drain(self) -> None:
+        """Wait for everything that is under way; on CUDA, only the current stream waits.
+
+        Raises:
+            PeerLostError: the connection to another rank is lost.
+        """
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+    def _started(self, result: torch.Tensor, work: dist.Work | None) -> Joined:
+        assert work is not None
+        joined = Joined(result, work)
+        # Free the tensors of those that are complete: they are, in the order of their start.
+        while self._under_way and self._under_way[0].is_complete():
+            self._under_way.popleft().wait()
+        self._under_way.append(joined)
+        return joined
