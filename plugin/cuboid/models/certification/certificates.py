@@ -103,13 +103,18 @@ class Question:
             CannotProbe: the config can't be made small.
         """
         options = json.dumps([config._attn_implementation, config.to_dict()], sort_keys=True, default=str)
-        asked = _asked((architecture, options, _cache_folder(folder)))
-        if asked.question is None or not asked.question.code.is_current_stock:
+        asked = _asked((architecture, options))
+        if asked.code is None or not asked.code.is_current_stock:
             small = small_for_probe(architecture, config)
-            features, code = _features(architecture, config, small), code_of(architecture, small)
-            file = _cache_file({**features, "code": code.digest}, _cache_folder(folder))
-            asked.question = cls(file, digest_of(features), code, architecture, copy.deepcopy(config))
-        return asked.question
+            asked.features, asked.code = _features(architecture, config, small), code_of(architecture, small)
+            asked.questions.clear()
+        place = _cache_folder(folder)
+        if place not in asked.questions:
+            file = _cache_file({**asked.features, "code": asked.code.digest}, place)
+            asked.questions[place] = cls(
+                file, digest_of(asked.features), asked.code, architecture, copy.deepcopy(config)
+            )
+        return asked.questions[place]
 
     def known(self, table: Path) -> Any:
         """What a table that ships with Cuboid has about it; None if it has nothing about this code."""
@@ -125,14 +130,18 @@ class Question:
 
 @dataclass
 class _Asked:
-    """The question that was asked last, since a load asks several times.
+    """What was found last about a class and a config's options, since a load asks several times in each folder.
 
     Args:
-        key: the class, the options of the config, and the folder.
+        key: the class, and the options of the config.
+        features, code: of its small model.
+        questions: about it, by their folders.
     """
 
-    key: tuple[Any, str, Path]
-    question: Question | None = None
+    key: tuple[Any, str]
+    features: Mapping[str, Any] = field(default_factory=dict)
+    code: CodeIdentity | None = None
+    questions: dict[Path, Question] = field(default_factory=dict)
 
 
 _asked = functools.lru_cache(maxsize=64)(_Asked)

@@ -203,18 +203,39 @@ _last = functools.lru_cache(maxsize=32)(_Last)
 
 
 def _walked(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
-    walk = _Walk(set(_strings(config.to_dict())))
-    walk.root(cls)
-    walk.root(type(config))
+    obstacle = ""
     try:
         with plain_construction(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-            kinds = {type(module): None for module in cls(copy.deepcopy(config)).modules()}
+            kinds = tuple(dict.fromkeys(type(module) for module in cls(copy.deepcopy(config)).modules()))
     except Exception as error:
         # The probe's error says why.
-        walk.parts.add(f"not made: {type(error).__name__}")
-        kinds = {}
-    for kind in kinds:
-        walk.root(kind)
+        kinds, obstacle = (), f"not made: {type(error).__name__}"
+    # Configs that differ in numbers alone have the same code.
+    last = _last_walk((cls, type(config), kinds, frozenset(_strings(config.to_dict())), obstacle))
+    if last.identity is None or not last.identity.is_current_stock:
+        last.identity = _walk(*last.key)
+    return last.identity
+
+
+@dataclass
+class _LastWalk:
+    """The identity that was found last from the arguments of :func:`_walk`."""
+
+    key: tuple[type, type, tuple[type, ...], frozenset[str], str]
+    identity: CodeIdentity | None = None
+
+
+_last_walk = functools.lru_cache(maxsize=32)(_LastWalk)
+
+
+def _walk(
+    cls: type, config_class: type, kinds: tuple[type, ...], chosen: frozenset[str], obstacle: str
+) -> CodeIdentity:
+    walk = _Walk(chosen)
+    for root in (cls, config_class, *kinds):
+        walk.root(root)
+    if obstacle:
+        walk.parts.add(obstacle)
     walk.finish()
     return walk.identity()
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dis
 import random
 import types
-from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ class _Reader:
             if isinstance(constant, types.CodeType):
                 self._read_code(constant, names, cells)
 
-    def _follow(self, chain: list[str], own: str | None, names: dict[str, Any], cells: dict[str, Any]) -> None:
+    def _follow(self, chain: tuple[str, ...], own: str | None, names: dict[str, Any], cells: dict[str, Any]) -> None:
         """Follow ``a.b.c``, whose first name has a prefix that tells where it is looked up."""
         (scope, _, first), attributes = chain[0].partition(":"), chain[1:]
         x: Any = _UNKNOWN
@@ -137,23 +136,25 @@ def _content(cell: types.CellType) -> Any:
         return _UNKNOWN
 
 
-def _chains(code: types.CodeType) -> Iterator[list[str]]:
+# Byte code can't change, unlike what its names stand for; each load would read that of the same functions.
+@cache
+def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     """Every ``a.b.c`` of a function, as names; the first has where it is looked up before it."""
-    chain: list[str] = []
+    found: list[tuple[str, ...]] = []
+    chain: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         name, operation = instruction.argval, instruction.opname
         if operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain = [*(chain or ["result:"]), name]
+            chain = (*(chain or ("result:",)), name)
             continue
         if chain:
-            yield chain
-        chain = []
+            found.append(chain)
+        chain = ()
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain = [f"global:{name}"]
+            chain = (f"global:{name}",)
         elif operation in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
-            chain = [f"cell:{name}"]
+            chain = (f"cell:{name}",)
         elif operation.startswith("LOAD_FAST"):
             # Some versions of Python load two variables at once, of which the last may have attributes.
-            chain = [f"local:{name[-1] if isinstance(name, tuple) else name}"]
-    if chain:
-        yield chain
+            chain = (f"local:{name[-1] if isinstance(name, tuple) else name}",)
+    return tuple(dict.fromkeys([*found, chain] if chain else found))
