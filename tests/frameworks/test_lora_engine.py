@@ -1,7 +1,6 @@
 """LoRA under DeepSpeed's engine, on meshes and in pipelines: training, checkpoints, and PEFT's own folder."""
 
 import json
-import sys
 import textwrap
 
 import deepspeed
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cuboid
 from cuboid.verify import SmallModel
-from launching import ROOT, run, world
+from launching import BIN, ROOT, alone, world
 from training import _batches, ranks_of, settings, train
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
@@ -173,7 +172,7 @@ def test_a_booster_trains_an_adapter_as_plain_peft(pool, checkpoint, adapter, tm
 
 @pytest.mark.parametrize(("mesh", "stages"), [pytest.param({"sequence": 2}, None, marks=pytest.mark.slow), ({}, 2)])
 def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, stages):
-    status, output = run(sys.executable, "-m", "cuboid.cli", "prepare", "--out", tmp_path)
+    status, output = alone(BIN / "cuboid", "prepare", "--out", tmp_path)
     assert status == 0, output
     config = {
         "train_micro_batch_size_per_gpu": 4,

@@ -1,5 +1,8 @@
 """What a rank's first load does, for the models of most tests. The tests' fork server alone imports this."""
 
+# The module of a test imports these two, in each rank that runs one of its functions.
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch
 import transformers.generation.utils
 import transformers.modeling_layers
@@ -9,6 +12,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.sharded.random_code import libraries_drawn_from
 from cuboid.verify import SmallModel
 
 SMALL = (
@@ -37,6 +41,8 @@ def warm_up():
     for model in made:
         mesh_verdict(type(model), model.config)
         certificate_of(type(model), model.config)
+    for kind in {type(module) for model in made for module in model.modules()}:
+        libraries_drawn_from(kind)
 
 
 warm_up()
