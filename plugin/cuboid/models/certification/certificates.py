@@ -26,7 +26,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
 from cuboid.models.certification.check import check, check_head, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
-from cuboid.models.certification.small_config import meaningful_fields
+from cuboid.models.certification.small_config import fields_read, meaningful_fields
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of, kind_of_class
 
@@ -102,8 +102,8 @@ class Question:
         Raises:
             CannotProbe: the config can't be made small.
         """
-        options = json.dumps([config._attn_implementation, config.to_dict()], sort_keys=True, default=str)
-        asked = _asked((architecture, options))
+        options = json.dumps([config._attn_implementation, fields_read(config)], sort_keys=True, default=str)
+        asked = _asked((architecture, type(config), options))
         if asked.code is None or not asked.code.is_current_stock:
             small = small_for_probe(architecture, config)
             asked.features, asked.code = _features(architecture, config, small), code_of(architecture, small)
@@ -133,12 +133,12 @@ class _Asked:
     """What was found last about a class and a config's options, since a load asks several times in each folder.
 
     Args:
-        key: the class, and the options of the config.
+        key: the class, the config's class, and its options.
         features, code: of its small model.
         questions: about it, by their folders.
     """
 
-    key: tuple[Any, str]
+    key: tuple[Any, type, str]
     features: Mapping[str, Any] = field(default_factory=dict)
     code: CodeIdentity | None = None
     questions: dict[Path, Question] = field(default_factory=dict)

@@ -184,7 +184,7 @@ def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentit
         cls: the architecture's class.
         config: a small one.
     """
-    last = _last((cls, json.dumps(config.to_dict(), sort_keys=True, default=str)))
+    last = _last((cls, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)))
     known = last.identity
     if known is None or not known.is_current_stock:
         known = last.identity = _walked(cls, config)
@@ -195,7 +195,7 @@ def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentit
 class _Last:
     """The identity that was found last for a class and a config."""
 
-    key: tuple[Any, str]
+    key: tuple[Any, type, str]
     identity: CodeIdentity | None = None
 
 

@@ -93,15 +93,21 @@ _NUMBERS: dict[str, float] = {
 _ROUTER_LOSS = 0.5
 #: Of attention that may be wider than the hidden states.
 _WIDTHS = {"attention_hidden_size": HIDDEN, "attention_head_dim": HEAD_DIM}
-#: Keys that don't decide which code runs.
-_MEANINGLESS = frozenset(
+#: Keys that nothing here reads. They tell a checkpoint from a config that was made.
+_UNREAD = frozenset(
     {
-        *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"),
-        *("initializer_range", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "use_cache"),
-        *("finetuning_task", "task_specific_params", "auto_map", "quantization_config", "chunk_size_feed_forward"),
-        *("router_aux_loss_coef", "attn_implementation", "_attn_implementation", "is_encoder_decoder"),
+        *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
         # The name of the weights file, which differs between ranks if a checkpoint was sharded ahead of time.
         "transformers_weights",
+    }
+)
+#: Keys that don't decide which code runs.
+_MEANINGLESS = _UNREAD | frozenset(
+    {
+        *("id2label", "label2id", "initializer_range", "problem_type"),
+        *("return_dict", "output_attentions", "output_hidden_states", "use_cache"),
+        *("finetuning_task", "task_specific_params", "auto_map", "quantization_config", "chunk_size_feed_forward"),
+        *("router_aux_loss_coef", "attn_implementation", "_attn_implementation", "is_encoder_decoder"),
     }
 )
 
@@ -136,6 +142,11 @@ def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of a small config that decide which code runs."""
     without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"}) | {_FIRST_OF_TARGET}
     return {name: value for name, value in config.to_dict().items() if name not in without}
+
+
+def fields_read(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of a real model's config on which its small one, and its kind, may depend."""
+    return {name: value for name, value in config.to_dict().items() if name not in _UNREAD}
 
 
 def layer_count(config: PretrainedConfig) -> int:
