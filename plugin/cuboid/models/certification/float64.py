@@ -31,13 +31,17 @@ class KeepFloat64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+        # Called for every function of torch, reads of a tensor's attributes too; few are given a dtype.
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            args = tuple(_widened(argument) for argument in args)
-            kwargs = {name: _widened(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+            for argument in args:
+                if argument is torch.float32:
+                    args = tuple(map(_widened, args))
+                    break
+            if kwargs:
+                kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def widen(model: nn.Module) -> None:
