@@ -1,12 +1,21 @@
 """Compiled layers: how many graphs there are after many steps, and what they compute."""
 
+import copy
+import warnings
+from types import MappingProxyType
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.seq1f1b.runtime.memory import LiveActivations
+from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.verify import SmallModel, WorkerPool
 
 BATCH, LENGTH, STEPS = 4, 8, 10
@@ -93,3 +102,231 @@ def test_layers_that_a_script_compiles_have_the_graphs_of_the_first_step(pool, p
         assert after_step == after_step[:1] * STEPS
     _, loss, gradients = ranks[0]
     assert_as_plain(path, loss, gradients)
+
+
+# --- each kind of layer as one graph -------------------------------------------------------------------------------
+
+#: As Inductor, with its partition into forward and backward, but what is in them runs uncompiled.
+PARTITION_ONLY = "partition only"
+LAYERS_AGAIN = {"activation_checkpointing": {"mode": "layers"}}
+ATTENTION_ONCE = {"activation_checkpointing": {"mode": "attention"}}
+KEPT = {"tensor_parallel": {"weight_gather": "step"}}
+
+
+def compiled(path, axes, compiler=PARTITION_ONLY, sections=MappingProxyType({}), frozen=()):
+    """A model with compiled layers, in training."""
+    torch._dynamo.reset()
+    counters.clear()
+    if compiler == PARTITION_ONLY:
+        compiled_layers.compile_graph = lambda graph, _, **__: make_boxed_func(graph.forward)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
+    section = {"compile": True, **section, **sections.get("tensor_parallel", {})}
+    return cuboid.shard(plain, {**sections, "tensor_parallel": section}).train()
+
+
+def step(model, ids):
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def train_compiled(path, axes, compiler, sections):
+    """Graphs after each of ten steps, breaks, and the loss and gradients of the last step."""
+    model, after_step = compiled(path, axes, compiler, sections), []
+    for _ in range(STEPS):
+        loss = step(model, tokens())
+        after_step.append(model.cuboid.compiled.graphs)
+    assert model.cuboid.compiled.reason is None
+    return after_step, sum(counters["graph_break"].values()), loss, cuboid.full_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("axes", "compiler", "sections"),
+    [
+        ((1, 2, 1), "inductor", {}),
+        ((2, 1, 1), PARTITION_ONLY, {}),
+        ((2, 1, 1), PARTITION_ONLY, KEPT),
+        ((2, 1, 1), PARTITION_ONLY, LAYERS_AGAIN),
+        ((1, 1, 2), PARTITION_ONLY, ATTENTION_ONCE),
+        *(
+            pytest.param(axes, "inductor", sections, marks=pytest.mark.slow)
+            for axes in [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
+            for sections in ({}, LAYERS_AGAIN, ATTENTION_ONCE)
+        ),
+    ],
+    ids=str,
+)
+def test_a_kind_of_layer_is_one_graph_and_gives_the_gradients_of_plain_transformers(
+    pool, path, axes, compiler, sections
+):
+    ranks = pool.run(MeshShape(*axes).size, train_compiled, path, axes, compiler, sections, timeout_s=TIMEOUT_S)
+    for after_step, breaks, _, _ in ranks:
+        assert (after_step, breaks) == ([1] * STEPS, 0)
+    assert_as_plain(path, *ranks[0][2:])
+
+
+def saved_and_sent(path, axes):
+    """Bytes that a step saves for backward and sends by axes, uncompiled and compiled."""
+    found = []
+    for compiles in (False, True):
+        model = compiled(path, axes, sections={"tensor_parallel": {"compile": compiles}})
+        sent = cuboid.mesh_of(model).comm_counter
+        step(model, tokens())
+        sent.reset()
+        with LiveActivations(model.parameters()) as live:
+            loss = model(input_ids=tokens(), labels=tokens()).loss
+            saved_bytes = live.live_bytes
+            loss.backward()
+        found.append((saved_bytes, sent.snapshot()))
+    return found
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 1), (1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_compiled_layers_send_what_uncompiled_ones_do_and_save_no_more(pool, path, axes):
+    ranks = pool.run(MeshShape(*axes).size, saved_and_sent, path, axes, timeout_s=TIMEOUT_S)
+    for (saved_bytes, sent), (saved_by_graphs, sent_by_graphs) in ranks:
+        assert sent_by_graphs == sent
+        if axes[0] == 1:
+            # Over `batch`, blocks are among what a graph saves; their storage is freed.
+            assert saved_by_graphs <= saved_bytes
+
+
+def other_steps(path, axes):
+    """Graphs after steps of several lengths; the losses of an evaluation and of frozen weights; gradients' errors."""
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model, by_length = compiled(path, axes), []
+    for length in (8, 12, 10, 7, 16, 9):
+        step(model, tokens(length=length))
+        by_length.append(model.cuboid.compiled.graphs)
+    with torch.no_grad():
+        losses = [float(evaluated.eval()(input_ids=tokens(), labels=tokens()).loss) for evaluated in (model, plain)]
+    model.zero_grad()
+    for trained in (model.train(), plain.train()):
+        # The first graph's blocks are freed and filled again for the second one.
+        sum(trained(input_ids=tokens(shift), labels=tokens(shift)).loss for shift in (0, 3)).backward()
+    gradients = cuboid.full_gradients(model)
+    errors = [
+        float((gradients[name] - p.grad).abs().max()) for name, p in plain.named_parameters() if name in gradients
+    ]
+    frozen = compiled(path, axes, frozen=("layers.0", "embed_tokens", "self_attn"))
+    losses.append(step(frozen, tokens()))
+    assert all((p.grad is not None) == p.requires_grad for p in frozen.parameters())
+    return by_length, losses, max(errors, default=0.0)
+
+
+@pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_other_lengths_make_one_more_graph_and_several_forwards_share_blocks(pool, path, axes):
+    for by_length, losses, error in pool.run(2, other_steps, path, axes, timeout_s=TIMEOUT_S):
+        assert by_length == [1, 2, 2, 2, 2, 2]
+        assert losses == pytest.approx(losses[1:2] * 3, rel=1e-6)
+        assert error < 1e-6
+
+
+# --- what stays uncompiled, and says so ---------------------------------------------------------------------------
+
+
+def named(axes):
+    """The warnings of models whose layers can't be one graph, and their losses in two steps."""
+    sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mixture = {"intermediate_size": 32, "num_key_value_heads": 4, "num_local_experts": 2}
+    configs = {
+        "dropout": AutoConfig.for_model("llama", **sizes, intermediate_size=64, attention_dropout=0.5),
+        "mixture": AutoConfig.for_model("mixtral", **sizes, **mixture),
+    }
+    section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
+    said = {}
+    for name, config in configs.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = cuboid.shard(model, {"tensor_parallel": {**section, "compile": True}}).train()
+            losses = [step(model, tokens()) for _ in range(2)]
+        said[name] = [str(warning.message) for warning in caught if "compiling" in str(warning.message)], losses
+    return said
+
+
+def test_layers_that_are_no_graph_run_uncompiled_and_are_named_once(pool):
+    for said in pool.run(2, named, (1, 2, 1), timeout_s=TIMEOUT_S):
+        for (message,), losses in said.values():
+            assert message.startswith("compiling was asked for, but the layers of")
+            assert all(loss > 0 for loss in losses)
+        assert "LlamaDecoderLayer isn't one graph" in said["dropout"][0][0]
+        assert "has no form in a graph" in said["mixture"][0][0]
+
+
+def found_later(path, axes):
+    """Losses and gradients of steps, in the first of which the second layer turns out to be no graph; then of others.
+
+    The others are a copy, and a model with a hook inside of a layer, which must run.
+    """
+    model, called = compiled(path, axes), []
+    twin = copy.deepcopy(model)
+    attention = model.base_model.layers[1].self_attn
+    attention.attention_dropout = 0.5
+    step(model, tokens())
+    attention.attention_dropout = 0.0
+    hooked = compiled(path, axes)
+    runs = [(step(trained, tokens()), cuboid.full_gradients(trained)) for trained in (model, twin, hooked)]
+    hooked.base_model.layers[1].mlp.register_forward_hook(cuboid.local_hook(lambda *_: called.append(1)))
+    runs.append((step(hooked, tokens()), cuboid.full_gradients(hooked)))
+    return [trained.cuboid.compiled.reason for trained in (model, twin, hooked)], called, runs
+
+
+@pytest.mark.filterwarnings("ignore:compiling was asked for")
+def test_layers_that_are_found_to_be_no_graph_later_go_on_uncompiled(pool, path):
+    ranks = pool.run(2, found_later, path, (2, 1, 1), timeout_s=TIMEOUT_S)
+    for (drawing, copied, hooked), called, _ in ranks:
+        assert drawing.startswith("LlamaDecoderLayer isn't one graph")
+        assert copied is None
+        assert hooked == "a LlamaMLP has a hook, which a graph would leave out"
+        assert called == [1]
+    for loss, gradients in ranks[0][2]:
+        assert_as_plain(path, loss, gradients)
+
+
+def test_a_graph_that_draws_is_refused_and_one_that_drops_nothing_is_not():
+    def dropping(p, attention_p):
+        def forward(x):
+            dropped = torch.nn.functional.dropout(x, p, training=True)
+            return torch.nn.functional.scaled_dot_product_attention(dropped, x, x, dropout_p=attention_p)
+
+        return torch.fx.symbolic_trace(forward)
+
+    compiled_layers.check_draws_nothing(dropping(0.0, 0.0))
+    for drawing in (dropping(0.5, 0.0), dropping(0.0, 0.5)):
+        with pytest.raises(Exception, match="draws random numbers in training"):
+            compiled_layers.check_draws_nothing(drawing)
+
+
+def test_compile_of_a_sharded_model_compiles_its_layers(path):
+    section = {"mode": "3d_tensor", "mesh": {}}
+    model = cuboid.shard(AutoModelForCausalLM.from_pretrained(path), {"tensor_parallel": section})
+    with pytest.raises(UnsupportedModelError, match="backend='aot_eager' has no rule"):
+        model.compile(backend="aot_eager")
+    with pytest.raises(UnsupportedModelError, match="mode='reduce-overhead' has no rule"):
+        model.compile(mode="reduce-overhead")
+    model.compile(backend="inductor", dynamic=False)
+    assert model.cuboid.compiled.reason is None
+    assert "forward" in vars(model.base_model.layers[0])
+
+
+@pytest.mark.filterwarnings("ignore:compiling was asked for")
+def test_graphs_keep_only_torchs_own_attention(path):
+    section = {"mode": "3d_tensor", "mesh": {}, "compile": True}
+    for implementation, stays in (("eager", True), ("sdpa", False)):
+        plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
+        model = cuboid.shard(plain, {"tensor_parallel": section, **ATTENTION_ONCE})
+        assert (model.cuboid.compiled.reason is not None) == stays
+
+
+def test_a_pipeline_with_compiled_layers_is_an_error(path):
+    pipeline = {"engine": "seq1f1b", "stages": 1, "segments": 2}
+    section = {"mode": "3d_tensor", "mesh": {}, "compile": True}
+    with pytest.raises(ConfigError, match="no graph has yet"):
+        cuboid.shard(AutoModelForCausalLM.from_pretrained(path), {"tensor_parallel": section, "pipeline": pipeline})

@@ -47,6 +47,13 @@ def start_all_gather(
     return start_gather_into(out, x, group, direct=along.mesh.spans_networks, change=change)
 
 
+def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, along: AxisGroup) -> AsyncResult[torch.Tensor]:
+    """:func:`start_all_gather` of several ranks into a contiguous tensor ``[ranks, ...]``."""
+    assert along.process_group is not None, "a mesh that isn't connected"
+    along.counted["all_gather", out.nbytes] += 1
+    return start_gather_into(out, x.contiguous(), along.process_group, direct=along.mesh.spans_networks)
+
+
 def all_gather(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
     """:func:`start_all_gather`, waited for."""
     stacked: torch.Tensor = start_all_gather(x, along).wait()

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +16,7 @@ from itertools import chain, combinations, pairwise
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed.comm_counter import CommCounter, axes_label
+from cuboid.distributed.comm_counter import CommCounter, Operation, axes_label
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.process_groups import Purpose, make_groups, make_host_groups, make_lone_group
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
@@ -129,6 +130,11 @@ class Mesh:
         if axis_group is None:
             axis_group = self._along[axes] = AxisGroup(self, axes)
         return axis_group
+
+    def counters_by_group(self) -> dict[str, Counter[tuple[Operation, int]]]:
+        """What counts the collectives of each process group that is in use, by the group's name."""
+        axis_groups = self._along.values()
+        return {x.process_group.group_name: x.counted for x in axis_groups if x.process_group is not None}
 
     def index(self, *axes: Axis) -> int:
         """This rank's position along the axes together, the first varying slowest."""

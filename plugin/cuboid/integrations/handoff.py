@@ -41,6 +41,9 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     if config.activation_checkpointing is not None and sharded.cuboid.checkpointing is None:
         check_checkpointing(sharded, sharded.cuboid.base, config.activation_checkpointing)
         enable_checkpointing(sharded, config.activation_checkpointing)
+    if config.tensor_parallel.compile:
+        # A model that a script sharded before, by a config without the key.
+        sharded.compile()
     return model
 
 

@@ -19,6 +19,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.sharding.bucketing import start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
+from cuboid.tensor3d.sharding.layer_blocks import Enter, LayerBlocks, Leave
 from cuboid.tensor3d.sharding.param_group import ParamGroup, ParamGroupUnshard
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, is_recomputing
 
@@ -51,6 +52,8 @@ class LayerPrefetcher:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
+        #: The weights' blocks, while the layer is compiled and so takes them as plain tensors.
+        self._blocks: LayerBlocks | None = None
         self.collect()
         self._has_begun = False
         self._started: list[ParamGroupUnshard] = []
@@ -74,6 +77,17 @@ class LayerPrefetcher:
                     is_small = len(param.layout.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
         self._groups = [ParamGroup(members) for members in _by_axes_and_dtype(small)]
+        if self._blocks is not None:
+            self._blocks = LayerBlocks(self._weights)
+
+    def use_blocks(self, *, whole_layers: bool) -> None:
+        """Give the layer its weights as plain tensors, as ``whole_layers``, or let each product unshard its own."""
+        self.reset()
+        self._blocks = LayerBlocks(self._weights) if whole_layers else None
+
+    def is_of(self, layer: nn.Module) -> bool:
+        """Whether it is this layer's."""
+        return self._layer is layer
 
     def follow(self, previous: LayerPrefetcher) -> None:
         """Set the layer that runs before this one."""
@@ -85,10 +99,14 @@ class LayerPrefetcher:
         self._has_begun, self._started = False, []
         for place in self._weights:
             place.param.discard()
+        if self._blocks is not None:
+            self._blocks.wait()
 
     def _clear(self) -> None:
         for place in self._weights:
             place.module.prefetched_shards.pop(place.name, None)
+        if self._blocks is not None:
+            self._blocks.clear()
         for group in self._groups:
             group.clear()
 
@@ -114,13 +132,18 @@ class LayerPrefetcher:
             shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
             for number, shard in zip(trained, shards_in_use, strict=True):
                 self._weights[number].module.prefetched_shards[self._weights[number].name] = shard, deferred
-        start_unshards([place.param for place in self._weights], shards)
+        if self._blocks is None:
+            start_unshards([place.param for place in self._weights], shards)
+        else:
+            self._blocks.start(shards)
 
     @uncompiled
     def _before(self, *_: Any) -> None:
         self._begin()
         for started in self._started:
             started.finish()
+        if self._blocks is not None and self._weights:
+            self._blocks.put()
         self._has_begun, self._started = False, []
         # A recomputation runs in backward, where the next layer is already done.
         if self._next is not None and not is_recomputing():
@@ -130,11 +153,55 @@ class LayerPrefetcher:
     def _after(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._clear()
         hidden = output[0] if isinstance(output, tuple) else output
+        if self._blocks is not None:
+            if not (self._keeps_blocks and hidden.requires_grad):
+                self._blocks.free()
+            return
         if self._weights and hidden.requires_grad and not is_recomputing():
             self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
             # Another layer's weights may differ in number and dtype (an encoder's before a decoder's).
             previous_dtypes = [] if self._previous is None else self._previous._dtypes
             hidden.register_hook(partial(self._before_backward, self._dtypes, previous_dtypes))
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        """Whether "weight_gather" is "step"."""
+        return any(place.param.optimizer_steps is not None for place in self._weights)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Begin a compiled layer's graph, whose input is ``x``."""
+        if self._blocks is None or not self._weights or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        entered: torch.Tensor = Enter.apply(self._blocks, x)
+        return entered
+
+    def leave(self, output: Any) -> Any:
+        """End a compiled layer's graph: before its backward, the blocks are unsharded again."""
+        if self._blocks is None or not self._weights or not torch.is_grad_enabled():
+            return output
+        is_tuple = isinstance(output, tuple)
+        outputs = list(output) if is_tuple else [output]
+        numbers = [n for n, x in enumerate(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not numbers:
+            return output
+        self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
+        previous_dtypes = [] if self._previous is None else self._previous._dtypes
+        begin = partial(self._unshard_before_backward, self._blocks, self._dtypes, previous_dtypes)
+        for number, left in zip(numbers, Leave.apply(begin, *(outputs[n] for n in numbers)), strict=True):
+            outputs[number] = left
+        return tuple(outputs) if is_tuple else outputs[0]
+
+    def _unshard_before_backward(
+        self, blocks: LayerBlocks, dtypes: Sequence[torch.dtype], previous_dtypes: Sequence[torch.dtype]
+    ) -> None:
+        # Those of the forward: since then, the layers may have been found not to be graphs.
+        blocks.start_backward(self._cast(dtypes))
+        blocks.wait()
+        if self._previous is not None and previous_dtypes:
+            self._previous._begin_backward(previous_dtypes)
+
+    def _cast(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        return [place.cast(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
 
     def _before_backward(
         self, dtypes: Sequence[torch.dtype], previous_dtypes: Sequence[torch.dtype], _: torch.Tensor
@@ -145,8 +212,11 @@ class LayerPrefetcher:
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to unshard the weights for a backward, which needs the last one first."""
-        shards = [place.cast(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
-        start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
+        shards = self._cast(dtypes)
+        if self._blocks is None:
+            start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
+        else:
+            self._blocks.start_backward(shards)
 
 
 class ModelPrefetcher:
@@ -162,6 +232,10 @@ class ModelPrefetcher:
             for previous, layer in pairwise(prefetchers):
                 layer.follow(previous)
             self._layers += prefetchers
+
+    def of(self, layer: nn.Module) -> LayerPrefetcher | None:
+        """The prefetcher of a layer."""
+        return next((prefetcher for prefetcher in self._layers if prefetcher.is_of(layer)), None)
 
     def collect(self) -> None:
         """See :meth:`LayerPrefetcher.collect`."""

@@ -210,3 +210,5 @@ def structure_changes(model: Any) -> Iterator[None]:
     has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
     sharding.adapters, sharding.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
     collect_prefetched(model)
+    if sharding.compiled is not None:
+        sharding.compiled.check()

@@ -36,6 +36,6 @@ def compiling_refused(model: nn.Module) -> UnsupportedModelError:
     """The error for ``torch.compile`` of a whole model."""
     return UnsupportedModelError(
         f"torch.compile can't compile {type(model).__name__} as a whole, between whose layers ranks talk; leave "
-        "it out, or compile what is inside of the layers, once the model is sharded: "
-        "for layer in model.base_model.layers: layer.compile()"
+        'it out, and write "compile": true in the config\'s section tensor_parallel, or call model.compile() once the '
+        "model is sharded: either compiles its layers"
     )

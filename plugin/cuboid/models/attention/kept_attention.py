@@ -208,6 +208,17 @@ def keep_attention(store: HostStore | None = None) -> Contexts:
     return _Running(kept, recomputes=False), _Running(kept, recomputes=True)
 
 
+def _keeps_fused(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    name = operator.name().partition("::")[2].partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _FUSED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_attention_in_graph() -> Contexts:
+    """As :func:`keep_attention` in a compiled graph, where torch's selective checkpointing costs the host nothing."""
+    contexts: Contexts = create_selective_checkpoint_contexts(_keeps_fused)
+    return contexts
+
+
 class _Both:
     """Two contexts, one inside the other, which may be entered again."""
 

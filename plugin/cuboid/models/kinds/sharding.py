@@ -22,6 +22,7 @@ from cuboid.models.batch.generator_check import Library
 from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.seq1f1b.runtime.host_store import HostStore
+from cuboid.tensor3d.compiled.layers import CompiledLayers
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 
 
@@ -156,5 +157,7 @@ class Sharding:
     head: nn.Module | None = None
     #: Splits activations at the first layer, if the embedding doesn't.
     late: LateSplit | ImageSplit | None = None
+    #: The compiled layers; None unless they were to be compiled.
+    compiled: CompiledLayers | None = None
     #: What the model's own code draws in training; None if it isn't split.
     draws: Draws | None = None

@@ -12,10 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cuboid.config.schema import ActivationCheckpointingConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import checkpoint_activations, recomputes
-from cuboid.models.attention.kept_attention import keeping_attention
+from cuboid.models.attention.kept_attention import keep_attention_in_graph, keeping_attention
 from cuboid.models.attention.segments import uses_interface
 from cuboid.seq1f1b.attention.chunked_attention import Kept
 from cuboid.seq1f1b.runtime.host_store import HostStore
+from cuboid.tensor3d.compiled.layers import CompiledLayers
 
 _KEY = "activation_checkpointing.mode"
 _HOST_KEY = "activation_checkpointing.cpu_checkpointing"
@@ -68,6 +69,7 @@ def enable_checkpointing(model: PreTrainedModel, config: ActivationCheckpointing
         return
     if config.cpu_checkpointing:
         sharding.host_store = HostStore()
+    check_graphs_keep(model)
     if not recomputes(model):
         checkpoint_activations(model, {"use_reentrant": False})
         return
@@ -75,6 +77,18 @@ def enable_checkpointing(model: PreTrainedModel, config: ActivationCheckpointing
         function = getattr(module, "_gradient_checkpointing_func", None)
         if function is not None:
             module._gradient_checkpointing_func = keeping(function, config, sharding.host_store)
+
+
+def check_graphs_keep(model: PreTrainedModel) -> None:
+    """Leave layers uncompiled whose graphs couldn't keep what the config says, where it says."""
+    config: ActivationCheckpointingConfig | None = model.cuboid.checkpointing
+    compiled: CompiledLayers | None = model.cuboid.compiled
+    if config is None or compiled is None:
+        return
+    if config.cpu_checkpointing:
+        compiled.give_up(f'"{_HOST_KEY}" is true, and what a graph keeps stays on the device')
+    elif config.mode == "attention" and model.config._attn_implementation != "sdpa":
+        compiled.give_up(f'{_KEY} is "attention", for which graphs need attn_implementation "sdpa"')
 
 
 def keeping(function: Any, config: ActivationCheckpointingConfig, store: HostStore | None) -> Any:
@@ -99,8 +113,15 @@ def keeping(function: Any, config: ActivationCheckpointingConfig, store: HostSto
             + ('or write "layers"' if store is None else "or leave the key out")
         )
     if config.mode == "attention":
-        function = functools.partial(function, context_fn=keeping_attention(options.get("context_fn"), store))
+        in_graph = functools.partial(function, context_fn=keep_attention_in_graph)
+        uncompiled = functools.partial(function, context_fn=keeping_attention(options.get("context_fn"), store))
+        function = functools.partial(_checkpoint_by, uncompiled, in_graph)
     return function if store is None else functools.partial(_checkpoint_on_host, store, function)
+
+
+def _checkpoint_by(uncompiled: Any, in_graph: Any, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a layer by one function, or in a compiled graph by another one."""
+    return (in_graph if torch.compiler.is_compiling() else uncompiled)(*args, **kwargs)
 
 
 def _checkpoint_on_host(store: HostStore, function: Any, run: Any, *inputs: Any) -> Any:

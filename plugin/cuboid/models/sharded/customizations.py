@@ -450,7 +450,7 @@ class AsSharded:
             if (
                 not same
                 or type(module) is not part.cls
-                or ("forward" in own and part.name and self.is_cut)
+                or ("forward" in own and "forward" not in part.methods and part.name and self.is_cut)
                 or list(own["_modules"].values()) != part.children
                 or not part.options.isdisjoint(own)
                 or (part.stays_causal and own.get("is_causal") is not True)

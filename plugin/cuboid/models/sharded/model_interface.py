@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.architectures.refusals import compiling_refused
 from cuboid.models.sharded.activation_checkpointing import keeping
+from cuboid.models.sharded.compilation import compile_later
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
@@ -180,13 +180,16 @@ class WholeInterface:
             "save_pretrained(folder, push_to_hub=True, repo_id=…) on all ranks, of which the first one uploads"
         )
 
-    def compile(self: Any, *_: Any, **__: Any) -> None:
-        """Not supported for a whole model.
+    def compile(self: Any, **options: Any) -> None:
+        """Compile the layers, as the config's ``tensor_parallel.compile`` does. What is between them isn't compiled.
+
+        Args:
+            options: of ``torch.compile``.
 
         Raises:
-            UnsupportedModelError: always; the message names what can be compiled.
+            UnsupportedModelError: another compiler than Inductor, or a mode of it.
         """
-        raise compiling_refused(self)
+        compile_later(self, options)
 
     def load_adapter(self, *_: Any, **__: Any) -> None:
         """Not supported on a sharded model.

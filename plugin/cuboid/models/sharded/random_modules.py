@@ -20,6 +20,7 @@ from cuboid.models.batch.generator_check import Library
 from cuboid.models.sharded.customizations import carry_over
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.random_code import libraries_drawn_from
+from cuboid.tensor3d.compiled.forms import UNDRAWN
 from cuboid.tensor3d.layers.dropout import CommonDropout, MaybeWhole, MeshDropout, ShardedDropout, running_generators
 from cuboid.tensor3d.layers.random_draws import Holding, Place, RandomDraws
 
@@ -73,7 +74,7 @@ def seed_random_modules(
         if libraries:
             draws.has_modules = True
             vars(module).update(cuboid_draws=(draws, place, tuple(x for x in _HOST if x in libraries)))
-            module.__class__ = _drawing(cls)  # type: ignore[arg-type]
+            module.__class__ = _drawing(cls, from_host=not libraries.isdisjoint(_HOST))  # type: ignore[arg-type]
     return draws
 
 
@@ -123,7 +124,7 @@ class _Places:
 
 
 @functools.cache
-def _drawing(own: Any) -> type[nn.Module]:
+def _drawing(own: Any, *, from_host: bool) -> type[nn.Module]:
     # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
     @functools.wraps(own.forward)
     @uncompiled
@@ -135,6 +136,8 @@ def _drawing(own: Any) -> type[nn.Module]:
             return own.forward(self, *args, **kwargs)
 
     members = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    if not from_host:
+        members[UNDRAWN] = own
     return type(own.__name__, (own,), members)
 
 

@@ -20,7 +20,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.refusals import compiling_refused
-from cuboid.models.architectures.roles import token_embeddings
+from cuboid.models.architectures.roles import layer_names, token_embeddings
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
@@ -32,6 +32,7 @@ from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
+from cuboid.models.sharded.compilation import compile_layers
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -123,7 +124,10 @@ def shard_modules(
     hook_heads(model)
     early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
     if early is not None:
-        model.get_submodule(early).register_forward_hook(_read_check)
+        around = next((name for name in layer_names(model) if early.startswith(f"{name}.")), early)
+        model.get_submodule(around).register_forward_hook(_read_check)
+    if config.compile:
+        compile_layers(model)
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     if is_cut:
         guard_hooks(model, runs_whole=True)
@@ -170,7 +174,7 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 
 @uncompiled
 def _read_check(*_: Any) -> None:
-    """A forward hook of the first attention, at which the host waits for the result of the batch check.
+    """A forward hook of the first layer, at which the host waits for the result of the batch check.
 
     Waiting here is late enough that the device has queued work and doesn't idle. It is early enough to report that
     ranks' sequences differ in length: mismatched collectives hang the device, but the host gets here.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict
 from cuboid.models.attention.forward_context import UnitSlot, forward_context
 from cuboid.models.attention.segment_cache import give_cache
@@ -126,6 +126,17 @@ class StageModel(ShardedModel):
     """Mixed into the model's own class by :func:`finish_stage`. An engine's ``train_batch`` runs it."""
 
     staging: Staging
+
+    def compile(self, **_: Any) -> None:
+        """Not supported for a stage.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            "a pipeline's stages can't be compiled: their attention keeps keys and values of earlier segments, which "
+            "no graph has yet; leave it out"
+        )
 
     @property
     def loss_function(self) -> Any:

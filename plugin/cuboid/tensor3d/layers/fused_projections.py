@@ -46,6 +46,11 @@ class FusedProjections:
         self._linear_op = LinearOp(gather, [layer.product for layer in projections])
         self._is_flat = False
 
+    @property
+    def input_gather(self) -> InputGather:
+        """How the input is gathered."""
+        return self._linear_op.input_gather
+
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES, Axis
@@ -217,6 +217,30 @@ class _Calls(TorchFunctionMode):
         return self._draws.draw(name, func, args, kwargs or {})
 
 
+@contextmanager
+def without_draws() -> Iterator[None]:
+    """In the ``with`` block, nothing looks at what is drawn: for code that draws nothing, as a checked graph does."""
+    modes = []
+    while torch._C._len_torch_function_stack() and isinstance(_get_current_function_mode(), _Calls):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def draws_at_all(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of one of :data:`RANDOM_FUNCTIONS` draws with these arguments."""
+    if name in _DROPOUTS:
+        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", _DROPOUTS[name]))
+        return bool(training and p)
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    return not name.startswith("rrelu") or bool(args[3] if len(args) > 3 else kwargs.get("training"))
+
+
 def _shape(
     name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Sequence[int] | None:
@@ -225,15 +249,7 @@ def _shape(
     if not isinstance(x, torch.Tensor):
         # A size is given in one of several forms; the meta device draws nothing.
         return tuple(call(*args, **{**kwargs, "device": "meta"}).shape) if name in _OF_SIZE else None
-    if name in _DROPOUTS:
-        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", _DROPOUTS[name]))
-        draws = bool(training and p)
-    elif name == "scaled_dot_product_attention":
-        draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-    else:
-        draws = not name.startswith("rrelu") or bool(args[3] if len(args) > 3 else kwargs.get("training"))
-    if not draws or isinstance(x, FakeTensor):
+    if not draws_at_all(name, args, kwargs) or isinstance(x, FakeTensor):
         return None
     return (*x.shape[:2], *[1] * (x.dim() - 2)) if name in _OF_CHANNELS else x.shape
 

@@ -1,0 +1,67 @@
+"""Compiled layers of a sharded model: by the config's ``tensor_parallel.compile``, or by ``model.compile()``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.roles import layer_names
+from cuboid.models.sharded.activation_checkpointing import check_graphs_keep
+from cuboid.tensor3d.compiled.layers import CompiledLayers
+from cuboid.tensor3d.prefetch import ModelPrefetcher
+
+#: Since then, torch.compile counts the graphs of each of its calls apart from those of others.
+_TORCH = "2.13"
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the layers of a model whose modules are sharded, before the model's state is noted.
+
+    Layers that can't be compiled stay as they are, with a warning, now or in the first forward that shows it.
+
+    Raises:
+        UnsupportedModelError: this torch is too old.
+    """
+    if torch.__version__ < torch.torch_version.TorchVersion(_TORCH):
+        raise UnsupportedModelError(f"compiled layers need torch {_TORCH}, and this is {torch.__version__}")
+    layers = [model.get_submodule(name) for name in layer_names(model)]
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    prefetcher = next((hook for hook in hooks if isinstance(hook, ModelPrefetcher)), None)
+    model.cuboid.compiled = CompiledLayers(layers, prefetcher, functools.partial(_stay_uncompiled, model))
+
+
+def compile_later(model: Any, options: dict[str, Any]) -> None:
+    """Compile the layers of a model that is sharded already.
+
+    Args:
+        model: sharded.
+        options: of ``torch.compile``. ``fullgraph`` and ``dynamic`` are decided here.
+
+    Raises:
+        UnsupportedModelError: another compiler than Inductor, or a mode of it.
+    """
+    for name, usual in (("backend", "inductor"), ("mode", "default"), ("options", None)):
+        if options.get(name) not in (None, usual):
+            raise UnsupportedModelError(
+                f"{name}={options[name]!r} has no rule for the layers of a sharded model, which have collectives in "
+                f"their graphs; leave it out, or write {usual!r}"
+            )
+    if model.cuboid.compiled is None:
+        compile_layers(model)
+        model.cuboid.made = model.cuboid.made.anew(model)
+        check_graphs_keep(model)
+
+
+def _stay_uncompiled(model: Any, reason: str) -> None:
+    if hasattr(model.cuboid, "made"):
+        model.cuboid.made = model.cuboid.made.anew(model)
+    warnings.warn(
+        f"compiling was asked for, but the layers of {type(model).__name__} run uncompiled, as they would without: "
+        f"{reason}",
+        stacklevel=2,
+    )
