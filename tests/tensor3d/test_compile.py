@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
@@ -236,13 +236,15 @@ def named(axes):
     configs = {
         "dropout": AutoConfig.for_model("llama", **sizes, intermediate_size=64, attention_dropout=0.5),
         "mixture": AutoConfig.for_model("mixtral", **sizes, **mixture),
+        "tagger": AutoConfig.for_model("llama", **sizes, intermediate_size=64, num_labels=131),
     }
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
     said = {}
     for name, config in configs.items():
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto_class = AutoModelForTokenClassification if name == "tagger" else AutoModelForCausalLM
+        model = auto_class.from_config(config, dtype=torch.float32)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = cuboid.shard(model, {"tensor_parallel": {**section, "compile": True}}).train()
@@ -258,6 +260,7 @@ def test_layers_that_are_no_graph_run_uncompiled_and_are_named_once(pool):
             assert all(loss > 0 for loss in losses)
         assert "LlamaDecoderLayer isn't one graph" in said["dropout"][0][0]
         assert "has no form in a graph" in said["mixture"][0][0]
+        assert said["tagger"][0][0].endswith("for causal language modelling, not for token classification")
 
 
 def found_later(path, axes):

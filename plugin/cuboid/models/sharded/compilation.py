@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.roles import layer_names
+from cuboid.models.kinds.causal import Causal
 from cuboid.models.sharded.activation_checkpointing import check_graphs_keep
 from cuboid.tensor3d.compiled.layers import CompiledLayers
 from cuboid.tensor3d.prefetch import ModelPrefetcher
@@ -29,6 +30,11 @@ def compile_layers(model: PreTrainedModel) -> None:
     """
     if torch.__version__ < torch.torch_version.TorchVersion(_TORCH):
         raise UnsupportedModelError(f"compiled layers need torch {_TORCH}, and this is {torch.__version__}")
+    kind = model.cuboid.kind
+    if not isinstance(kind, Causal):
+        compared = f"graphs were compared with plain transformers for {Causal.words}"
+        _stay_uncompiled(model, f"{compared}, not for {kind.words}")
+        return
     layers = [model.get_submodule(name) for name in layer_names(model)]
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     prefetcher = next((hook for hook in hooks if isinstance(hook, ModelPrefetcher)), None)
