@@ -20,6 +20,7 @@ STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
 #: By name, the size of the world, and the sections of a config.
 LAYOUTS = {
     "mesh": (4, MESH),
+    "compiled": (2, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}, "compile": True}}),
     "one rank": (1, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1}}}),
     "stages": (2, STAGES),
     "split schedule": (2, {"pipeline": {**STAGES["pipeline"], "schedule": "zero_bubble"}}),
@@ -67,7 +68,7 @@ GPT_OSS = {**MIXTURE, "num_hidden_layers": 4, "head_dim": 8}
 LLAMA4 = {**MIXTURE, "num_hidden_layers": 8, "intermediate_size_mlp": 64, "head_dim": 8}
 #: By class: the model type, its sizes, and the layouts.
 MODELS = {
-    "LlamaForCausalLM": ("llama", LLAMA, ("mesh", "one rank", "stages", "split schedule", "both")),
+    "LlamaForCausalLM": ("llama", LLAMA, ("mesh", "compiled", "one rank", "stages", "split schedule", "both")),
     "GPT2LMHeadModel": ("gpt2", GPT2, ("mesh", "split schedule")),
     "Olmo2ForCausalLM": ("olmo2", LLAMA, ("mesh",)),
     "MixtralForCausalLM": ("mixtral", MIXTURE, ("mesh",)),

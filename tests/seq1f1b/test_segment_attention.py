@@ -1,7 +1,9 @@
 """Attention of segments: the kernels, the store, and unmodified models run segment by segment."""
 
+import contextlib
 import copy
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from attending import SCALE, KernelCalls, cuts_of, in_segments, largest_error, random_heads, whole
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention import interface
 from cuboid.models.attention.forward_context import Unit, UnitSlot
 from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.attention.segments import (
@@ -339,27 +342,26 @@ def summed_loss(logits, labels):
     )
 
 
-class CountingSlot(UnitSlot):
-    """Counts each module's calls of attention functions, over all units."""
+@contextlib.contextmanager
+def counting(calls):
+    """In the ``with`` block, count each module's calls of attention functions, of whole sequences too."""
+    attend = interface._attend
 
-    def __init__(self):
-        super().__init__()
-        self.by_module = Counter()
+    def counted(name, kernel, record, module, call):
+        calls[module] += 1
+        return attend(name, kernel, record, module, call)
 
-    def next_call(self, module):
-        self.by_module[module] += 1
-        return super().next_call(module)
-
-    def calls(self, layer):
-        return sum(self.by_module[module] for module in layer.modules())
+    with mock.patch.object(interface, "_attend", counted):
+        yield
 
 
 class Segmented:
     """A plain model that runs segment by segment, as one stage of a pipeline would."""
 
     def __init__(self, model, layers):
-        self.model, self.slot, self.pool = copy.deepcopy(model), CountingSlot(), KVCachePool()
+        self.model, self.slot, self.pool = copy.deepcopy(model), UnitSlot(), KVCachePool()
         self.layers = {str(index): layer for index, layer in enumerate(self.model.get_submodule(layers))}
+        self.calls = Counter()
         use_segment_attention(self.model.config, self.layers, self.slot)
 
     def run(self, ids, labels, lengths, attention_mask=None, position_ids=None):
@@ -370,18 +372,21 @@ class Segmented:
         units, losses = [], []
         for start, stop in cuts_of(lengths):
             unit = Unit(store, start, stop, length, mask, packed)
-            with self.slot.running(unit):
+            with self.slot.running(unit), counting(self.calls):
                 logits = self.model(
                     input_ids=ids[:, start:stop], position_ids=positions[:, start:stop], use_cache=False
                 ).logits
             units.append(unit)
             losses.append(summed_loss(logits, labels[:, start:stop]))
         for unit, loss in reversed(list(zip(units, losses, strict=True))):
-            with self.slot.running(unit):
+            with self.slot.running(unit), counting(self.calls):
                 loss.backward()
         assert store.held_bytes == 0
-        assert all(self.slot.calls(layer) for layer in self.layers.values())
+        assert all(self.calls_of(layer) for layer in self.layers.values())
         return sum(loss.item() for loss in losses), gradients_of(self.model)
+
+    def calls_of(self, layer):
+        return sum(self.calls[module] for module in layer.modules())
 
 
 def gradients_of(model):
@@ -476,7 +481,7 @@ def test_models_with_activation_checkpointing(name, implementation, use_reentran
         for layer in segmented.layers.values():
             checkpoint_in_float64(layer)
         assert_equal_runs(segmented.run(ids, labels, LENGTHS), expected)
-    assert all(segmented.slot.calls(layer) == 2 * len(LENGTHS) for layer in segmented.layers.values())
+    assert all(segmented.calls_of(layer) == 2 * len(LENGTHS) for layer in segmented.layers.values())
 
 
 @pytest.mark.sample(10)
