@@ -17,21 +17,12 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather_into
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.param_group import Member
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
 
-class Weight(Protocol):
+class Weight(Member, Protocol):
     """A sharded weight, by its module and its name there."""
-
-    @property
-    def module(self) -> ShardedModule:
-        """The module that has the weight."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The weight's name in the module."""
-        ...
 
     @property
     def param(self) -> ShardedParam:
