@@ -18,6 +18,7 @@ from cuboid.integrations.trainer_loss import TokenModel, check_own_loss
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.tensor3d.layers.vocab_cross_entropy import predicted
 
 #: Training arguments that can't be set with a pipeline, and why.
 _REFUSED = {
@@ -178,10 +179,7 @@ class CuboidTrainer(Trainer):
                 model = TokenModel(self.model, tokens)
                 with torch.enable_grad():
                     loss = self.compute_loss(model, dict(batch), num_items_in_batch=items)
-                labels = batch.get("shift_labels")
-                if labels is None:
-                    labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
-                mask = labels != IGNORE_INDEX
+                mask = predicted(batch.get("labels"), batch.get("shift_labels"), IGNORE_INDEX) != IGNORE_INDEX
                 count = mask.sum().clamp(min=1) if items is None else items
                 check_own_loss(type(self).__name__, loss, model, mask, replicas / count)
                 losses.append(loss.detach())
@@ -224,14 +222,14 @@ class CuboidTrainer(Trainer):
                 "compute_loss_func: a pipeline computes the model's own loss, on the last stage and in pieces; leave "
                 "it out"
             )
-        self._check_own_loss()
+        self._reject_other_losses()
         if self.compute_metrics is not None and not args.prediction_loss_only:
             raise ConfigError(
                 "compute_metrics needs logits, which a pipeline never has in one place; leave it out, or set "
                 "TrainingArguments.prediction_loss_only to have the loss only"
             )
 
-    def _check_own_loss(self) -> None:
+    def _reject_other_losses(self) -> None:
         """Refuse what is known to train another loss than the model's own; the rest is compared in each step."""
         name, of_trl = type(self).__name__, trainer_of_trl(type(self))
         if of_trl is not None and of_trl.__name__ not in _OWN_LOSS:
