@@ -2,16 +2,24 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
+
+def constants(module: str) -> list[Any]:
+    """What a module of the package assigns at its top level. It isn't imported, since nothing is installed yet."""
+    source = (Path(__file__).parent / "plugin" / "cuboid" / f"{module}.py").read_text(encoding="utf-8")
+    return [ast.literal_eval(node.value) for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+
+
+(VERSION,) = constants("version")
 # What `import cuboid` checks as well.
-REQUIREMENTS = ast.parse((Path(__file__).parent / "plugin" / "cuboid" / "requirements.py").read_text(encoding="utf-8"))
-RANGES, OPTIONAL = (ast.literal_eval(node.value) for node in REQUIREMENTS.body if isinstance(node, ast.Assign))
+RANGES, OPTIONAL = constants("requirements")
 
 setup(
     name="cuboid",
-    version="0.1.0",
+    version=VERSION,
     description=__doc__.strip(),
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -6,13 +6,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from wrapt import register_post_import_hook
 
 from cuboid.errors import CuboidError
-from cuboid.requirements import OPTIONAL, RANGES
+from cuboid.requirements import OPTIONAL, RANGES, versions
 
 
 class PatchError(CuboidError):
@@ -93,8 +92,9 @@ class Patch:
             raise PatchError(self._mismatch(f"it takes ({', '.join(parameters)}), without {', '.join(missing)}"))
 
     def _mismatch(self, what: str) -> str:
-        versions = {**RANGES, **OPTIONAL}.get(self.package, "")
+        supported = {**RANGES, **OPTIONAL}.get(self.package, "")
+        (installed,) = versions(self.package).values()
         return (
-            f"{self.target} of {self.package} {version(self.package)} can't be patched: {what}. The patch was written "
-            f"for {self.package} {versions}, as published; install that. (It is needed to: {self.reason})"
+            f"{self.target} of {self.package} {installed} can't be patched: {what}. The patch was written "
+            f"for {self.package} {supported}, as published; install that. (It is needed to: {self.reason})"
         )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuboid.failures.exit_messages import expect_interrupts
 from cuboid.requirements import check_installed
+from cuboid.version import __version__ as __version__
 
 # First, because the imports below take seconds, and Ctrl-C during them shouldn't print a traceback.
 expect_interrupts()

@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
+from cuboid.version import __version__
+
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {
     "torch": ">=2.9,<2.14",
@@ -27,20 +29,25 @@ def check_installed() -> None:
         check_version(package)
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of installed packages, by name. Cuboid's is known without an installation, from its source."""
+    return {package: __version__ if package == "cuboid" else version(package) for package in packages}
+
+
 def check_version(package: str) -> None:
     """Reject an unsupported version of one package.
 
     Raises:
         ImportError: it is missing or unsupported; names the versions that work.
     """
-    versions = {**RANGES, **OPTIONAL}[package]
+    known = {**RANGES, **OPTIONAL}[package]
     try:
         installed = version(package)
     except PackageNotFoundError:
-        raise ImportError(f"cuboid needs {package} {versions}, which is not installed", name=package) from None
+        raise ImportError(f"cuboid needs {package} {known}, which is not installed", name=package) from None
     # A build from source has the next release's number and a local suffix, such as 2.13.0a0+git1234567.
-    if not SpecifierSet(versions).contains(installed.partition("+")[0], prereleases=True):
+    if not SpecifierSet(known).contains(installed.partition("+")[0], prereleases=True):
         raise ImportError(
-            f"cuboid works with {package} {versions}, but {installed} is installed: pip install '{package}{versions}'",
+            f"cuboid works with {package} {known}, but {installed} is installed: pip install '{package}{known}'",
             name=package,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.optim.param_groups import GroupNames
 from cuboid.optim.schedule_groups import check_ungrouped, regrouped
+from cuboid.requirements import versions
 from cuboid.weights.training_state import load_model, load_training, make_save_plan, restore_random
 
 Framework = Literal["deepspeed", "colossalai"]
@@ -217,7 +217,7 @@ class Checkpointing:
             "scheduler_groups": None if scheduler is None else [list(names) for names in self.groups],
             "loss_scale": part.loss_scale,
             "config": self.origin.source,
-            "versions": {name: version(name) for name in (*_PACKAGES, self.origin.framework)},
+            "versions": versions(*_PACKAGES, self.origin.framework),
             "client": client_state,
             "lineage": [ancestor.model_dump() for ancestor in self.origin.ancestors],
         }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from cuboid import requirements
 
 #: Names of the files and folders that a run writes.
 REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
@@ -147,4 +148,4 @@ class TrainReport(_Section):
 def versions() -> dict[str, str]:
     """Versions of the packages that the result depends on."""
     packages = ("cuboid", "torch", "transformers", "deepspeed", "tokenizers", "safetensors")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"python": platform.python_version(), **requirements.versions(*packages)}
