@@ -204,8 +204,13 @@ def _check_same(config: LoraConfig, folder: Path) -> None:
         )
     saved = read_object(path)
     for key in _IDENTITY:
-        if saved.get(key) != getattr(config, key):
+        if _as_set(saved.get(key)) != _as_set(getattr(config, key)):
             raise CheckpointError(
                 f"{path}: {key} is {saved.get(key)!r}, and {getattr(config, key)!r} in the model's adapter; make the "
                 "adapter with the same options"
             )
+
+
+def _as_set(value: Any) -> Any:
+    """An option's value without the order of names: PEFT appends a classifier's heads to those that it has read."""
+    return frozenset(map(str, value)) if isinstance(value, list | tuple | set) else value

@@ -166,17 +166,17 @@ def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
     Raises:
         UnsupportedModelError: names one that has no rule.
     """
-    for name, module in model.named_modules():
-        if not any(name.endswith(key) for key in names or ()):
-            continue
-        if isinstance(module, ModulesToSaveWrapper) or ".modules_to_save." in name or ".original_module" in name:
-            continue
+    for name in _names_ending(model, names or ()):
         what = f"modules_to_save={names}: {name}"
         if isinstance(model, StageModel):
-            raise UnsupportedModelError(
-                f"{what} is on some stages of a pipeline only, for which there is no rule; leave it out, or use a mesh "
-                "without stages"
-            )
+            outline = model.staging.plan.outline
+            if not outline.runs_own_head or name not in outline.head:
+                raise UnsupportedModelError(
+                    f"{what} has no rule in a pipeline; of a model's modules, the heads of classifiers are trained "
+                    "whole, on the last stage"
+                )
+            continue
+        module = model.get_submodule(name)
         if name.startswith(f"{model.base_model_prefix}.") or module in (
             model.base_model,
             model.get_output_embeddings(),
@@ -185,6 +185,23 @@ def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
                 f"{what} ({type(module).__name__}) has no rule on a mesh; of a model's modules, those around the base "
                 "model with few outputs, such as a classifier's head, are trained whole"
             )
+
+
+def _names_ending(model: Any, ends: Sequence[str]) -> list[str]:
+    """Names of the model's modules with one of these ends, as PEFT looks for them, but not those that it has made."""
+    if isinstance(model, StageModel):
+        # All stages must come to the same result, and a stage has other stages' modules as placeholders, or not at all.
+        owners = {name.rpartition(".")[0] for name in model.cuboid.whole.parameters}
+        names = sorted({".".join(owner.split(".")[:end]) for owner in owners for end in range(1, owner.count(".") + 2)})
+    else:
+        names = [name for name, module in model.named_modules() if not isinstance(module, ModulesToSaveWrapper)]
+    return [
+        name
+        for name in names
+        if any(name.endswith(key) for key in ends)
+        and ".modules_to_save." not in name
+        and ".original_module" not in name
+    ]
 
 
 @contextmanager

@@ -1,0 +1,206 @@
+"""LoRA by PEFT in pipelines: every gradient of the adapter is plain PEFT's, and heads are trained whole."""
+
+import copy
+import itertools
+import re
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_lora import HEADS, adapted, batch, built, classes, classifier, inner_names, with_head
+from transformers import AutoModelForSequenceClassification
+
+import cuboid
+from conftest import TIMEOUT_S
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.certification.check import make_stage, run_stages
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.models.stages.stage_cut import draw_outline
+from cuboid.tensor3d.sharding.sharding_spec import put_shard
+from cuboid.weights.state_dict_map import sharded_layouts
+from threaded import step_of
+from training import ROWS, VOCABULARY, ranks_of, settings, small_checkpoint
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import LoraConfig, PeftModel, get_peft_model
+
+
+class Staged:
+    """A copy of a whole model in stages, each on a mesh; the ranks are threads."""
+
+    def __init__(self, model, mesh="1x1x1", stages=2, verdict=None):
+        self.shape = MeshShape.parse(mesh)
+        self.ranks = ThreadRanks(self.shape, stages)
+        outline = draw_outline(type(model), model.config)
+        even, rest = divmod(outline.count, stages)
+        counts = tuple(even + (stage < rest) for stage in range(stages))
+        parallel = None
+        if self.shape.size > 1:
+            parallel = make_parallel_plan(model, self.shape, verdict or MeshVerdict())
+        options = {"gives_cache": outline.is_causal, "parallel": parallel}
+        self.models = [make_stage(model, outline, counts, each, **options) for each in self.ranks.meshes]
+
+    def step(self, micro_batch, lengths):
+        """The loss of each rank of the mesh; gradients stay with the models."""
+
+        def on_rank(mesh):
+            with KeepFloat64():
+                stages = [unwrap(model) for model in self.models[mesh.rank :: self.shape.size]]
+                return run_stages(stages, micro_batch, lengths)
+
+        return self.ranks.run(on_rank)
+
+    def gradients(self):
+        """By the names of the model's parameters, put together from all ranks."""
+        wholes = {}
+        for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
+            inner = unwrap(model)
+            layouts = sharded_layouts(inner)
+            for name, parameter in inner.named_parameters():
+                if parameter.grad is None:
+                    continue
+                if name not in layouts:
+                    wholes[name] = parameter.grad
+                    continue
+                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+        return wholes
+
+
+def assert_gradients(plain, staged):
+    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
+    gradients = staged.gradients()
+    assert gradients.keys() == trained.keys()
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    return trained
+
+
+def assert_as_plain(model, plain, staged, micro_batch, lengths, folder):
+    # A stage draws initial values by the names of its layers, so both read the same.
+    plain.save_pretrained(folder)
+    staged.models = [PeftModel.from_pretrained(own, folder, is_trainable=True) for own in staged.models]
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+    for loss in staged.step(micro_batch, lengths):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    return assert_gradients(plain, staged)
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
+def test_gradients_of_factors_in_segments(tmp_path, mesh, lengths):
+    model, micro_batch = built("llama", kv_heads=2), batch()
+    # The pipeline would be given a label for the last position too.
+    micro_batch["labels"][:, -1] = -100
+    assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+
+
+@pytest.mark.parametrize("task", HEADS)
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
+def test_a_head_that_is_trained_whole_is_on_the_last_stage(tmp_path, task, mesh):
+    model, verdict = classifier(task)
+    plain, staged = with_head(copy.deepcopy(model), task), Staged(model, mesh, verdict=verdict)
+    with torch.no_grad():
+        plain.base_model.model.score.modules_to_save["default"].weight.mul_(2)
+    trained = assert_as_plain(model, plain, staged, classes(task), (12,), tmp_path)
+    assert "score.modules_to_save.default.weight" in trained
+    first, last = unwrap(staged.models[0]), unwrap(staged.models[-1])
+    assert not [name for name, _ in first.named_parameters() if name.startswith("score")]
+    kept = {name for name, own in last.named_parameters() if name.startswith("score") and own.requires_grad}
+    assert kept == {name for name in trained if name.startswith("score")}
+    merged = staged.ranks.run(
+        lambda mesh: [own.merge_and_unload() for own in staged.models[mesh.rank :: staged.shape.size]]
+    )
+    names = {name for stages in merged for own in stages for name, _ in own.named_parameters()}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "layers.1.self_attn.q_proj"])
+def test_other_modules_that_are_trained_whole_are_refused_on_every_stage(name):
+    for own in Staged(built("llama", kv_heads=2)).models:
+        before = [name for name, _ in own.named_modules()]
+        with pytest.raises(UnsupportedModelError, match=rf"modules_to_save=\['{re.escape(name)}'\]: .*{name}"):
+            adapted(own, modules_to_save=[name], target_modules=["v_proj"])
+        assert [name for name, _ in own.named_modules()] == before
+
+
+STEPS, RATE = 3, 1e-2
+
+
+def engine_of(start, adapter, config):
+    model = cuboid.from_pretrained(start, config, auto_class=AutoModelForSequenceClassification, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model.train(), model_parameters=trained, config=config)[0]
+
+
+def rewards():
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        ids = torch.randint(4, VOCABULARY, (ROWS, 11), generator=generator)
+        yield {"input_ids": ids, "labels": ids[:, 0] / VOCABULARY}
+
+
+def trained_in_stages(start, adapter, config, other, root):
+    engine, batches = engine_of(start, adapter, config), rewards()
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS - 1)]
+    engine.save_checkpoint(f"{root}/run")
+    engine.module.save_pretrained(f"{root}/adapter")
+    # PEFT's list of heads is longer in an adapter that it has read.
+    again = engine_of(start, f"{root}/adapter", other)
+    again.load_checkpoint(f"{root}/run")
+    # In a pipeline, the first rank alone has read micro-batches.
+    batches = itertools.islice(rewards(), 2 * (STEPS - 1), None)
+    if hasattr(again, "train_batch"):
+        return [*losses, float(again.train_batch(batches))]
+    return [*losses, sum(float(again(**next(batches)).loss) for _ in range(2)) / 2]
+
+
+def trained_plain(start, adapter):
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.1)
+    batches, losses = rewards(), []
+    for step in range(STEPS):
+        loss = sum(model(**next(batches)).loss for _ in range(2)) / 2
+        losses.append(float(loss.detach()))
+        if step == STEPS - 1:
+            break
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+
+
+@pytest.mark.parametrize("other", [("1x1x1", 2), ("1x2x1", None)], ids=["stages", "mesh"])
+def test_a_head_trains_is_saved_for_peft_and_resumes_on_another_layout(pool, tmp_path, other):
+    options = {"num_labels": 1, "pad_token_id": 0}
+    start = small_checkpoint(AutoModelForSequenceClassification, "llama", tmp_path / "start", **options)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+    lora = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"], "task_type": "SEQ_CLS"}
+    get_peft_model(model, LoraConfig(**lora)).save_pretrained(tmp_path / "first")
+    configs = [
+        settings(mesh, stages, learning_rate=RATE, pipeline={"segments": 1}) for mesh, stages in (("1x1x1", 2), other)
+    ]
+    for config in configs:
+        del config["scheduler"]
+    arguments = (start, tmp_path / "first", *configs, str(tmp_path))
+    results = pool.run(ranks_of(configs[0]), trained_in_stages, *arguments, timeout_s=TIMEOUT_S)
+    losses, state = trained_plain(start, tmp_path / "first")
+    for found in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+    for folder in (tmp_path / "adapter", next((tmp_path / "run").glob("global_step*"))):
+        saved = load_file(folder / "adapter_model.safetensors")
+        keys = {name: name.replace(".modules_to_save.default.", ".").replace(".default.", ".") for name in state}
+        assert saved.keys() == set(keys.values())
+        for name, value in state.items():
+            torch.testing.assert_close(saved[keys[name]], value, rtol=1e-4, atol=1e-5, msg=name)
