@@ -515,11 +515,28 @@ def test_a_head_on_all_stages_is_estimated(keys):
     assert all(rank.logits == 0 for rank in last.stages[:-1])
 
 
-def test_a_head_on_all_stages_is_not_estimated_on_a_mesh():
-    config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=2))
-    config["pipeline"] |= {"head": "spread", "schedule": "zero_bubble"}
-    with pytest.raises(ConfigError, match="needs a mesh of one rank"):
-        estimate(description_of(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+@pytest.mark.parametrize("gather", ["layer", "step"])
+@pytest.mark.parametrize("mesh", [MeshShape(1, 4, 1), MeshShape(2, 1, 2), MeshShape(1, 2, 2)], ids=str)
+def test_a_head_on_all_stages_is_estimated_on_a_mesh(mesh, gather):
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100")
+    config = config_of(Layout(mesh, 2, mesh.batch, 4, segments=2, weight_gather=gather))
+    config["pipeline"] |= {"schedule": "zero_bubble", "memory_limit": 3}
+    last = estimate(model, read_layout(config), cluster, 8192)
+    config["pipeline"]["head"] = "spread"
+    found = estimate(model, read_layout(config), cluster, 8192)
+    assert found.layout.mesh == mesh
+    assert found.layout.head_ranks == 2
+    whole, share = last.cost.units.head_forward(0, 4096), found.cost.units.head_forward(0, 4096, 2)
+    assert share.compute == pytest.approx(whole.compute / 2)
+    # Every rank exchanges all hidden states over `sequence`, but over `hidden` the logits of its own part only.
+    assert whole.exposed / 2 < share.exposed <= whole.exposed or mesh.batch > 1
+    assert (share.exposed < whole.exposed) == (mesh.hidden > 1)
+    # A share's rows are gathered for the step, which the last stage waits for, whatever units do with other weights.
+    waits = found.cost.stage_times().once_s, last.cost.stage_times().once_s
+    assert waits[0][1] >= waits[1][1]
+    assert (waits[0] == waits[1]) == (mesh.batch == 1)
+    rows_bytes = model.outputs * model.hidden / mesh.of("sequence", "hidden") / 2 * 2
+    assert all(rank.logits > 3 * rows_bytes for rank in found.stages)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ plain transformers; batches have padding and ignored labels, and the loss is com
 """
 
 import functools
+import math
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -94,12 +95,27 @@ def test_the_whole_product(parity: Compare, stages: int, segments: int, schedule
         (SmallModel("llama", layers=4), {"stages": 4}, {"settings": ZERO_1, "dtype": "bfloat16", "accumulate": 3}),
         (SmallModel("qwen3", layers=4), {"segments": 3}, {"settings": {"zero_optimization": {"stage": 0}}}),
         (SmallModel("llama", layers=4), {}, {"settings": ZERO_1, "data_parallel": 2, "checkpointing": True}),
+        (SmallModel("llama", layers=4), {}, {"settings": ZERO_1, "mesh": "1x2x1", "dtype": "bfloat16"}),
+        (SmallModel("qwen3", layers=4, tied=True), {"stages": 3}, {"settings": ZERO_1, "mesh": "2x1x1"}),
     ],
     ids=name_of,
 )
 def test_in_the_engine(parity: Compare, small: SmallModel, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """Its checkpoint, and the model that it saves, are compared too."""
     parity(small, changes, name="engine", **options)
+
+
+#: On meshes inside the stages, which cut the vocabulary and the hidden states first. Not all of them cut it evenly.
+MESHES = {"2x1x1": "gpt2", "1x2x1": "gemma2", "1x1x2": "llama", "1x2x2": "qwen3", "2x1x2": "llama"}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("tied", "mesh", "gather"), list(product((False, True), MESHES, ("layer", "step"))))
+def test_on_meshes(parity: Compare, mesh: str, tied: bool, gather: str) -> None:
+    small = SmallModel(MESHES[mesh], layers=4, tied=tied)
+    # Gradients of the head come once a step, whichever of them waits.
+    sync = "step" if tied == (gather == "step") else "unit"
+    parity(small, {"segments": 3}, mesh=mesh, weight_gather=gather, gradient_sync=sync)
 
 
 # The shares by themselves
@@ -186,19 +202,27 @@ def test_shares_together_are_the_whole_head(name, ranks, chunk_bytes):
         close(blocks[key], parameter.grad)
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 700], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunk_bytes", [None, 700, "smallest part"])
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x2x1"])
 @pytest.mark.parametrize("name", ["gemma2", "phi"])
 def test_shares_on_a_mesh_are_the_whole_head(name, mesh, chunk_bytes):
-    """Their vocabulary is cut by the mesh first, and padded: it divides by none of these."""
+    """Their vocabulary is cut by the mesh first, and padded: it divides by none of these.
+
+    With as many bytes as exactly half of the positions take in the smallest part, the largest has to be cut more
+    finely; all must be cut alike.
+    """
     config = head_config(name)
-    config.vocab_size = 101
+    config.vocab_size = 97
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     outline, shape = draw_outline(type(model), config), MeshShape.parse(mesh)
     plan, ranks = make_parallel_plan(model, shape, MeshVerdict()), ThreadRanks(shape)
     options = {"gives_cache": True, "parallel": plan}
     stages = [make_stage(model, outline, (outline.count,), each, **options) for each in ranks.meshes]
     hidden, labels = unit_of(config, 4, 8)
+    if chunk_bytes == "smallest part":
+        # Rows of the block, as equal as they can be on three ranks; of each row on this rank, half of the positions.
+        smallest = math.ceil(97 / (shape.sequence * shape.batch)) * shape.batch // 3
+        chunk_bytes = 4 * (4 // shape.batch) * shape.sequence * (4 // shape.sequence) * smallest // shape.hidden
 
     def on_rank(own):
         stage = stages[own.rank]
@@ -251,7 +275,11 @@ def resumed_by(path, config, root):
 def test_training_resumes_on_another_layout_spread_or_not(pool, checkpoint, tmp_path, tied):
     path = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=4, tied=tied))
     spread = settings("1x1x1", 2, pipeline=SPREAD)
-    others = [settings("1x1x1", 4, pipeline={**SPREAD, "segments": 3}), settings("1x2x1", 2)]
+    others = [
+        settings("1x1x1", 4, pipeline={**SPREAD, "segments": 3}),
+        settings("1x2x1", 2, pipeline={**SPREAD, "segments": 3}),
+        settings("1x2x1", 2),
+    ]
     losses = pool.run(2, saved_by, path, spread, str(tmp_path))[0]
     for config in others:
         assert pool.run(4, resumed_by, path, config, str(tmp_path))[0] == pytest.approx(losses[2:], rel=2e-6)
@@ -286,8 +314,9 @@ def mesh(shape="1x1x1"):
 def test_heads_that_are_refused_by_name():
     model, outline = outlined(AutoModelForCausalLM, SmallModel("llama").config())
     check_spread_head(model, outline, mesh())
-    with pytest.raises(ConfigError, match="mesh of several ranks"):
-        check_spread_head(model, outline, mesh("1x2x1"))
+    check_spread_head(model, outline, mesh("1x2x2"))
+    with pytest.raises(UnsupportedModelError, match="outputs for 2 stages × 1024 parts"):
+        check_spread_head(model, outline, mesh("1x1024x1"))
     bert = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=40)
     with pytest.raises(UnsupportedModelError, match="its head isn't one"):
         check_spread_head(*outlined(AutoModelForMaskedLM, bert), mesh())

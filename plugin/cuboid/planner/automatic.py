@@ -216,8 +216,7 @@ def _layouts(
         replicas = world_size // (config.stages * size)
         rows, steps = _rows(config, replicas)
         for mesh in model.limits.fitting(size) if rows else ():
-            # A head that is spread is refused on meshes of several ranks.
-            if rows % mesh.batch or (mesh.size > 1 and pipeline is not None and pipeline.spreads_head):
+            if rows % mesh.batch:
                 continue
             layout = Layout(
                 mesh, config.stages, rows, steps, replicas, zero_stage=config.framework.zero_stage or 0,

@@ -349,15 +349,7 @@ def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescript
     """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout.
 
     Until it is known where the chunks are, the layout has one stage on each rank.
-
-    Raises:
-        ConfigError: the head is spread over the stages, which are meshes of several ranks.
     """
-    if pipeline.spreads_head and layout.mesh.size > 1:
-        raise ConfigError(
-            f'pipeline.head is "spread", which needs a mesh of one rank, and tensor_parallel.mesh is {layout.mesh}; '
-            'write "head": "last"'
-        )
     if not pipeline.is_placed:
         pipeline = pipeline.without_chunks
     assert pipeline.chunks != "auto"

@@ -59,15 +59,8 @@ def check_spread_head(model: PreTrainedModel, outline: Outline, mesh: Mesh) -> N
 
     Raises:
         UnsupportedModelError: there is no rule for this head, or its parts give something else.
-        ConfigError: the mesh has several ranks.
     """
-    if mesh.shape.size > 1:
-        # Shares compute on meshes, too, but whole pipelines of meshes haven't all agreed with plain transformers yet.
-        raise ConfigError(
-            f'pipeline.head is "spread", which isn\'t supported on a mesh of several ranks ({mesh.shape}) inside the '
-            'stages yet; leave tensor_parallel.mesh out, or write "head": "last"'
-        )
-    cls, ranks = type(model).__name__, mesh.topology.pipe
+    cls, stages, pieces = type(model).__name__, mesh.topology.pipe, mesh.size("sequence")
     if outline.runs_own_head:
         raise _refused(cls, "its own forward computes the loss")
     if outline.router_loss is not None:
@@ -77,10 +70,11 @@ def check_spread_head(model: PreTrainedModel, outline: Outline, mesh: Mesh) -> N
     head = model.get_output_embeddings()
     if len(outline.head) != 1 or type(head) is not nn.Linear or model.get_submodule(outline.head[0]) is not head:
         raise _refused(cls, f"its head isn't one nn.Linear, but {', '.join(outline.head)}")
-    if head.out_features < ranks:
-        raise _refused(cls, f"it has {head.out_features} outputs for {ranks} stages")
+    if head.out_features < stages * pieces:
+        cut = f" × {pieces} parts that `sequence` cuts it into" if pieces > 1 else ""
+        raise _refused(cls, f"it has {head.out_features} outputs for {stages} stages{cut}")
     try:
-        _try_parts(model, outline, head, ranks)
+        _try_parts(model, outline, head, stages * pieces)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -184,6 +178,11 @@ class HeadRows:
         return self.parts[self._mesh.coordinate.pipe]
 
     @property
+    def most(self) -> int:
+        """Rows of the largest part."""
+        return max(stop - start for start, stop in self.parts)
+
+    @property
     def first_column(self) -> int:
         """The entry of the vocabulary that this rank's first row is of."""
         return int(self._mesh.index("sequence")) * self._shape[0] + self.own[0]
@@ -255,7 +254,7 @@ class HeadRows:
 
     def _scattered(self, name: str, blocks: dict[str, UnshardedParam]) -> torch.Tensor:
         """This rank's rows of a parameter."""
-        own = torch.empty((self._most, *self._widths(name)), dtype=self.dtype, device=self._device)
+        own = torch.empty((self.most, *self._widths(name)), dtype=self.dtype, device=self._device)
         pieces = None
         if self._is_root:
             block = blocks[name].block.detach()
@@ -266,23 +265,18 @@ class HeadRows:
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' rows, on the last stage; elsewhere the rank's own."""
-        pieces = [own.new_empty((self._most, *own.shape[1:])) for _ in self.parts] if self._is_root else None
+        pieces = [own.new_empty((self.most, *own.shape[1:])) for _ in self.parts] if self._is_root else None
         dist.gather(self._padded(own), pieces, self._root, group=self._group)
         if pieces is None:
             return own
         return torch.cat([piece[: stop - start] for piece, (start, stop) in zip(pieces, self.parts, strict=True)])
-
-    @property
-    def _most(self) -> int:
-        """Rows of the largest part."""
-        return max(stop - start for start, stop in self.parts)
 
     def _widths(self, name: str) -> tuple[int, ...]:
         return (self._shape[1],) if name == "weight" else ()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows, and as many more as the largest part has."""
-        missing = self._most - len(rows)
+        missing = self.most - len(rows)
         return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows.contiguous()
 
 
@@ -422,10 +416,11 @@ class VocabularyShare:
         sequence, spread = self._mesh.size("sequence"), self._mesh.size("hidden")
         rows, length, _ = hidden.shape
         by_rank = batch.cut(batch.labels, segment).to(hidden.device).unflatten(1, (sequence, length))
-        start, stop = self._rows.own
         grain = least_positions(self._mesh)
         chunk_bytes = CHUNK_BYTES if self._chunk_bytes is None else self._chunk_bytes
-        positions = chunk_bytes * spread // (4 * rows * sequence * (stop - start))
+        # Of the largest part, not of this rank's: a mesh's head takes positions of each chunk in its own order, so all
+        # ranks of the pipeline must cut alike, or they exchange statistics of different positions.
+        positions = chunk_bytes * spread // (4 * rows * sequence * self._rows.most)
         if self._chunk_bytes is None and hidden.device.type != "cpu":
             positions = max(positions, math.ceil(CHUNK_TOKENS / (rows * sequence)))
         step = max(1, positions // grain) * grain

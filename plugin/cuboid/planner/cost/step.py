@@ -182,7 +182,9 @@ class StepCost:
         for rank, (first, stop) in zip(rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
             kinds = Counter(self.model.kind_of_layers[first:stop])
             segments = []
-            waits_s[rank] += ((first == 0) + (stop == len(self.model.layers))) * self.units.once_of_ends_s()
+            waits_s[rank] += self.units.once_of_ends_s() if first == 0 else 0.0
+            if stop == len(self.model.layers):
+                waits_s[rank] += self.units.once_of_ends_s(is_spread=bool(layout.head_ranks))
             for begin, end in ends:
                 own: dict[Op, Seconds] = {}
                 for kind, count in kinds.items():
@@ -194,9 +196,7 @@ class StepCost:
                     embedding = self.units.embedding(begin, end)
                     own |= {op: own[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in own}
                 if layout.head_ranks:
-                    head = self.units.head_forward(begin, end)
-                    # Every rank exchanges the same activations as the last stage would.
-                    head = Seconds(head.compute / layout.stages, head.exposed)
+                    head = self.units.head_forward(begin, end, layout.head_ranks)
                     own |= {Op.HEAD_FORWARD: head * (1 / 3), Op.HEAD_BACKWARD: head * (2 / 3)}
                 elif stop == len(self.model.layers):
                     own[Op.FORWARD] += self.units.head_forward(begin, end)

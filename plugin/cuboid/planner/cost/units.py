@@ -361,13 +361,16 @@ class UnitTimes:
         """Collectives of the embedding or the head in each unit: the gather of its weight, its gradient's reduction."""
         return (not self._layout.gathers_once) + (self._layout.gradient_sync == "unit")
 
-    def once_of_ends_s(self) -> float:
-        """As :meth:`once_s`, for the embedding or the head."""
+    def once_of_ends_s(self, *, is_spread: bool = False) -> float:
+        """As :meth:`once_s`, for the embedding or the head; all of it for a head that is spread over the stages."""
         rows = self._model.vocabulary * self._model.hidden / self._ranks
-        return self.links.batch.gather_s(rows * _ELEMENT, 2 - self._gathers_of_ends)
+        return self.links.batch.gather_s(rows * _ELEMENT, 2 if is_spread else 2 - self._gathers_of_ends)
 
-    def head_forward(self, start: int, stop: int) -> Seconds:
-        """The head with its loss: forward and, as logits aren't kept, also backward."""
+    def head_forward(self, start: int, stop: int, shares: int = 1) -> Seconds:
+        """The head with its loss: forward and, as logits aren't kept, also backward.
+
+        Or one of several equal ``shares``, each of all tokens. Its rows stay unsharded for the whole step.
+        """
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         own_outputs = model.outputs / mesh.sequence
         product = self.kernels.matmul_s(tokens, own_outputs, model.hidden / mesh.hidden)
@@ -378,9 +381,9 @@ class UnitTimes:
         weights = own_outputs * model.hidden / mesh.hidden
         add = weights / mesh.batch * 2 * self._software.gradient_bytes
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 3)
-        exposed += self.links.hidden.gather_s(tokens * own_outputs * _ELEMENT, 2)
-        exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends)
-        return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
+        exposed += self.links.hidden.gather_s(tokens * own_outputs / shares * _ELEMENT, 2)
+        exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends if shares == 1 else 0)
+        return Seconds((3 * product + self.kernels.elementwise_s(moved + add, 8)) / shares, exposed)
 
     def head_rows_s(self) -> float:
         """Time in which the last stage sends the other stages their rows of the head, and is sent the gradients."""

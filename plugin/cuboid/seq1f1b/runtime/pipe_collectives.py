@@ -2,6 +2,15 @@
 
 Programs place them so that all ranks join them in the same order, after all that they need has been started; see
 :func:`cuboid.seq1f1b.schedule.lowering.insert_messages_once_sent`. None of them blocks the host.
+
+What guarantees the order in which tensors are written and read:
+
+* Each collective has tensors of its own, a fresh buffer wherever it writes: the results of two units never share one.
+* A backend reads and writes these behind all work that the rank's stream had when it joined. So a buffer that the
+  allocator takes over from an earlier kernel isn't written before that kernel is over.
+* Who uses a result waits for it (:meth:`Joined.wait`), the root of a broadcast or a reduction like the others.
+* Given tensors are referred to until :meth:`Joined.wait` has returned for their collective, in whatever order units ask
+  for results, and nobody writes into them: that would be a race with the other ranks' reads.
 """
 
 from __future__ import annotations
@@ -16,10 +25,10 @@ from cuboid.errors import PeerLostError
 
 
 class Joined:
-    """The result of a collective that is under way."""
+    """The result of a collective that is under way; it keeps what this rank gave to it."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work) -> None:
-        self._result = result
+    def __init__(self, contribution: torch.Tensor, result: torch.Tensor, work: dist.Work) -> None:
+        self._contribution, self._result = contribution, result
         self._work = work
 
     def is_complete(self) -> bool:
@@ -56,21 +65,23 @@ class PipeCollectives:
 
     def broadcast(self, hidden: torch.Tensor) -> Joined:
         """From the root, whose tensor must not be modified until all is drained, into the others' buffers."""
+        # The root's own share of the head reads the tensor while it is sent; its chunks are slices that it detaches.
         hidden = hidden.contiguous()
         self._count(hidden.nbytes * (self._ranks - 1) // self._ranks)
-        return self._started(hidden, dist.broadcast(hidden, self._root, group=self._group, async_op=True))
+        return self._started(hidden, hidden, dist.broadcast(hidden, self._root, group=self._group, async_op=True))
 
     def all_gather(self, part: torch.Tensor) -> Joined:
         """``[P, …]``: all ranks' tensors, in the order of the pipeline."""
         self._count(part.nbytes * (self._ranks - 1))
         gathered = part.new_empty((self._ranks * part.shape[0], *part.shape[1:]))
         work = dist.all_gather_into_tensor(gathered, part, group=self._group, async_op=True)
-        return self._started(gathered.view(-1, *part.shape), work)
+        return self._started(part, gathered.view(-1, *part.shape), work)
 
     def reduce(self, part: torch.Tensor) -> Joined:
         """The sum of all ranks' tensors, on the root only, in the tensor that it gave."""
         self._count(part.nbytes * (self._ranks - 1) // self._ranks)
-        return self._started(part, dist.reduce(part, self._root, group=self._group, async_op=True))
+        # The others' tensors may be overwritten with partial sums: they aren't used again.
+        return self._started(part, part, dist.reduce(part, self._root, group=self._group, async_op=True))
 
     def drain(self) -> None:
         """Wait for everything that is under way; on CUDA, only the current stream waits.
@@ -81,10 +92,11 @@ class PipeCollectives:
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _started(self, result: torch.Tensor, work: dist.Work | None) -> Joined:
+    def _started(self, contribution: torch.Tensor, result: torch.Tensor, work: dist.Work | None) -> Joined:
         assert work is not None
-        joined = Joined(result, work)
-        # Free the tensors of those that are complete: they are, in the order of their start.
+        joined = Joined(contribution, result, work)
+        # Free the tensors of those that are complete: they are, in the order of their start. One that isn't keeps those
+        # behind it, so that none is freed, and its memory taken for the next buffer, while a backend reads it.
         while self._under_way and self._under_way[0].is_complete():
             self._under_way.popleft().wait()
         self._under_way.append(joined)
