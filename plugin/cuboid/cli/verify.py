@@ -47,6 +47,10 @@ def verify(
             callback=_known,
         ),
     ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="With --model: PEFT's folder of a LoRA adapter, which is trained, with the model frozen."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ] = None,
@@ -149,6 +153,8 @@ def verify(
 
     if (model is None) == (arch is None):
         raise typer.BadParameter("give either --model PATH or --arch NAME")
+    if adapter is not None and model is None:
+        raise typer.BadParameter("--adapter goes with --model PATH, the model that it is for")
     check_outputs(json)
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition, schedule, chunks))
@@ -182,6 +188,7 @@ def verify(
             packed=packed,
             checkpointing=checkpointing,
             trust_remote_code=trust_remote_code,
+            adapter=None if adapter is None else str(adapter),
         )
         report = compare(
             plan,

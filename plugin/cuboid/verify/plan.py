@@ -73,6 +73,7 @@ class Plan:
             why they do.
         seed: of the batches.
         trust_remote_code: whether code that comes with the model may be run.
+        adapter: folder of PEFT with the adapter that is trained, while the model's own weights are frozen.
     """
 
     checkpoint: str
@@ -106,6 +107,7 @@ class Plan:
     left_out: tuple[tuple[BatchKind, str], ...] = ()
     seed: int = 0
     trust_remote_code: bool = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "data_parallel", "accumulate"):

@@ -14,6 +14,8 @@ from torch import nn
 import cuboid
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision, widen
+from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.verify.adapter import check_complete, with_adapter
 from cuboid.verify.plan import Plan
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import SAVED, write
@@ -47,7 +49,11 @@ class OneProcess:
 def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
     """Worker job for one process: run the plan with plain transformers and write the outcome into ``directory``."""
     with _without_cuboid():
-        model = load_plain(plan)
+        adapted = with_adapter(load_plain(plan), plan)
+        check_complete(adapted, plan)
+        model: Any = unwrap(adapted)
+        if plan.rounded:
+            _round(model)
         batch = micro_batches(plan, model, 0, 0)[0]
         try:
             with precision(keep_float64=plan.keep_float64):
@@ -61,7 +67,9 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
                 f"there is nothing to compare with: {type(model).__name__} fails in plain transformers, in "
                 f"{plan.dtype}: {type(error).__name__}: {error}{other}"
             ) from error
-        model.save_pretrained(Path(directory, SAVED))
+        adapted.save_pretrained(
+            Path(directory, SAVED), **({} if plan.adapter is None else {"save_embedding_layers": False})
+        )
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
     outcome.logits = logits
@@ -71,10 +79,12 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
 def load_plain(plan: Plan) -> Any:
     """The plan's full model on this process's device."""
     model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
-    if plan.rounded:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
     return widened(model, plan).to(device())
+
+
+def _round(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().to(parameter.dtype)
 
 
 def widened(model: Any, plan: Plan) -> Any:

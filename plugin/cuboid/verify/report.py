@@ -74,6 +74,7 @@ class PassReport:
             "dtype": self.plan.dtype,
             "mesh": {"batch": self.mesh.batch, "sequence": self.mesh.sequence, "hidden": self.mesh.hidden},
             "pipeline": None if self.pipeline is None else self.pipeline.model_dump(exclude=_NO_RESULT),
+            "adapter": self.plan.adapter,
             "data_parallel": self.plan.data_parallel,
             "accumulate": self.plan.accumulate,
             "micro_batches": [dataclasses.asdict(case) for case in self.plan.cases_run()],
@@ -131,6 +132,8 @@ def _print_pass(report: PassReport, console: Console) -> None:
         f"accumulate {plan.accumulate}; errors up to {largest} pass"
     )
     console.print("micro-batches: " + escape("; ".join(f"{c.name} ({c.length})" for c in plan.cases_run())))
+    if plan.adapter is not None:
+        console.print(escape(f"with the adapter in {plan.adapter}; all other weights are frozen"))
     for kind, reason in plan.left_out:
         console.print(escape(f"left out: {kind}, with which the architecture isn't right: {reason}"))
     if report.tolerance is not None and (

@@ -23,6 +23,7 @@ from cuboid.models.architectures.certificate import LABELLED, BatchKind
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.kinds.registry import kind_of_class
+from cuboid.verify.adapter import check_adapter
 from cuboid.verify.compare import KINDS, ComparedKind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
@@ -93,6 +94,7 @@ def _verify(
 ) -> Report:
     loaded = load_config(config)
     ours, rest = require_config(loaded)
+    check_adapter(plan)
     if ours.pipeline is not None:
         loaded["pipeline"]["trace"] = False
         # Skips certification: this comparison is the stronger test, and works for models that can't be certified

@@ -18,7 +18,9 @@ from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
+from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.verify.adapter import with_adapter
 from cuboid.verify.own_checks import check_alone
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe, probe_stage, residual_part
@@ -185,7 +187,9 @@ def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
 
 def _load(plan: Plan, config: dict[str, Any]) -> Any:
     if plan.shard_in_memory:
-        return cuboid.shard(load_plain(plan), config)
-    with cuboid.scope(config):
-        model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
-    return widened(model, plan).to(device())
+        model = cuboid.shard(load_plain(plan), config)
+    else:
+        with cuboid.scope(config):
+            model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
+        model = widened(model, plan).to(device())
+    return unwrap(with_adapter(model, plan))

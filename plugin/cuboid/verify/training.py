@@ -112,9 +112,10 @@ def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
 
 def parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay (matrices) and without (norms and biases)."""
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    """Parameter groups with weight decay (matrices) and without (norms and biases), of what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
+    others = [parameter for parameter in trained if parameter.dim() >= 2]
     decays = ((others, plan.weight_decay), (vectors, 0.0))
     return [{"params": parameters, "weight_decay": decay} for parameters, decay in decays if parameters]
 

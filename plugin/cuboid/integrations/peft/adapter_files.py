@@ -24,7 +24,7 @@ from cuboid.weights.save import full_values
 from cuboid.weights.state_dict_map import sharded_layouts
 
 #: What PEFT's files put before the names of a model's parameters.
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 #: A factor, or a module that an adapter trains whole, in a parameter's name, with the adapter's name behind it.
 _OF_ADAPTER = re.compile(r"(?P<factor>\.lora_\w+)?(?(factor)|\.modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
 #: Options that decide which tensors an adapter has, and what they mean.
@@ -42,7 +42,7 @@ class AdapterFiles:
         def value(parameter: torch.Tensor) -> torch.Tensor | None:
             return parameter.detach() if id(parameter) in kept else None
 
-        return {f"{_PREFIX}{name}": tensor for name, tensor in full_values(inner, value).items()}
+        return {f"{PREFIX}{name}": tensor for name, tensor in full_values(inner, value).items()}
 
     def write(
         self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path, selected: Sequence[str] | None = None
@@ -90,7 +90,7 @@ class AdapterFiles:
                 for adapter_of_parameter, name, parameter in _parameters(inner):
                     if adapter_of_parameter not in (adapter, None):
                         continue
-                    key = _saved_name(f"{_PREFIX}{name}")
+                    key = _saved_name(f"{PREFIX}{name}")
                     layout, spec = layouts.get(name), file.specs.get(key)
                     shape = tuple(parameter.shape) if layout is None else layout.shape
                     if spec is None or tuple(spec.shape) != shape:
@@ -154,7 +154,7 @@ def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
 
 def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether a state dict has whole tensors of adapters."""
-    shapes = {f"{_PREFIX}{name}": layout.shape for name, layout in sharded_layouts(unwrap(model)).items()}
+    shapes = {f"{PREFIX}{name}": layout.shape for name, layout in sharded_layouts(unwrap(model)).items()}
     return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
 
 
@@ -185,7 +185,7 @@ def _targets(asked: Any, tensors: Iterable[str]) -> Any:
     """
     if not isinstance(asked, set | list | tuple):
         return asked
-    layers = {name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
     missing = {layer for layer in layers if not any(layer == key or layer.endswith(f".{key}") for key in asked)}
     return sorted({*asked, *missing})
 
