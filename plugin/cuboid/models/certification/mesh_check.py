@@ -17,9 +17,8 @@ from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind, MeshVerdict, Mode
-from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
+from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import (
@@ -65,8 +64,6 @@ MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(
 _EXACT = tuple(replace(each, tolerance=1e-9) for each in ATTEMPTS if each.precision is KeepFloat64)
 #: The mesh for other kinds of micro-batches, without `batch`: along it, they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
-#: Edges of small images, which have 16 or 9 patches of 4 × 4.
-_IMAGE_SIZES = (16, 12)
 
 
 def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
@@ -83,8 +80,7 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     """
     with quiet_cpu():
         small = small_for_probe(cls, config)
-        if kind_of_class(cls).main_input == "pixel_values":
-            small = _with_odd_positions(cls, small)
+        small = kind_of_class(cls).probe_config(small, lambda one: random_model(cls, one, None, ATTEMPTS[-1]))
         for attempt in _EXACT:
             with default_dtype(attempt.default):
                 try:
@@ -106,43 +102,6 @@ def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:
         return False
 
 
-def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> PretrainedConfig:
-    """A small image model's config with which layers get an odd number of positions, so that meshes have to pad them.
-
-    That number depends on how many tokens the model adds to the patches, so it is found by running the model.
-
-    Raises:
-        CannotProbe: there is no such config, a small model doesn't run, or it drops rows at random.
-    """
-    for name in ("drop_path_rate", "stochastic_depth_prob"):
-        if getattr(small, name, 0):
-            raise CannotProbe(
-                f"{name} is {getattr(small, name)}: it drops rows in layers at random, for which there is no rule; "
-                "set it to 0.0"
-            )
-    for size in _IMAGE_SIZES:
-        own = copy.deepcopy(small)
-        own.image_size = [size, size] if isinstance(small.image_size, list | tuple) else size
-        model = random_model(cls, own, None, ATTEMPTS[-1])
-        seen: list[int] = []
-
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen: list[int] = seen) -> None:
-            seen += [x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3]
-
-        for name in layer_names(model):
-            model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                model(**kind_of(cls, own).probe_batch(Case("images", size), model))
-        except CannotProbe:
-            raise
-        except Exception as error:
-            raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-        if seen and seen[0] % 2:
-            return own
-    raise CannotProbe("its layers, if it has a list of them, aren't given activations [B, S, H] of an odd length")
-
-
 class _Probe:
     """A small model, its micro-batches, and the expected result of each."""
 
@@ -153,7 +112,6 @@ class _Probe:
         self.has_own_loss = False
         if not self.kind.is_causal and getattr(model.config, "attention_type", None) == "block_sparse":
             raise CannotProbe("its attention is another one beyond a length that small models don't reach")
-        self.has_images = self.kind.main_input == "pixel_values"
         # As in real runs, one copy gets all micro-batches: dynamic rotary embeddings remember the longest one.
         self._own = copy.deepcopy(model)
         self._called: list[bool] = []
@@ -165,8 +123,8 @@ class _Probe:
                 return loss_function(*args, **kwargs)
 
             self._own.loss_function = note
-        images: list[Cases] = [(("whole rows", Case("images", 0)),)]
-        groups = images if self.has_images else [self._comparable(group) for group in probe_groups(model.config)]
+        groups: list[Cases] = [(("whole rows", case),) for case in self.kind.whole_cases]
+        groups = groups or [self._comparable(group) for group in probe_groups(model.config)]
         self.trials = Trials(groups, self._batch_of, self._run_plain, attempt.tolerance)
 
     def _comparable(self, group: Cases) -> Cases:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageClassification, AutoModelForMaskedImageModeling, PretrainedConfig
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from cuboid.distributed.axis_collectives import own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.roles import layer_names
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -19,9 +27,13 @@ from cuboid.models.kinds.hidden_states import HiddenStates
 from cuboid.models.kinds.label_heads import LabelHead, RowClassifier
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.probe_rows import ROWS, CannotProbe, RowsOf
+from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 #: The images ``[B, C, H, W]``, and which of their P patches are masked, ``[B, P]``.
 _IMAGE_TENSORS = ("pixel_values", "bool_masked_pos")
+#: Edges of small images, which have 16 or 9 patches of 4 × 4.
+_SMALL_EDGES = (16, 12)
+_PROBED = Case("images", 0)
 
 
 class _OfImages(ModelKind):
@@ -32,6 +44,7 @@ class _OfImages(ModelKind):
     in_pipeline = False
     runs_own_head = False
     inputs_on_mesh = (MeshVerdict(inputs="pixels", splits_late=True),)
+    whole_cases = (_PROBED,)
 
     def local_batch(
         self,
@@ -84,8 +97,33 @@ class _OfImages(ModelKind):
         """See :meth:`ModelKind.lengths_of`."""
         return WHOLE_IMAGES
 
+    def split_of_activations(self, mesh: Mesh, verdict: MeshVerdict) -> ImageSplit:  # noqa: ARG002
+        """See :meth:`ModelKind.split_of_activations`."""
+        return ImageSplit(mesh)
+
     def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
         return [{"head": "whole"}]
+
+    @classmethod
+    def probe_config(
+        cls, small: PretrainedConfig, make: Callable[[PretrainedConfig], PreTrainedModel]
+    ) -> PretrainedConfig:
+        """See :meth:`ModelKind.probe_config`. One with which layers get an odd length, so that meshes have to pad it.
+
+        The length depends on how many tokens the model adds to the patches, so the model is run.
+        """
+        for name in ("drop_path_rate", "stochastic_depth_prob"):
+            if getattr(small, name, 0):
+                raise CannotProbe(
+                    f"{name} is {getattr(small, name)}: it drops rows in layers at random, for which there is no rule; "
+                    "set it to 0.0"
+                )
+        for edge in _SMALL_EDGES:
+            config = copy.deepcopy(small)
+            config.image_size = [edge, edge] if isinstance(small.image_size, list | tuple) else edge
+            if _length_in_layers(cls.of(config), make(config)) % 2:
+                return config
+        raise CannotProbe("its layers, if it has a list of them, aren't given activations [B, S, H] of an odd length")
 
     def options_of(self, model: Any) -> dict[str, Any]:  # noqa: ARG002
         """See :meth:`ModelKind.options_of`."""
@@ -99,6 +137,25 @@ class _OfImages(ModelKind):
         channels = int(getattr(model.config, "num_channels", 3))
         images = torch.randn((ROWS, channels, *shape), generator=generator, dtype=torch.float64)
         return {"pixel_values": images.to(model.dtype)}
+
+
+def _length_in_layers(kind: ModelKind, model: PreTrainedModel) -> int:
+    """The length of the activations that a small model's first layer gets; 0 if no layer gets any."""
+    lengths: list[int] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        lengths.extend(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3)
+
+    for name in layer_names(model):
+        model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(**kind.probe_batch(_PROBED, model))
+    except CannotProbe:
+        raise
+    except Exception as error:
+        raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+    return lengths[0] if lengths else 0
 
 
 class ImageClassifier(_OfImages, RowClassifier):

@@ -6,7 +6,7 @@ The defaults are those of a model that is given token ids. A kind overrides what
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TENSORS, TOKEN_TYPES, LocalBatch, check_ids, check_tensors, take_local_batch
 from cuboid.models.kinds.probe_rows import RowsOf, probe_rows
+from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 
 #: The targets of all kinds: arguments of a forward with which a loss compares logits.
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
@@ -53,6 +54,7 @@ class ModelKind:
         takes_positions: whether a micro-batch may have positions, by which packed sequences are told apart.
         inputs_on_mesh: what the probe tries to give a model on a mesh, the best first.
         reads_last_token: whether its head may look for the last token of each row that isn't padding.
+        whole_cases: the only cases of the probe of meshes, all of whole rows; () for those of token ids.
     """
 
     outputs: int = 0
@@ -80,6 +82,7 @@ class ModelKind:
         MeshVerdict(splits_late=True),
     )
     reads_last_token: ClassVar[bool] = False
+    whole_cases: ClassVar[tuple[Case, ...]] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Self:  # noqa: ARG003
@@ -199,6 +202,10 @@ class ModelKind:
         """The lengths of a micro-batch's sequences, for the functions that make masks."""
         return Lengths(batch.length, batch.padded, makes_masks=makes_masks)
 
+    def split_of_activations(self, mesh: Mesh, verdict: MeshVerdict) -> LateSplit | ImageSplit | None:
+        """What splits activations at the first layer; None if the embedding does."""
+        return LateSplit(mesh) if verdict.splits_late else None
+
     def inputs_of(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ARG002
         """The arguments of a forward that computes a micro-batch's outputs without a loss."""
         return {name: x for name, x in batch.items() if name not in TARGETS}
@@ -208,6 +215,23 @@ class ModelKind:
         return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
     # --- probes ---
+
+    @classmethod
+    def probe_config(
+        cls,
+        small: PretrainedConfig,
+        make: Callable[[PretrainedConfig], PreTrainedModel],  # noqa: ARG003
+    ) -> PretrainedConfig:
+        """The config that the probe of meshes takes, from that of a small model.
+
+        Args:
+            small: isn't changed.
+            make: makes a config's model.
+
+        Raises:
+            CannotProbe: there is none.
+        """
+        return small
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
         """A random micro-batch with the targets of the kind.

@@ -18,6 +18,7 @@ from cuboid.models.architectures.attention_heads import (
     plan_key_value_heads,
 )
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.random_modules import ModelDraws, seed_random_modules
@@ -104,8 +105,8 @@ def parallelize_modules(
         carry_over(old, new)
         model.set_submodule(name, new)
     blocks = whole_blocks(parallel_plan)
-    images = ImageSplit(mesh) if parallel_plan.verdict.inputs == "pixels" else None
-    late = images or (LateSplit(mesh) if parallel_plan.verdict.splits_late else None)
+    late = kind_of(type(model), model.config).split_of_activations(mesh, parallel_plan.verdict)
+    images = late if isinstance(late, ImageSplit) else None
     for name in blocks:
         role = parallel_plan.roles[name]
         own = late if role.late else None
