@@ -19,7 +19,7 @@ from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.kept import _count, _Key, _Sample, _Saved, count_kept
+from cuboid.planner.description.kept import CountedAs, _count, _Key, _Sample, _Saved, count_kept
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
 from cuboid.seq1f1b.attention import chunked_attention
@@ -224,21 +224,25 @@ def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, a
         assert more == {axes: pytest.approx(count, rel=0.02) for axes, count in expected.items()}
 
 
+@pytest.mark.parametrize("mesh", [None, "1x2x2"])
 @pytest.mark.parametrize(
     "name",
     ["mixtral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
 )
-def test_counts_hold_for_units_of_other_sizes(name):
+def test_counts_hold_for_units_of_other_sizes(name, mesh):
     described, window = description_of(small(name)), 96
-    windows = [each.attention.window is not None for each in described.kinds]
-    sample = _Sample(_Key(described.config, described.kind_of_layers), window, sharded=False, segmented=True)
-    kept = sample.run(3, 320, 192).kept
-    count = count_kept(described, sharded=False, segmented=True)
+    windows = [kind.attention.window is not None for kind in described.kinds]
+    rank = CountedAs(mesh and MeshShape.parse(mesh), segmented=True)
+    key = _Key(described.config, described.kind_of_layers, described.verdict)
+    sample = _Sample(key, described.kinds, window, rank)
+    unit = sample.run(3, [192, 320])[0]
+    assert (unit.rows, unit.length, unit.start) == (3, 320, 192)
+    count = count_kept(described, rank)
     last = len(sample.kinds) - 1
-    own, keys = count.layers[sample.kinds[last]], 192 + 320
+    layer, keys = count.layers[sample.kinds[last]], 192 + 320
     if windows[sample.kinds[last]]:
-        own, keys = count.windowed[sample.kinds[last]], window - 1 + 320
-    assert own.kept.of(3, 320, keys) == pytest.approx(kept[last], rel=1e-3)
+        layer, keys = count.windowed[sample.kinds[last]], window - 1 + 320
+    assert layer.kept.of(3, 320, keys) == pytest.approx(unit.kept[last], rel=1e-3)
 
 
 @pytest.mark.sample(1)
@@ -251,7 +255,7 @@ def test_the_first_count_of_a_process_is_as_any_other(name):
             FakeTensorMode.cache_clear()
         _count.cache_clear()
         count_kept.cache_clear()
-        counts.append(count_kept(described, sharded=True, segmented=True))
+        counts.append(count_kept(described, CountedAs(MeshShape(), segmented=True)))
     assert not counts[0].obstacle
     assert counts[0] == counts[1]
 
@@ -265,7 +269,7 @@ def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
         _count.cache_clear()
         count_kept.cache_clear()
         with surroundings:
-            counts.append(count_kept(described, sharded=True, segmented=segmented))
+            counts.append(count_kept(described, CountedAs(MeshShape(), segmented=segmented)))
     assert counts[0].layers
     assert counts[0] == counts[1] == counts[2]
 
@@ -287,7 +291,7 @@ def test_a_fault_of_the_counting_code_is_not_taken_for_an_obstacle(monkeypatch, 
     _count.cache_clear()
     count_kept.cache_clear()
     with pytest.raises(AttributeError, match=name):
-        count_kept(description_of(small("llama")), sharded=False, segmented=True)
+        count_kept(description_of(small("llama")), CountedAs(None, segmented=True, splits=True))
 
 
 def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch):
@@ -297,6 +301,6 @@ def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", FunctionType(fail.__code__, vars(modeling_llama)))
     _count.cache_clear()
     count_kept.cache_clear()
-    found = count_kept(description_of(small("llama")), sharded=False, segmented=True)
+    found = count_kept(description_of(small("llama")), CountedAs(None, segmented=True, splits=True))
     assert found.obstacle == "TypeError: of the model"
     count_kept.cache_clear()

@@ -60,7 +60,7 @@ class _Meeting:
         return list(slots)
 
 
-class _Done:
+class Done:
     """A ``dist.Work`` of a collective that is complete when it returns."""
 
     def wait(self) -> bool:
@@ -90,18 +90,18 @@ class ThreadGroup(dist.ProcessGroup):
         is_max = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
         stacked = torch.stack(self._exchange(x))
         x.copy_(stacked.amax(0) if is_max else stacked.sum(0))
-        return _Done()
+        return Done()
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, _: Any = None) -> Any:
         """``dist.all_gather_into_tensor``."""
         torch.cat([copy.reshape(-1) for copy in self._exchange(x)], out=output.view(-1))
-        return _Done()
+        return Done()
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, _: Any = None) -> Any:
         """``dist.reduce_scatter_tensor``, of sums."""
         shards = [copy.view(self._size, -1)[self._rank] for copy in self._exchange(x)]
         output.view(-1).copy_(torch.stack(shards).sum(0))
-        return _Done()
+        return Done()
 
     # Names of these methods in earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from cuboid.planner.cost.layout import Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.kept import LayerCount, ModelCount, count_kept
+from cuboid.planner.description.kept import CountedAs, LayerCount, ModelCount, count_kept
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
@@ -84,10 +84,15 @@ def stage_memory(cost: StepCost) -> list[Memory]:
 
 def uncounted(cost: StepCost) -> str:
     """What the estimate of a step leaves out, in words; "" if nothing."""
-    found = [cost.model.uncounted] if cost.model.uncounted else []
-    if obstacle := _Stage(cost, 0).count.obstacle:
-        found.append(f"what its layers keep by their own code, instead of which formulas stand ({obstacle})")
-    return "; ".join(found)
+    left_out = [cost.model.uncounted] if cost.model.uncounted else []
+    count = _Stage(cost, 0).count
+    if not count.layers and cost.model.uncounted_by_formulas:
+        left_out.append(cost.model.uncounted_by_formulas)
+    if count.obstacle:
+        left_out.append(f"what its layers keep by their own code, instead of which formulas stand ({count.obstacle})")
+    if count.layers and any(layer.attention.query == 0 for layer in cost.model.kinds):
+        left_out.append("what kernels for layers without attention would keep in place of what torch's operations keep")
+    return "; ".join(left_out)
 
 
 def usable_bytes(cluster: Cluster) -> float:
@@ -195,41 +200,34 @@ class _Stage:
 
     @cached_property
     def count(self) -> ModelCount:
-        """What layers save by their own code; empty if only the formulas apply."""
-        # Stages without a mesh have Hugging Face's own modules.
-        return self._counted(sharded=self.layout.mesh.size > 1 or self.layout.stages == 1)
-
-    def _counted(self, *, sharded: bool) -> ModelCount:
+        """What layers keep on a rank, by their own code; empty if only the formulas apply."""
         if not self.software.counted or self.model.config is None:
             return ModelCount()
+        # Stages without a mesh have Hugging Face's own modules.
+        mesh = self.layout.mesh if self.layout.mesh.size > 1 or self.layout.stages == 1 else None
         alone = self._is_cut and self._units.tokens(1) == 1
-        return count_kept(self.model, sharded=sharded, segmented=self._is_cut, alone=alone)
+        return count_kept(self.model, CountedAs(mesh, segmented=self._is_cut, alone=alone, splits=self.cost.splits))
 
     @property
     def _is_cut(self) -> bool:
         return len(self.cost.lengths) > 1
 
-    def _layer_count(self, count: ModelCount, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
+    def _layer_count(self, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
         """The count of a kind of layer, and a segment's sizes: rows, tokens, and keys that these see."""
         length, window = self.cost.lengths[segment], self.model.kinds[kind].attention.window
         stop = sum(self.cost.lengths[: segment + 1])
         reached = window is not None and stop > window
         keys = min(stop, length + window - 1) if reached and window and self._is_cut else stop
-        return (count.windowed if reached else count.layers)[kind], (self._units.tokens(1), length, keys)
+        return (self.count.windowed if reached else self.count.layers)[kind], (self._units.tokens(1), length, keys)
 
-    def _kept(self, kind: int, segment: int) -> tuple[float, float]:
-        """Bytes that a layer of one of the model's kinds saves of a segment: keys and values, and everything else."""
+    def _kept(self, kind: int, segment: int) -> float:
+        """Bytes that a layer of one of the model's kinds saves of a segment, without what segments share."""
+        if self.count.layers:
+            counted, sizes = self._layer_count(kind, segment)
+            return counted.kept.of(*sizes)
         layer, tokens = self.model.kinds[kind], self._units.tokens(self.cost.lengths[segment])
-        key_value = tokens * self._key_value(layer)
-        # Counts are of the model's own code of experts, which isn't what runs on a mesh.
-        if not self.count.layers or (layer.experts is not None and self.layout.splits_experts):
-            return key_value, tokens * self._kept_by_formula(layer)
-        own, sizes = self._layer_count(self.count, kind, segment)
-        kept = own.kept.of(*sizes)
-        if not self._shares_keys:
-            kept -= tokens * (layer.attention.key + layer.attention.value) * _ELEMENT
-        whole = tokens * _whole_latents(layer)
-        return key_value, (kept - whole) / self._ranks + whole
+        key_value = 0.0 if self._shares_keys else self._key_value(layer)
+        return tokens * (key_value + self._kept_by_formula(layer))
 
     def _kept_by_formula(self, layer: Layer) -> float:
         """Bytes that a layer saves of one token, without keys and values."""
@@ -277,8 +275,10 @@ class _Stage:
     def _end(self, segment: int) -> float:
         """Bytes that a unit saves after the last layer: the last norm's, and the gradient of the head's input."""
         length, rows = self.cost.lengths[segment], self._units.tokens(1)
-        norm = self.count.end.of(rows, length, length) if self.count.layers else rows * length * self._norm()
-        return (norm + rows * length * self.model.hidden * _ELEMENT) / self._residual_ranks
+        gradient = rows * length * self.model.hidden * _ELEMENT / self._residual_ranks
+        if self.count.layers:
+            return self.count.end.of(rows, length, length) + gradient
+        return rows * length * self._norm() / self._residual_ranks + gradient
 
     @property
     def _residual_ranks(self) -> int:
@@ -302,37 +302,36 @@ class _Stage:
         if self.layout.recomputes:
             kept_attention = sum(count * self._kept_attention(kind, segment) for kind, count in kinds.items())
             return kinds.total() * self._units.layer_input(tokens) + kept_attention
-        kept = {kind: self._kept(kind, segment) for kind in kinds}
-        shared = self._shares_keys
-        own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
+        kept = sum(count * self._kept(kind, segment) for kind, count in kinds.items())
         if self.software.keeps_prefixes and segment:
             # Concatenated to a copy. The segment's own keys and values stay in the fused projection's result as well,
             # which queries, as a view, keep alive.
             prefix = self._units.tokens(sum(self.cost.lengths[: segment + 1]))
-            own += prefix * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
+            kept += prefix * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
         for kind in kinds if self.count.layers else ():
-            layer, sizes = self._layer_count(self.count, kind, segment)
-            own += layer.shared.of(*sizes)
-        return own
+            counted, sizes = self._layer_count(kind, segment)
+            kept += counted.shared.of(*sizes)
+        return kept
 
     def _waiting(self, kinds: Counter[int], segment: int) -> float:
         """Bytes that a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
-        tokens, found = self._units.tokens(self.cost.lengths[segment]), 0.0
-        counted = self._counted(sharded=False)
-        for kind, count in kinds.items():
-            layer = self.model.kinds[kind]
-            if counted.layers:
-                own, sizes = self._layer_count(counted, kind, segment)
-                waiting = own.waiting.of(*sizes)
-            else:
-                products = [each for each in layer.projections if each.kind != "router"]
-                waiting = tokens * sum(each.inputs + each.outputs for each in products) * _ELEMENT
-            # Every rank keeps whole latents, and the gradients of those of its own positions.
-            latents = tokens * sum(each.inputs for each in layer.from_latents) * _ELEMENT
-            gradients = tokens * sum(each.outputs for each in layer.latents) * _ELEMENT
-            waiting = (waiting - latents - gradients) / self._ranks + latents + gradients / self.layout.mesh.sequence
-            found += count * waiting
-        return found
+        if self.count.layers:
+            waiting = 0.0
+            for kind, number in kinds.items():
+                counted, sizes = self._layer_count(kind, segment)
+                waiting += number * counted.waiting.of(*sizes)
+            return waiting
+        tokens = self._units.tokens(self.cost.lengths[segment])
+        return sum(number * tokens * self._waiting_by_formula(self.model.kinds[kind]) for kind, number in kinds.items())
+
+    def _waiting_by_formula(self, layer: Layer) -> float:
+        """Bytes that a layer keeps of one token from I to W."""
+        products = [projection for projection in layer.projections if projection.kind != "router"]
+        waiting = sum(product.inputs + product.outputs for product in products) * _ELEMENT
+        # Every rank keeps whole latents, and the gradients of those of its own positions.
+        latents = sum(product.inputs for product in layer.from_latents) * _ELEMENT
+        gradients = sum(product.outputs for product in layer.latents) * _ELEMENT
+        return (waiting - latents - gradients) / self._ranks + latents + gradients / self.layout.mesh.sequence
 
     @property
     def _shares_keys(self) -> bool:
@@ -362,8 +361,8 @@ class _Stage:
         """Bytes of one micro-batch's KV cache in ``kinds`` layers of each kind; 0 if segments don't share one."""
         if not self._shares_keys:
             return 0.0
-        each = sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
-        return self._units.tokens(self.cost.length) * each
+        caches = [layer.cache for layer in self.count.layers] or [*map(self._key_value, self.model.kinds)]
+        return self._units.tokens(self.cost.length) * sum(count * caches[kind] for kind, count in kinds.items())
 
     def _peak(self) -> tuple[float, float, float]:
         """Bytes of units and of KV caches at the peak of their sum, going through the stage's actions in order.
@@ -467,7 +466,7 @@ class _Stage:
             longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
             # Attention that is kept isn't computed a second time.
             working += max(
-                sum(self._kept(kind, longest)) - self._kept_attention(kind, longest)
+                self._kept(kind, longest) - self._kept_attention(kind, longest)
                 for kinds in self.parts.values()
                 for kind in kinds
             )

@@ -84,7 +84,8 @@ class UnitTimes:
         """Bytes of attention's output and log-sum-exp, if they are kept under checkpointing; else 0."""
         if self._layout.checkpointing != "attention":
             return 0.0
-        return tokens * (layer.attention.output * _ELEMENT + layer.attention.heads * _STATISTIC) / self._ranks
+        ranks = self._ranks if layer.splits_heads else 1
+        return tokens * (layer.attention.output * _ELEMENT + layer.attention.heads * _STATISTIC) / ranks
 
     def _beside_copies(self, layer: Layer, own: Seconds, tokens: float) -> Seconds:
         """Raise a layer's time to that of the copy to the host or back which runs beside it."""

@@ -12,12 +12,15 @@ import functools
 import inspect
 import json
 import logging
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib.util import find_spec
+from itertools import accumulate
 from traceback import walk_tb
 from typing import Any
 
@@ -29,28 +32,42 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import MeshShape
-from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.forward_context import Packing, Unit, UnitSlot, knowing
+from cuboid.distributed.lone_rank import lone_rank
+from cuboid.distributed.topology import MeshShape, Topology
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.attention_heads import plan_key_value_heads
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.attention.forward_context import Lengths, Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
-from cuboid.models.attention.segments import use_segment_attention, uses_interface
+from cuboid.models.attention.segments import find_record, hang_record, record_of, use_segment_attention, uses_interface
+from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
-from cuboid.models.sharded.parallelize import parallelize_modules
+from cuboid.models.sharded.parallelize import attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.model_costs import decoder_layers
 from cuboid.planner.description.meta_model import model_of
-from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.description.model import Layer, ModelDescription
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.seq1f1b.runtime.memory import MeteredPool, storage_id
+from cuboid.tensor3d.layers.whole_block import LateSplit
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
 
-#: Units that are run: rows, tokens, and the first position of a segment. Lengths are multiples of the blocks of scans
-#: and convolutions. There is one unit more than independent coefficients, as a check of the fit.
-_SEGMENTS = ((2, 256, 512), (2, 256, 64), (4, 512, 64), (2, 512, 128), (2, 256, 768), (2, 768, 256), (3, 256, 256))
-_WHOLE = ((1, 256, 0), (2, 256, 0), (1, 512, 0), (2, 768, 0), (3, 512, 0), (1, 768, 0))
-#: A window that all of these units exceed, and one that none does.
+#: Micro-batches that are run: rows, and lengths of their segments in multiples of :data:`_BLOCK`. A first segment isn't
+#: counted, since it has none before it. There is one unit more than independent coefficients, as a check of the fit.
+_SEGMENTS = ((2, (4, 8, 1, 4, 12)), (4, (1, 4, 8)), (3, (4, 4, 1)))
+#: The same where few coefficients aren't 0, without and with those in which rows count in another way than tokens.
+_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (4, 8, 1, 4, 12)), ((2, (4, 8, 1)), (3, (4, 4, 12)))
+_FEW_UNITS = 4
+_OF_ROWS = frozenset(("position", "mask", "row"))
+#: Whole sequences. The first n of these units determine n - 1 coefficients.
+_WHOLE = ((2, 4), (2, 12), (3, 8), (1, 1), (4, 4), (3, 12), (1, 8), (1, 4))
+#: Tokens; scans and convolutions have blocks that divide it, or those that configs name.
+_BLOCK = 64
+_SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
+#: Packages whose kernels transformers runs on GPUs for layers without attention, where they are installed.
+_KERNELS = ("mamba_ssm", "fla", "causal_conv1d")
+#: A window that all counted units exceed, and one that none does.
 _SHORT, _LONG = 128, 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 #: Raised by operations whose result, or its shape, depends on values.
@@ -59,6 +76,11 @@ _NEED_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
+#: Most ranks of an axis that are counted, if it has enough divisors.
+_MOST = 4
+#: Coefficients of :class:`KeptBytes`, and those that any layer of a mesh may have: gathered weights have one size.
+_COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
+_ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
 #: Largest error of the fit, relative to the largest count.
@@ -75,6 +97,7 @@ class KeptBytes:
         score: for each pair of a token and a key, of each row.
         position: for each token of a row, independent of the number of rows.
         mask: for each pair of a token and a key, independent of the number of rows.
+        row: for each row, independent of its length.
         fixed: independent of all sizes.
     """
 
@@ -83,12 +106,13 @@ class KeptBytes:
     score: float = 0.0
     position: float = 0.0
     mask: float = 0.0
+    row: float = 0.0
     fixed: float = 0.0
 
     def of(self, rows: float, length: float, keys: float) -> float:
         """Bytes of a unit of ``rows`` rows with ``length`` tokens each, which see ``keys`` keys."""
         return (
-            rows * (length * self.token + keys * self.key + length * keys * self.score)
+            rows * (length * self.token + keys * self.key + length * keys * self.score + self.row)
             + length * (self.position + keys * self.mask)
             + self.fixed
         )
@@ -96,17 +120,19 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """What one kind of layer keeps if it isn't sharded.
+    """What one kind of layer keeps on a rank.
 
     Args:
         kept: from forward to backward, without the KV cache.
         shared: in addition, once for all layers of this kind in a unit: masks and positions.
-        waiting: from the first half of a split backward to the second; counted in Hugging Face's own modules.
+        waiting: from the first half of a split backward to the second; nothing if backwards aren't split.
+        cache: bytes of the KV cache for each position of a row.
     """
 
     kept: KeptBytes
     shared: KeptBytes
     waiting: KeptBytes
+    cache: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,23 +152,34 @@ class ModelCount:
     obstacle: str = ""
 
 
-@lru_cache(maxsize=256)
-def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone: bool = False) -> ModelCount:
-    """Count what a model's layers keep.
+@dataclass(frozen=True)
+class CountedAs:
+    """What kind of rank is counted.
 
     Args:
-        model: what is described.
-        sharded: whether to count in the sharded modules of a mesh, or in Hugging Face's own.
+        mesh: of the rank; None for stages without a mesh, which have Hugging Face's own modules.
         segmented: whether units are segments of sequences, which share a KV cache.
         alone: whether a unit has one row. Some models' code makes views of one row's cached keys and values, but copies
             of several rows'.
+        splits: whether to count also what waits between the halves of a split backward.
+    """
+
+    mesh: MeshShape | None
+    segmented: bool = False
+    alone: bool = False
+    splits: bool = False
+
+
+@lru_cache(maxsize=4096)
+def count_kept(model: ModelDescription, rank: CountedAs) -> ModelCount:
+    """Count what a model's layers keep on a rank.
 
     Raises:
         Exception: a bug in Cuboid's own code, of any type.
     """
-    if not all(each.attention.query for each in model.kinds):
-        return ModelCount(obstacle="layers without attention have other kernels on GPUs, which keep other things")
-    windows = tuple(each.attention.window is not None for each in model.kinds)
+    kernels = [name for name in _KERNELS if find_spec(name) is not None]
+    if kernels and any(kind.attention.query == 0 for kind in model.kinds):
+        return ModelCount(obstacle=f"layers without attention run kernels of {kernels[0]}, which keep other things")
     log = logging.getLogger(FakeTensor.__module__)  # which also logs the exceptions that it raises
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -150,7 +187,8 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
         # While a model is being loaded, the default device is meta, whose tensors can't be mixed with these.
         with torch.device("cpu"), torch.enable_grad():
             # Equal configs share one cached count, even if they are different objects.
-            return _count(_Key(model.config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
+            key = _Key(model.config, model.kind_of_layers, model.verdict)
+            return _on_mesh(key, model.kinds, replace(rank, alone=rank.alone and rank.segmented))
     except Exception as error:
         if not _is_obstacle(error):
             raise
@@ -159,12 +197,71 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
         log.setLevel(level)
 
 
+def _on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
+    """Count on the mesh itself if it is small, and else infer the bytes from smaller ones.
+
+    Along an axis every tensor is either divided or not, so for one size of the other axis bytes are A + B / ranks, and
+    two sizes give A and B. That isn't so where several ranks have the same heads of keys and values, or where each rank
+    has a single head, whose copies are views.
+    """
+    mesh = rank.mesh
+    if mesh is None or mesh.size == 1:
+        return _count(key, kinds, rank)
+    # Rows are divided over `batch`, and are a rank's here. All that depends on its size is the padding of weights.
+    inner = mesh.of("sequence", "hidden")
+    batch = 2 if inner == 1 else 1
+    heads = [kind.attention.key_value_heads for kind in kinds if kind.splits_heads]
+    if any(count <= inner or count % inner for count in heads):
+        return _count(key, kinds, replace(rank, mesh=MeshShape(batch, mesh.sequence, mesh.hidden)))
+    parts = []
+    for sequence, of_sequence in _inferred_from(mesh.sequence):
+        for hidden, of_hidden in _inferred_from(mesh.hidden):
+            small = replace(rank, mesh=MeshShape(batch, sequence, hidden))
+            parts.append((of_sequence * of_hidden, _count(key, kinds, small)))
+    if len(parts) == 1:
+        return parts[0][1]
+    return ModelCount(
+        _inferred([(share, count.layers) for share, count in parts]),
+        _inferred([(share, count.windowed) for share, count in parts]),
+        _summed([(share, count.end) for share, count in parts]),
+    )
+
+
+def _inferred_from(ranks: int) -> list[tuple[int, float]]:
+    """Sizes of an axis to count, and the share of each: bytes A + B / ranks are sums of these shares of their bytes."""
+    # Whatever divides by the axis divides by its divisors.
+    smaller = [size for size in range(2, _MOST + 1) if ranks % size == 0][-2:]
+    if ranks <= _MOST or len(smaller) < 2:
+        return [(ranks, 1.0)]
+    one, two = smaller
+    share = (1 / ranks - 1 / two) / (1 / one - 1 / two)
+    return [(one, share), (two, 1 - share)]
+
+
+def _inferred(parts: list[tuple[float, tuple[LayerCount, ...]]]) -> tuple[LayerCount, ...]:
+    """Sums of shares, by kind of layer."""
+    return tuple(
+        LayerCount(
+            _summed([(share, counts[kind].kept) for share, counts in parts]),
+            _summed([(share, counts[kind].shared) for share, counts in parts]),
+            _summed([(share, counts[kind].waiting) for share, counts in parts]),
+            sum(share * counts[kind].cache for share, counts in parts),
+        )
+        for kind in range(len(parts[0][1]))
+    )
+
+
+def _summed(parts: list[tuple[float, KeptBytes]]) -> KeptBytes:
+    names = [field.name for field in fields(KeptBytes)]
+    return KeptBytes(*(sum(share * getattr(size, name) for share, size in parts) for name in names))
+
+
 def _is_obstacle(error: Exception) -> bool:
     """Whether an error is the model's: it has no rule, runs an operation that needs values, or fails in foreign code.
 
     Other errors are bugs of Cuboid, which must not pass for an obstacle.
     """
-    if isinstance(error, (UnsupportedModelError, *_NEED_VALUES)):
+    if isinstance(error, (CuboidError, *_NEED_VALUES)):
         return True
     # Frames of a TorchFunctionMode only pass on what the model calls.
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name != "__torch_function__"]
@@ -174,11 +271,11 @@ def _is_obstacle(error: Exception) -> bool:
 
 
 class _Key:
-    """A config and the kinds of its layers, compared by value."""
+    """A config, the kinds of its layers, and the verdict on meshes, compared by value."""
 
-    def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...]) -> None:
-        self.config, self.kinds = config, kinds
-        said = {**config.to_dict(), "attention": config._attn_implementation}
+    def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...], verdict: MeshVerdict) -> None:
+        self.config, self.kinds, self.verdict = config, kinds, verdict
+        said = {**config.to_dict(), "attention": config._attn_implementation, "verdict": repr(verdict)}
         self._said = json.dumps(said, sort_keys=True, default=str), kinds
 
     def __eq__(self, other: object) -> bool:
@@ -188,24 +285,48 @@ class _Key:
         return hash(self._said)
 
 
-@lru_cache(maxsize=64)
-def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool, alone: bool) -> ModelCount:
-    sample = _Sample(key, _LONG, sharded=sharded, segmented=segmented)
-    if alone and not sample.attends_itself:
+@lru_cache(maxsize=1024)
+def _count(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
+    sample = _Sample(key, kinds, _LONG, rank)
+    if rank.alone and not sample.attends_itself:
         # The number of rows only matters to layers that attend by themselves.
-        return _count(key, windows, sharded, segmented, False)
-    plain, end = _fitted(sample, windows, alone)
-    if not any(windows):
+        return _count(key, kinds, replace(rank, alone=False))
+    alone = _alone_on_mesh(key, kinds, rank)
+    plain, end = _fitted(sample, alone.layers)
+    if not any(kind.attention.window is not None for kind in kinds):
         return ModelCount(plain, plain, end)
-    reached = _Sample(key, _SHORT, sharded=sharded, segmented=segmented)
-    return ModelCount(plain, _fitted(reached, windows, alone)[0], end)
+    return ModelCount(plain, _fitted(_Sample(key, kinds, _SHORT, rank), alone.windowed)[0], end)
+
+
+def _alone_on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
+    """For a rank of a mesh, the count of a mesh of one rank, which shows with which sizes bytes grow; else none."""
+    if rank.mesh is None or rank.mesh.size == 1:
+        return ModelCount()
+    try:
+        return _count(key, kinds, replace(rank, mesh=MeshShape(), splits=False))
+    except Exception as error:
+        # Experts' own code may need values where the mesh's doesn't.
+        if not _is_obstacle(error):
+            raise
+        return ModelCount()
 
 
 @dataclass(frozen=True)
 class _UnitCount:
-    """Bytes of one unit: saved, by :meth:`_Saved.bytes_by_place`, and waiting for weight gradients, by layer."""
+    """What one unit keeps.
 
+    Args:
+        rows, length, start: of the unit; ``start`` is its first position.
+        kept: saved bytes, by :meth:`_Saved.bytes_by_place`.
+        cache: bytes of the KV cache for each position of a row, by layer.
+        waiting: bytes that wait for weight gradients, by layer.
+    """
+
+    rows: int
+    length: int
+    start: int
     kept: dict[int, int]
+    cache: dict[int, float]
     waiting: dict[int, int]
 
 
@@ -213,63 +334,131 @@ class _Sample:
     """The first few layers of a model, without values; each kind is there twice if the model has it twice.
 
     Args:
-        key: config and kinds of the whole model.
+        key: config and kinds of the full model.
+        kinds: the model's kinds of layers.
         window: window of the layers that have one.
-        sharded, segmented: see :func:`count_kept`.
+        rank: see :func:`count_kept`.
     """
 
-    def __init__(self, key: _Key, window: int, *, sharded: bool, segmented: bool) -> None:
-        self.kinds, self.window, self.segmented = _enough(key.kinds), window, segmented
+    def __init__(self, key: _Key, kinds: tuple[Layer, ...], window: int, rank: CountedAs) -> None:
+        self.kinds, self.window, self.rank = _enough(key.kinds), window, rank
+        self.windows = [kind.attention.window is not None for kind in kinds]
+        self._shape = MeshShape() if rank.mesh is None else rank.mesh
         config = _cut_config(key.config, len(key.kinds), len(self.kinds), window)
-        # Made outside of the fake mode: to find their kind, norms are run with real values.
-        plan = _plan_of_one(config) if sharded else None
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
+        self._inputs = key.verdict.inputs
+        # Made outside of the fake mode: to find their kind, norms are run with real values.
+        plan = None if rank.mesh is None else _plan_of(config, self._shape, key.verdict)
+        mesh = None if plan is None else lone_rank(self._shape, _fullest_rank(plan))
+        self._late: LateSplit | None = None
         with self._mode:
             self._model: Any = model_of(config, dtype=torch.bfloat16).train()
-            if plan is not None:
-                settings, mesh = CuboidConfig().tensor_parallel, _lone_mesh()
-                parallelize_modules(self._model, plan, mesh, settings, functools.partial(take_shard, mesh=mesh))
+            if mesh is not None and plan is not None:
+                settings, shard_of = CuboidConfig().tensor_parallel, functools.partial(take_shard, mesh=mesh)
+                late, self._draws = parallelize_modules(self._model, plan, mesh, settings, shard_of)
+                self._late = late if isinstance(late, LateSplit) else None
         self._arguments = inspect.signature(type(self._model.base_model).forward).parameters
+        self._is_causal = kind_of(type(self._model), config).is_causal
         layers = decoder_layers(self._model)
         self._saved = _Saved(self._model, list(layers.values()))
-        self.attends_itself = segmented and not any(map(uses_interface, layers.values()))
-        use_segment_attention(self._model.config, layers, self._slot, gives_cache=self.attends_itself)
+        self.attends_itself = rank.segmented and not any(map(uses_interface, layers.values()))
+        use_segment_attention(self._model.config, layers, self._slot, mesh, gives_cache=self.attends_itself)
+        for name in () if plan is None else whole_blocks(plan):
+            for module in self._model.get_submodule(name).modules():
+                if find_record(module) is not None:
+                    hang_record(module, replace(record_of(module), mesh=None))
         for layer in layers.values() if self.attends_itself else ():
             give_cache(layer, self._slot)
-        defer_weight_gradients(layers.values(), self.waiting)
+        if rank.splits:
+            defer_weight_gradients(layers.values(), self.waiting)
 
-    def run(self, rows: int, length: int, start: int) -> _UnitCount:
-        """Run one unit forward and backward. A segment isn't the last one, so that it caches its keys and values."""
-        stop, pool = start + length, MeteredPool()
-        total = stop + (length if self.segmented else 0)
+    def run_all(self, columns: Sequence[str]) -> list[_UnitCount]:
+        """Run enough units to know by which of some sizes bytes grow, and one more."""
+        text = self._model.config.get_text_config()
+        scans = [size for name in _SCAN_BLOCKS if isinstance(size := getattr(text, name, None), int)]
+        block = math.lcm(_BLOCK, self._shape.sequence, self._shape.hidden, *(size for size in scans if size > 0))
+        units = len(columns) + 1
+        micro_batches: Sequence[tuple[int, Sequence[int]]]
+        if not self.rank.segmented:
+            micro_batches = [(rows, (length,)) for rows, length in _WHOLE[:units]]
+        elif units > _FEW_UNITS:
+            micro_batches = _SEGMENTS
+        elif _OF_ROWS.isdisjoint(columns):
+            rows, lengths = _FEW_SEGMENTS
+            micro_batches = [(rows, lengths[: units + 1])]
+        else:
+            micro_batches = _FEW_SEGMENTS_OF_ROWS
+        return [
+            count
+            for rows, lengths in micro_batches
+            for count in self.run(1 if self.rank.alone else rows, [blocks * block for blocks in lengths])
+        ]
+
+    def run(self, rows: int, lengths: Sequence[int]) -> list[_UnitCount]:
+        """Run a micro-batch unit by unit, forward and, if backwards are split, backward.
+
+        Returns:
+            What units keep: those of segments after the first one, or the one of whole sequences.
+        """
+        stops = list(accumulate(lengths))
+        # No segment is the last one, so that all cache their keys and values.
+        total = stops[-1] + (lengths[-1] if self.rank.segmented else 0)
+        pool = _PoolByPlace(self._saved)
         cache = KVCache(total, pool)
-        self._saved.clear()
+        units = [Unit(cache, stop - length, stop, total) for stop, length in zip(stops, lengths, strict=True)]
+        hidden, places, counts = [], [], []
+        for unit in units:
+            self._saved.clear()
+            with self._mode, self._running(unit), self._deferring(), self._saved.hooks():
+                hidden.append(self._forward(rows, unit))
+                self._saved.note_dispatches(hidden[-1])
+            places.append(self._saved.places())
+            in_cache = {place: size / (rows * total) for place, size in pool.bytes_by_place.items()}
+            size = rows, unit.stop - unit.start, unit.start
+            counts.append(_UnitCount(*size, self._saved.bytes_by_place(pool), in_cache, {}))
+        if self.rank.splits:
+            waiting = [self._waiting_of(*one) for one in reversed(list(zip(units, hidden, places, strict=True)))]
+            counts = [replace(one, waiting=size) for one, size in zip(counts, reversed(waiting), strict=True)]
+        return counts[1:] if self.rank.segmented else counts
+
+    def _deferring(self) -> AbstractContextManager[None]:
+        return self.waiting.open() if self.rank.splits else nullcontext()
+
+    def _waiting_of(
+        self, unit: Unit, hidden: torch.Tensor, places: dict[int, tuple[int, torch.Tensor]]
+    ) -> dict[int, int]:
+        """Run the first half of a unit's backward; bytes that wait for the second, by layer."""
         self.waiting.products.clear()
-        with self._mode:
-            if start:
-                with self._running(Unit(cache, 0, start, total)), torch.no_grad():
-                    self._forward(rows, 0, start)
-            unit = Unit(cache, start, stop, total)
-            with self._running(unit), self.waiting.open(), self._saved.hooks():
-                hidden = self._forward(rows, start, stop)
-            kept = self._saved.bytes_by_place(pool)
-            with self._slot.running(unit), self.waiting.filling(0):
-                hidden.backward(torch.empty_like(hidden))
-        return _UnitCount(kept, self._saved.bytes_of(self.waiting.products))
+        with self._mode, self._slot.running(unit), self.waiting.filling(unit.start):
+            hidden.backward(torch.empty_like(hidden))
+        return self._saved.bytes_of(self.waiting.products, places)
 
     @contextmanager
     def _running(self, unit: Unit) -> Iterator[None]:
-        with self._slot.running(unit), knowing(packing=Packing(None, None)), _FusedAttention():
+        lengths = None if self._is_causal else Lengths(unit.length, unit.length)
+        packing = Packing(None, None)
+        with self._slot.running(unit), knowing(packing=packing, lengths=lengths), _WithoutValues():
             yield
 
-    def _forward(self, rows: int, start: int, stop: int) -> torch.Tensor:
-        ids = torch.zeros((rows, stop - start), dtype=torch.int64, device="cpu")
+    def _forward(self, rows: int, unit: Unit) -> torch.Tensor:
+        length = unit.stop - unit.start
+        ids = torch.zeros((rows, length), dtype=torch.int64, device="cpu")
         # Layers that compute attention themselves need a mask of all positions up to the segment's end.
-        options: dict[str, Any] = {"attention_mask": ids.new_ones((rows, stop))} if self.attends_itself else {}
+        options: dict[str, Any] = {"attention_mask": ids.new_ones((rows, unit.stop))} if self.attends_itself else {}
         if "use_cache" in self._arguments:
             options["use_cache"] = False
-        hidden: torch.Tensor = self._model.base_model(ids, **options)[0]
-        return hidden
+        if self._shape.size > 1:
+            if "position_ids" in self._arguments and self._inputs != "only ids":
+                options["position_ids"] = torch.arange(unit.start, unit.stop, device="cpu")[None]
+            if self._draws.has_modules:
+                self._draws.begin(rows, [length // self._shape.sequence])
+        if self._shape.size > 1 and self._inputs == "embeddings":
+            # As a stage does it: the embedding takes all ids of the segment, and returns the rank's part.
+            options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
+        else:
+            options["input_ids"] = ids
+        hidden: torch.Tensor = self._model.base_model(**options)[0]
+        return hidden if self._late is None else self._late.own_part(hidden)
 
 
 def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -> PretrainedConfig:
@@ -291,13 +480,21 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
     return config
 
 
-def _plan_of_one(config: PretrainedConfig) -> ParallelPlan:
+def _plan_of(config: PretrainedConfig, mesh: MeshShape, verdict: MeshVerdict) -> ParallelPlan:
     with torch.device("meta"):
-        return make_parallel_plan(model_of(config), MeshShape())
+        return make_parallel_plan(model_of(config), mesh, verdict)
 
 
-def _lone_mesh() -> Mesh:
-    return Mesh(MeshShape(), rank=0, world_size=1)
+def _fullest_rank(plan: ParallelPlan) -> int:
+    """The rank with the most heads of keys and values: some have more than others if there are few of them."""
+    if not attention_modules(plan):
+        return 0
+    topology = Topology(plan.mesh, plan.mesh.size)
+
+    def kept_heads(rank: int) -> int:
+        return len(plan_key_value_heads(plan.heads, plan.mesh, topology.coordinate(rank)).keep)
+
+    return max(range(plan.mesh.size), key=kept_heads)
 
 
 def _enough(kinds: tuple[int, ...]) -> tuple[int, ...]:
@@ -331,7 +528,8 @@ class _Saved:
     def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
         self._excluded = {storage_id(x) for x in (*model.parameters(), *model.buffers())}
         self._place_of = {id(x): index for index, layer in enumerate(layers) for x in layer.parameters()}
-        self._place = -1
+        #: Index of the layer that runs: -1 before the first one, their number after the last.
+        self.place = -1
         self._found: dict[int, tuple[int, torch.Tensor]] = {}
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self._enter, index), prepend=True)
@@ -339,51 +537,92 @@ class _Saved:
 
     def clear(self) -> None:
         """Forget what was saved, before another unit runs."""
-        self._place, self._found = -1, {}
+        self.place, self._found = -1, {}
 
     def hooks(self) -> AbstractContextManager[None]:
         """A context in which saved tensors are recorded."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _enter(self, index: int, *_: Any) -> None:
-        self._place = index
+        self.place = index
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         if storage_id(x) not in self._excluded:
-            self._found.setdefault(storage_id(x), (self._place, x.detach()))
+            self._found.setdefault(storage_id(x), (self.place, x.detach()))
         return x
+
+    def note_dispatches(self, output: torch.Tensor) -> None:
+        """Add what the products of experts keep of the routing, which hooks don't see, in the graph of an output."""
+        seen: set[Any] = set()
+        left: list[Any] = [output.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+            dispatch = getattr(getattr(node, "product", None), "dispatch", None)
+            if dispatch is not None:
+                # The choices pick the weights of rows, differentiably, so that the hooks have seen them.
+                place, _ = self._found[storage_id(dispatch.choices)]
+                for x in (dispatch.places, dispatch.experts, dispatch.ends, dispatch.tokens):
+                    self._found.setdefault(storage_id(x), (place, x))
 
     def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
         """Bytes by index of the layer: -1 before the first one, their number after the last. Without the KV cache."""
-        found: Counter[int] = Counter()
+        sizes: Counter[int] = Counter()
         for key, (place, x) in self._found.items():
             if not pool.holds(key):
-                found[place] += x.untyped_storage().nbytes()
-        return found
+                sizes[place] += x.untyped_storage().nbytes()
+        return sizes
 
-    def bytes_of(self, products: list[Any]) -> dict[int, int]:
+    def places(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """By storage: the layer that saved it first, and a tensor that keeps it alive."""
+        return dict(self._found)
+
+    def bytes_of(self, products: list[Any], places: dict[int, tuple[int, torch.Tensor]]) -> dict[int, int]:
         """Bytes of products' inputs and output gradients, by layer; each storage counts once, for the first product."""
-        found: Counter[int] = Counter()
+        sizes: Counter[int] = Counter()
         seen: set[int] = set()
         for product in products:
-            # A saved activation belongs to the layer that saved it. A copy (of an input that wasn't flat) isn't found;
+            # A saved activation belongs to the layer that saved it. A copy (of an input that wasn't flat) isn't there;
             # it belongs to its weight's layer.
-            saved = self._found.get(storage_id(product.x))
-            place = self._place_of[product.key] if saved is None else saved[0]
-            for x in (product.x, product.dy):
+            saved = places.get(storage_id(product.x))
+            keys = product.key if isinstance(product.key, tuple) else (product.key,)
+            place = self._place_of[keys[0]] if saved is None else saved[0]
+            for x in (product.x, *(product.dy if isinstance(product.dy, list | tuple) else (product.dy,))):
                 if storage_id(x) not in seen:
                     seen.add(storage_id(x))
-                    found[place] += x.untyped_storage().nbytes()
-        return found
+                    sizes[place] += x.untyped_storage().nbytes()
+        return sizes
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Replaces attention by one that saves what fused GPU kernels save, independent of this device's kernels."""
+class _PoolByPlace(MeteredPool):
+    """A pool of buffers of a KV cache, which knows which layer took them."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()
+        self._saved = saved
+        self.bytes_by_place: Counter[int] = Counter()
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :class:`MeteredPool`."""
+        buffer = super().take(shape, dtype, device)
+        self.bytes_by_place[self._saved.place] += buffer.untyped_storage().nbytes()
+        return buffer
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Replaces attention by one that saves what fused GPU kernels save, and what the host would read of generators."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.randint:
+            return 0  # The seed of a block's random numbers.
+        if func is torch.Tensor.numpy:
+            return np.empty(0)  # A generator's state.
         if func is nn.functional.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             names = ("query", "key", "value")
@@ -411,47 +650,72 @@ class _Attend(torch.autograd.Function):
         return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
 
 
-def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tuple[LayerCount, ...], KeptBytes]:
-    """Coefficients of each kind of layer, and of what is saved after the last layer."""
-    points = [
-        (1 if alone else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
-    ]
-    counts = [sample.run(*point) for point in points]
+def _fitted(sample: _Sample, alone: tuple[LayerCount, ...]) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+    """Coefficients of each kind of layer, and of what is saved after the last layer.
+
+    Args:
+        sample: the layers.
+        alone: coefficients on a mesh of one rank, if there are any. Those that are 0 there are 0, and what layers share
+            is the same, because masks and positions aren't divided.
+    """
+    # Whole sequences have as many keys as tokens.
+    columns = [name for name in _COLUMNS if name != "key" or sample.rank.segmented]
+    if not alone:
+        return _fitted_by(sample, columns, alone)
+    grown = [layer.kept for layer in alone]
+    few = [name for name in columns if name in _ALWAYS or any(getattr(size, name) for size in grown)]
+    try:
+        return _fitted_by(sample, few, alone)
+    except UnsupportedModelError:
+        return _fitted_by(sample, columns, ())
+
+
+def _fitted_by(
+    sample: _Sample, columns: Sequence[str], alone: tuple[LayerCount, ...]
+) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+    counts = sample.run_all(columns)
     layers = []
-    for kind, has_window in enumerate(windows):
-        own = [index for index, each in enumerate(sample.kinds) if each == kind]
-        first, last = own[0], own[-1]
-        most = sample.window if has_window and sample.segmented else _LONG
-        keys = [length + min(start, most - 1) for _, length, start in points]
+    for kind, has_window in enumerate(sample.windows):
+        indices = [index for index, other in enumerate(sample.kinds) if other == kind]
+        first, last = indices[0], indices[-1]
+        most = sample.window if has_window and sample.rank.segmented else _LONG
+        points = [(count.rows, count.length, count.length + min(count.start, most - 1)) for count in counts]
         # Storages that layers share count for the layer that saves them first: the last layer of a kind has only its
         # own, the first one also the shared ones. What waits is found in backward's order, so there the first layer has
         # only its own.
-        kept = _fit(points, keys, [count.kept.get(last, 0) for count in counts])
-        shared = _fit(points, keys, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts])
-        layers.append(LayerCount(kept, shared, _fit(points, keys, [count.waiting.get(first, 0) for count in counts])))
-    keys = [length + start for _, length, start in points]
-    return tuple(layers), _fit(points, keys, [count.kept.get(len(sample.kinds), 0) for count in counts])
+        kept = _fit(points, [count.kept.get(last, 0) for count in counts], columns)
+        waiting = _fit(points, [count.waiting.get(first, 0) for count in counts], columns)
+        if alone:
+            shared = alone[kind].shared
+        else:
+            shared = _fit(points, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts], columns)
+        layers.append(LayerCount(kept, shared, waiting, counts[0].cache.get(last, 0.0)))
+    points = [(count.rows, count.length, count.length + count.start) for count in counts]
+    return tuple(layers), _fit(points, [count.kept.get(len(sample.kinds), 0) for count in counts], columns)
 
 
-def _fit(points: list[tuple[int, int, int]], keys: list[int], found: list[int]) -> KeptBytes:
+def _fit(points: list[tuple[int, int, int]], sizes: list[int], columns: Sequence[str]) -> KeptBytes:
     """Fit coefficients by least squares, and check that they reproduce every count.
 
     Args:
-        points: rows, length and start of each unit.
-        keys: keys that a row of each unit sees.
-        found: bytes that were counted for each unit.
+        points: of each unit, rows, tokens of a row, and keys that these see.
+        sizes: bytes that were counted for each unit.
+        columns: names of the coefficients that aren't 0.
 
     Raises:
         UnsupportedModelError: they don't.
     """
-    # Of whole sequences, columns for keys equal those for tokens: lstsq takes the smallest of the solutions.
-    table = np.array([
-        [rows * length, rows * seen, rows * length * seen, length, length * seen, 1.0]
-        for (rows, length, _), seen in zip(points, keys, strict=True)
-    ])  # fmt: skip
+    if not any(sizes):
+        return KeptBytes()
+    table = np.array([[getattr(_one(*point), name) for name in columns] for point in points])
     scale = table.max(axis=0)
-    solved = np.linalg.lstsq(table / scale, np.array(found, dtype=float), rcond=1e-9)[0]
-    error = np.abs(table / scale @ solved - found).max()
-    if error > _TOLERANCE * max(map(abs, found), default=0):
-        raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {found}")
-    return KeptBytes(*(solved / scale).round(6).tolist())
+    solved = np.linalg.lstsq(table / scale, np.array(sizes, dtype=float), rcond=1e-9)[0]
+    error = np.abs(table / scale @ solved - sizes).max()
+    if error > _TOLERANCE * max(map(abs, sizes), default=0):
+        raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {sizes}")
+    return KeptBytes(**dict(zip(columns, (solved / scale).round(6).tolist(), strict=True)))
+
+
+def _one(rows: int, length: int, keys: int) -> KeptBytes:
+    """What each coefficient is multiplied by for a unit."""
+    return KeptBytes(rows * length, rows * keys, rows * length * keys, length, length * keys, rows, 1)

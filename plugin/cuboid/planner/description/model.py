@@ -9,6 +9,7 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from cuboid.distributed.axis_collectives import padded_length
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.planner.description.limits import LayoutLimits
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys
 
@@ -166,6 +167,11 @@ class Layer:
         return tuple(each for each in self.projections if each.kind == "from latent")
 
     @cached_property
+    def splits_heads(self) -> bool:
+        """Whether a mesh splits attention's heads; else every rank computes attention whole, if the layer has any."""
+        return bool(self.from_latents) or any(each.name == "qkv" for each in self.projections)
+
+    @cached_property
     def gathers_attention_input(self) -> bool:
         """Whether any of attention's projections needs the hidden states of the whole sequence, not only latents."""
         return not self.latents or any(each.name == "qkv" for each in self.projections)
@@ -187,6 +193,7 @@ class ModelDescription:
         head_weights: elements of what a token is multiplied by behind the layers.
         config: its config.
         limits: the layouts that training accepts.
+        verdict: how a mesh splits it.
         tied: whether the head is the embedding.
         norm: kind of the norms.
         nonlinearity: tensors of the MLP's inner size that are kept for backward between its projections, by Hugging
@@ -195,6 +202,7 @@ class ModelDescription:
         most_positions: the longest sequence that the config allows; None if it doesn't say.
         extra_parameters: elements of modules outside the layers besides embedding, positions and head.
         uncounted: work of its layers that time estimates leave out, in words; "" if none.
+        uncounted_by_formulas: what formulas for kept bytes leave out, in words; "" if nothing.
     """
 
     name: str
@@ -207,6 +215,7 @@ class ModelDescription:
     head_weights: int
     config: PretrainedConfig
     limits: LayoutLimits
+    verdict: MeshVerdict
     tied: bool = False
     norm: Literal["rms", "layer"] = "rms"
     nonlinearity: int = 3
@@ -214,6 +223,7 @@ class ModelDescription:
     most_positions: int | None = None
     extra_parameters: int = 0
     uncounted: str = ""
+    uncounted_by_formulas: str = ""
 
     @property
     def head_parameters(self) -> int:

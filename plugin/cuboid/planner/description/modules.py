@@ -105,17 +105,17 @@ def describe_modules(
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
         positions=positions,
         most_positions=longest_sequence(model.config),
-        uncounted=_uncounted(config, layers, roles.values(), [name for name, kept in kept_by.items() if kept is None]),
+        uncounted=_uncounted(config, layers, roles.values()),
+        uncounted_by_formulas=_uncounted_routers([name for name, kept in kept_by.items() if kept is None]),
         config=model.config,
         limits=LayoutLimits.of(model, verdict, stages),
+        verdict=verdict,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=more)
 
 
-def _uncounted(
-    config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role], routers: Collection[str]
-) -> str:
+def _uncounted(config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role]) -> str:
     found = []
     if getattr(config, "attn_logit_softcapping", None):
         found.append("the time that attention with a soft cap takes for scores that are written whole")
@@ -125,9 +125,13 @@ def _uncounted(
         found.append("the sums that norms over all heads exchange")
     if any(each.kind == "whole" for layer in layers for each in layer.projections):
         found.append("what ranks of a mesh exchange around blocks that each of them computes whole")
-    if routers:
-        found.append(f"what {', '.join(routers)} saves in another precision, which can't be run without values")
     return "; ".join(found)
+
+
+def _uncounted_routers(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f"what {', '.join(names)} saves in another precision, which can't be run without values"
 
 
 def check_countable(model: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cuboid.errors import CuboidError
 
@@ -112,6 +113,9 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 def _in_use(dispatch: Dispatch) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, each with the slice of its rows."""
+    if isinstance(dispatch.ends, FakeTensor):
+        # Without values there is nothing to multiply, and nobody knows the slices.
+        return
     for expert, (start, stop) in enumerate(dispatch.spans):
         if start < stop:
             yield expert, slice(start, stop)
