@@ -1,6 +1,7 @@
 """Peak memory of a rank, by kind and stage.
 
-Saved activations are those of docs/formulas.md, extended to layers of any architecture and to other frameworks.
+What layers save is counted in their own code; where that is impossible, and for other frameworks, formulas stand, which
+extend those of docs/formulas.md to layers of any architecture.
 """
 
 from __future__ import annotations

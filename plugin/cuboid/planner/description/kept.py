@@ -55,13 +55,14 @@ from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGra
 
 #: Micro-batches that are run: rows, and lengths of their segments in multiples of :data:`_BLOCK`. A first segment isn't
 #: counted, since it has none before it. There is one unit more than independent coefficients, as a check of the fit.
-_SEGMENTS = ((2, (4, 8, 1, 4, 12)), (4, (1, 4, 8)), (3, (4, 4, 1)))
+#: None has a single block: a scan of one block doesn't save the states between blocks.
+_SEGMENTS = ((2, (4, 8, 2, 4, 12)), (4, (2, 4, 8)), (3, (4, 4, 2)))
 #: The same where few coefficients aren't 0, without and with those in which rows count in another way than tokens.
-_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (4, 8, 1, 4, 12)), ((2, (4, 8, 1)), (3, (4, 4, 12)))
+_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (4, 8, 2, 4, 12)), ((2, (4, 8, 2)), (3, (4, 4, 12)))
 _FEW_UNITS = 4
 _OF_ROWS = frozenset(("position", "mask", "row"))
 #: Whole sequences. The first n of these units determine n - 1 coefficients.
-_WHOLE = ((2, 4), (2, 12), (3, 8), (1, 1), (4, 4), (3, 12), (1, 8), (1, 4))
+_WHOLE = ((2, 4), (2, 12), (3, 8), (1, 2), (4, 4), (3, 12), (1, 8), (1, 4))
 #: Tokens; scans and convolutions have blocks that divide it, or those that configs name.
 _BLOCK = 64
 _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
@@ -207,9 +208,10 @@ def _on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount
     mesh = rank.mesh
     if mesh is None or mesh.size == 1:
         return _count(key, kinds, rank)
-    # Rows are divided over `batch`, and are a rank's here. All that depends on its size is the padding of weights.
+    # Rows are divided over `batch`, and are a rank's here. What depends on it is whether weights are gathered, which
+    # autograd saves where a product isn't Cuboid's (routers); of its size, only their padding does.
     inner = mesh.of("sequence", "hidden")
-    batch = 2 if inner == 1 else 1
+    batch = min(mesh.batch, 2)
     heads = [kind.attention.key_value_heads for kind in kinds if kind.splits_heads]
     if any(count <= inner or count % inner for count in heads):
         return _count(key, kinds, replace(rank, mesh=MeshShape(batch, mesh.sequence, mesh.hidden)))
