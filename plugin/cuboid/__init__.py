@@ -1,28 +1,26 @@
 """Cuboid: 3-D tensor parallelism and sequence-level pipelines for unmodified Hugging Face models, inside the framework
 that trains them."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cuboid.failures.exit_messages import expect_interrupts
-from cuboid.requirements import check_installed
-from cuboid.version import __version__ as __version__
-
-# First, because the imports below take seconds, and Ctrl-C during them shouldn't print a traceback.
-expect_interrupts()
-# Before the imports below, which use names that other versions of these packages don't have.
-check_installed()
-
-from cuboid.config.schema import CuboidConfig, parse_config, split_config
-from cuboid.config.config_file import load_config
-from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, OptimizerError, UnsupportedModelError
-from cuboid.weights.api import from_config, from_pretrained, save_pretrained, scope, shard
-from cuboid.models.sharded.customizations import local_hook
-from cuboid.models.sharded.sharded_model import mesh_of
-from cuboid.models.pipeline.training_pipeline import Pipeline
-from cuboid.weights.save import full_gradients, full_state_dict
-from cuboid.distributed.mesh import Mesh
-from cuboid_patches import register, unregister
 from cuboid.distributed.topology import MeshShape, Topology
+from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, OptimizerError, UnsupportedModelError
+from cuboid.failures.exit_messages import expect_interrupts, is_command
+from cuboid.version import __version__ as __version__
+from cuboid_patches import apply_registered, register, unregister
+
+if TYPE_CHECKING:
+    from cuboid.config.config_file import load_config
+    from cuboid.config.schema import CuboidConfig, parse_config, split_config
+    from cuboid.distributed.mesh import Mesh
+    from cuboid.integrations.colossalai.plugin import CuboidPlugin
+    from cuboid.integrations.trainer import CuboidTrainer
+    from cuboid.models.pipeline.training_pipeline import Pipeline
+    from cuboid.models.sharded.customizations import local_hook
+    from cuboid.models.sharded.sharded_model import mesh_of
+    from cuboid.weights.api import from_config, from_pretrained, save_pretrained, scope, shard
+    from cuboid.weights.save import full_gradients, full_state_dict
 
 __all__ = [
     "CheckpointError",
@@ -54,24 +52,38 @@ __all__ = [
     "unregister",
 ]
 
-if TYPE_CHECKING:
-    from cuboid.integrations.trainer import CuboidTrainer
-    from cuboid.integrations.colossalai.plugin import CuboidPlugin
+#: Modules that are imported when one of their names is used: they bring torch, transformers and DeepSpeed, in seconds.
+_NAMES_OF = {
+    "cuboid.config.config_file": ("load_config",),
+    "cuboid.config.schema": ("CuboidConfig", "parse_config", "split_config"),
+    "cuboid.distributed.mesh": ("Mesh",),
+    "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
+    "cuboid.integrations.trainer": ("CuboidTrainer",),
+    "cuboid.models.pipeline.training_pipeline": ("Pipeline",),
+    "cuboid.models.sharded.customizations": ("local_hook",),
+    "cuboid.models.sharded.sharded_model": ("mesh_of",),
+    "cuboid.weights.api": ("from_config", "from_pretrained", "save_pretrained", "scope", "shard"),
+    "cuboid.weights.save": ("full_gradients", "full_state_dict"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, because transformers' Trainer takes long to import and not every script needs it.
-    if name == "CuboidTrainer":
-        from cuboid.integrations.trainer import CuboidTrainer
-
-        return CuboidTrainer
-    if name == "CuboidPlugin":
-        # Likewise, because ColossalAI may not be installed.
-        from cuboid.integrations.colossalai.plugin import CuboidPlugin
-
-        return CuboidPlugin
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # What is called may fail on all ranks, whose message is one only with the patches.
+    apply_registered()
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+expect_interrupts()
+# The command checks versions when it does something: its --help works with all of them, and is there at once.
+if not is_command():
+    import_module("cuboid.requirements").check_installed()
 # ``import cuboid`` alone makes DeepSpeed, accelerate and transformers accept Cuboid's config keys.
 register()

@@ -23,6 +23,7 @@ from cuboid import ConfigError, CuboidError, MeshShape
 from cuboid.cli import commands
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import Topology
+from cuboid.models.architectures.small_model_names import MESH_ARCHITECTURES
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
@@ -30,7 +31,6 @@ from cuboid.verify.plan import vocabulary_of
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
-from cuboid.verify.small_models import MESH_ARCHITECTURES
 
 Compare = Callable[..., PassReport]
 ALONE = "1x1x1"

@@ -23,12 +23,12 @@ from cuboid.cli import commands
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import Topology
+from cuboid.models.architectures.small_model_names import MESH_ARCHITECTURES
 from cuboid.tensor3d.layers import norm
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
-from cuboid.verify.small_models import MESH_ARCHITECTURES
 from threaded import assert_as_alone, step_of
 
 MESHES = ("1x1x1", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x2x3", "3x1x2")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from typer.core import TyperGroup
 
-from cuboid import CuboidError
 from cuboid.cli.bench import bench
 from cuboid.cli.convert import convert
 from cuboid.cli.estimate import estimate
@@ -20,13 +21,14 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import TrainCommand, train
 from cuboid.cli.verify import verify
+from cuboid.errors import CuboidError
 from cuboid.failures.exit_messages import INTERRUPTED, end_interrupted, tell_launcher
+from cuboid.version import __version__
 
 commands = typer.Typer(
     name="cuboid",
     help="3-D tensor parallelism and a sequence pipeline for unmodified Hugging Face models, inside DeepSpeed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 commands.command(cls=Command)(bench)
@@ -41,14 +43,19 @@ commands.command(cls=TrainCommand)(train)
 commands.command(cls=Command)(verify)
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"cuboid {__version__}")
+        raise typer.Exit
+
+
 @commands.callback()
 def _root(
-    local_rank: Annotated[
-        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Appended by some launchers.")
-    ] = 0,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    # Not used: the launcher sets LOCAL_RANK too, which is read instead.
-    del local_rank
+    del version  # its callback has printed it
 
 
 def app() -> None:
@@ -58,7 +65,7 @@ def app() -> None:
     may not be known to rank 0; all ranks exit with its status.
     """
     try:
-        status = commands(standalone_mode=False)
+        status = _run(sys.argv[1:])
     except CuboidError as error:
         # Others than rank 0 print what it may not know of.
         _fail(f"cuboid: {error}", 1, prints=error.rank is not None and not error.shared)
@@ -69,12 +76,27 @@ def app() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _run(arguments: list[str]) -> Any:
+    """Run a subcommand, or what else is asked for; returns the exit status, if there is one."""
+    root = typer.main.get_command(commands)
+    assert isinstance(root, TyperGroup)
+    name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
+    if name in ("--local_rank", "--local-rank"):
+        # Put in front by some launchers, which set LOCAL_RANK too; that is read instead.
+        arguments = arguments[1 if equals else 2 :]
+    # Past the root, whose options typer converts with pydantic, which takes longer to import than help to print.
+    command = root.commands.get(arguments[0]) if arguments else None
+    if command is None:
+        return root.main(arguments, prog_name="cuboid", standalone_mode=False)
+    return command.main(arguments[1:], prog_name=f"cuboid {arguments[0]}", standalone_mode=False)
+
+
 def _usage(error: typer.TyperException) -> str:
     """The message for a wrong command line; "" for an empty one, as typer has printed the help already."""
     # pydantic puts this in front of a validator's message.
     message = error.format_message().replace("Value error, ", "").removesuffix(".")
     context = getattr(error, "ctx", None)
-    name = f"cuboid {context.info_name}" if context is not None and context.parent is not None else "cuboid"
+    name = "cuboid" if context is None else context.command_path
     return message and f"cuboid: {message} (see {name} --help)"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from cuboid import ConfigError, CuboidError
+from cuboid.errors import ConfigError, CuboidError
 
 #: More characters than a path or a value has.
 _LONGEST = 4096
@@ -39,6 +39,9 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
+        from cuboid.requirements import check_installed
+
+        check_installed()
         try:
             for parameter in self.params:
                 if isinstance(path := ctx.params.get(parameter.name), Path):

@@ -20,21 +20,7 @@ from cuboid.cli.limits import (
     finite,
 )
 from cuboid.cli.paths import check_outputs
-from cuboid.models.certification.default_models import unknown_name
-from cuboid.verify.plan import Dtype
-from cuboid.verify.small_models import ARCHITECTURES, Rope
-
-
-def _known(name: str | None) -> str | None:
-    """The value of ``--arch``.
-
-    Raises:
-        BadParameter: transformers has no such name.
-    """
-    reason = None if name is None or name in ARCHITECTURES else unknown_name(name)
-    if reason is not None:
-        raise typer.BadParameter(reason)
-    return name
+from cuboid.models.architectures.small_model_names import ARCHITECTURES, Dtype, Rope
 
 
 def verify(
@@ -44,7 +30,6 @@ def verify(
         typer.Option(
             help="A small random model instead, of a model type of transformers such as gpt_oss, bert or t5, or of a "
             "class such as BertForTokenClassification.",
-            callback=_known,
         ),
     ] = None,
     adapter: Annotated[
@@ -148,6 +133,7 @@ def verify(
 
     from cuboid.config.schema import parse_config
     from cuboid.library_warnings import quiet
+    from cuboid.models.certification.default_models import unknown_name
     from cuboid.verify import Plan, SmallModel
     from cuboid.verify import verify as compare
 
@@ -155,6 +141,9 @@ def verify(
         raise typer.BadParameter("give either --model PATH or --arch NAME")
     if adapter is not None and model is None:
         raise typer.BadParameter("--adapter goes with --model PATH, the model that it is for")
+    reason = None if arch is None or arch in ARCHITECTURES else unknown_name(arch)
+    if reason is not None:
+        raise typer.BadParameter(reason, param_hint="'--arch'")
     check_outputs(json)
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition, schedule, chunks))

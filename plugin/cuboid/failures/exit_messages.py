@@ -37,10 +37,14 @@ def end_interrupted() -> NoReturn:
     sys.exit(INTERRUPTED)
 
 
+def is_command() -> bool:
+    """Whether this process runs the ``cuboid`` command."""
+    return Path(sys.argv[0]).name == "cuboid" or "cuboid.cli" in sys.orig_argv
+
+
 def expect_interrupts() -> None:
     """If this process runs the ``cuboid`` command, suppress the traceback of Ctrl-C, also during imports."""
-    is_command = Path(sys.argv[0]).name == "cuboid" or "cuboid.cli" in sys.orig_argv
-    if is_command and sys.excepthook is sys.__excepthook__:
+    if is_command() and sys.excepthook is sys.__excepthook__:
         sys.excepthook = _report
 
 

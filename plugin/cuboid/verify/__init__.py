@@ -3,10 +3,11 @@
 The library behind ``cuboid verify``; see :func:`verify`.
 """
 
+from cuboid.models.architectures.small_model_names import ARCHITECTURES, Architecture
 from cuboid.verify.plan import Plan
 from cuboid.verify.report import PassReport, Report
 from cuboid.verify.run import verify
-from cuboid.verify.small_models import ARCHITECTURES, Architecture, SmallModel
+from cuboid.verify.small_models import SmallModel
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
 
 __all__ = [

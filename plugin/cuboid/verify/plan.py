@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import BatchKind
+from cuboid.models.architectures.small_model_names import Dtype
 from cuboid.models.batch.length_cases import (
     LONGEST,
     Case,
@@ -30,7 +31,6 @@ from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.weights.model_folder import model_config as read_model_config
 from cuboid.weights.model_folder import without_own_code
 
-Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
 _LENGTH = 32
 #: Positions per chunk in steps with a chunked loss; few, so that short rows have several chunks too.

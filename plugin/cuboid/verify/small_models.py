@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
+from cuboid.models.architectures.small_model_names import ARCHITECTURES, Architecture, Rope
 from cuboid.models.certification.check import name_padding, quiet_cpu, random_model
 from cuboid.models.certification.default_models import default_model
 from cuboid.models.certification.layer_kinds import small_with_all_kinds
@@ -20,17 +21,7 @@ from cuboid.models.certification.small_config import layer_count
 from cuboid.models.certification.trials import ATTEMPTS
 from cuboid.models.kinds.probe_rows import CannotProbe
 
-#: Architectures with a parallel plan for a mesh.
-MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
-#: Architectures that are supported in a pipeline only.
-PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox"]
-#: Those whose sizes can be chosen. Small models of other types are those of self-tests.
-Architecture = Literal[MeshArchitecture, PipelineArchitecture]
-#: Scaled rotary embeddings.
-Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
 _ROPE_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
-MESH_ARCHITECTURES: tuple[MeshArchitecture, ...] = get_args(MeshArchitecture)
-ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 #: Larger than usual, so that attention scores, gates and norms are outside the range where they are nearly linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
 _GEMMA_WINDOW = 12
