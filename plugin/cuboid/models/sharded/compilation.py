@@ -17,7 +17,7 @@ from cuboid.tensor3d.compiled.layers import CompiledLayers
 from cuboid.tensor3d.prefetch import ModelPrefetcher
 
 #: Since then, torch.compile counts the graphs of each of its calls apart from those of others.
-_TORCH = "2.13"
+_TORCH = "2.11"
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -14,6 +14,11 @@ import torch.distributed._functional_collectives as functional
 from cuboid.distributed.mesh import AxisGroup
 
 
+# torch 2.13 warns of the older names, which are all that earlier versions have.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
 def _group(along: AxisGroup) -> dist.ProcessGroup:
     assert along.process_group is not None, "a mesh that isn't connected"
     return along.process_group
@@ -23,14 +28,17 @@ def gather(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
     """All-gather along a dim: ``[..., n, ...]`` on each rank to ``[..., ranks·n, ...]``."""
     if along.size == 1:
         return x
-    return cast(torch.Tensor, functional.all_gather_single_autograd(x, dim % x.dim(), _group(along)))
+    dim = dim % x.dim()
+    parts = torch.unflatten(_all_gather(x, 0, _group(along)), 0, (along.size, x.shape[0]))
+    # No copy where all dims before it have one element, such as that of a single row.
+    return torch.flatten(torch.movedim(parts, 0, dim), dim, dim + 1)
 
 
 def scatter(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
     """Reduce-scatter along a dim: partial sums ``[..., ranks·n, ...]`` to a slice of the sum, ``[..., n, ...]``."""
     if along.size == 1:
         return x
-    return cast(torch.Tensor, functional.reduce_scatter_single_autograd(x, "sum", dim % x.dim(), _group(along)))
+    return cast(torch.Tensor, _reduce_scatter(x, "sum", dim % x.dim(), _group(along)))
 
 
 def sum_over(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ _MOST_GRAPHS = 64
 #: Hooks of modules inside of a layer that have a form in a graph.
 _OURS = (FusedProjections, CompiledProjections)
 #: What follows an all-gather until its result is one tensor, the ranks' parts in order.
-_REARRANGE = frozenset({"wait_tensor", "chunk", "getitem", "cat"})
+_REARRANGE = frozenset({"wait_tensor", "unflatten", "movedim", "flatten"})
 
 
 class CompiledLayers:
@@ -76,9 +77,9 @@ class CompiledLayers:
                 for key, hook in module._forward_pre_hooks.items():
                     if isinstance(hook, FusedProjections):
                         module._forward_pre_hooks[key] = CompiledProjections(hook)
-        # The signatures for type checkers lack what counts this model's graphs apart from those of others.
-        apart: Any = {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
-        self._compiled = torch.compile(_run, fullgraph=True, backend=self._backend, **apart)
+        # torch counts graphs by code object; with one of its own, a model's are apart from those of others.
+        run = types.FunctionType(_run.__code__.replace(), _run.__globals__)
+        self._compiled = torch.compile(run, fullgraph=True, backend=self._backend)
         for number, layer in enumerate(self._layers):
             layer.forward = functools.partial(self._forward, number)
         for prefetcher in self._prefetchers:
