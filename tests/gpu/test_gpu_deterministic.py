@@ -162,16 +162,17 @@ def _put(tensor):
     tensor.new_zeros(4).put_(tensor.new_tensor([1, 1], dtype=torch.int64), tensor.new_tensor([1.0, 2.0]))
 
 
-def _interpolated(tensor):
-    functional.interpolate(tensor, scale_factor=2, mode="bilinear").sum().backward()
+def _pooled(tensor):
+    functional.adaptive_avg_pool2d(tensor, 3).sum().backward()
 
 
-def _padded(tensor):
-    functional.pad(tensor, (1, 1, 1, 1), mode="reflect").sum().backward()
+def _sampled(tensor):
+    grid = torch.zeros(1, 2, 2, 2, device=tensor.device)
+    functional.grid_sample(tensor, grid, align_corners=False).sum().backward()
 
 
 #: Kernels of which torch has no deterministic form, by the names that its errors have for them.
-KERNELS = {"put_": _put, "upsample_bilinear2d_backward": _interpolated, "reflection_pad2d_backward": _padded}
+KERNELS = {"put_": _put, "adaptive_avg_pool2d_backward": _pooled, "grid_sampler_2d_backward": _sampled}
 
 
 def message_of(device, name):

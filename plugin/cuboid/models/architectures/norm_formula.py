@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+#: Attributes that hold a norm's eps.
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 #: Candidates for norms whose code has a literal eps instead of an attribute.
 _EPS_VALUES = (1e-5, 1e-6, 1e-8, 1e-12)
 #: What is added to the weight: nothing (Llama and most others) or one (Gemma).
@@ -63,9 +64,32 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return None
     for formula in _candidates(module, has_weight=weight is not None):
-        if torch.allclose(expected, formula(x, weight, bias), atol=1e-5, rtol=1e-4):
+        # Certification runs a model's float32 code in float64.
+        if torch.allclose(expected.double(), formula(x, weight, bias).double(), atol=1e-5, rtol=1e-4):
             return formula
     return None
+
+
+class FormulasByKind:
+    """Formulas of a model's norms. They are usually the same in every layer, so equal modules are probed once."""
+
+    def __init__(self) -> None:
+        self._formulas: dict[tuple[object, ...], NormFormula | None] = {}
+
+    def of(self, module: nn.Module) -> NormFormula | None:
+        """See :func:`norm_formula`; None also for what can't be a norm by its name."""
+        sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+        numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
+        key = (type(module), sizes, numbers)
+        if key not in self._formulas:
+            self._formulas[key] = norm_formula(module) if may_normalize(module) else None
+        return self._formulas[key]
+
+
+def may_normalize(module: nn.Module) -> bool:
+    """Whether a module is a norm by its class's name; running it decides."""
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower())
 
 
 def _size_of(module: nn.Module) -> int:
@@ -85,7 +109,7 @@ def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | 
 
 
 def _candidates(module: nn.Module, *, has_weight: bool) -> list[NormFormula]:
-    found = [getattr(module, name) for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)]
+    found = [getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
     offsets = _OFFSETS if has_weight else (0.0,)
     return [NormFormula(kind, eps, offset) for eps in (*found, *_EPS_VALUES) for kind in kinds for offset in offsets]

@@ -21,7 +21,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
-from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
+from cuboid.models.architectures.norm_formula import FormulasByKind, NormFormula, may_normalize
 from cuboid.models.architectures.plans import COMMON, LATENT, PLANS
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
@@ -195,7 +195,7 @@ class _Finder:
         self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
         self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
         self._ends[output_embeddings(model)] = "head"
-        self._norms: dict[tuple[object, ...], NormFormula | None] = {}
+        self._norms = FormulasByKind()
 
     def blocks(self) -> dict[str, list[str]]:
         """The modules that need a role, by the name of the block that is computed as one."""
@@ -235,7 +235,7 @@ class _Finder:
         if not name.rpartition(".")[2].isdigit():
             return False
         own = [module for module in self._modules[name].children() if _owns_any(module)]
-        blocks = [module for module in own if not _may_normalize(module)]
+        blocks = [module for module in own if not may_normalize(module)]
         return len(own) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
     def _outside_of_layers(self, name: str) -> str:
@@ -367,7 +367,7 @@ class _Finder:
         form = expert_form(module, getattr(self._model.config.get_text_config(), "num_experts_per_tok", None))
         if form is not None:
             return Role("experts", experts=form) if self._inside_layers(name) else None
-        formula = self._norm(module)
+        formula = self._norms.of(module)
         if formula is None:
             return Role("per head") if is_block and self._has_per_head_parameters(module) else None
         if is_block or self._is_behind_down(name):
@@ -438,15 +438,6 @@ class _Finder:
         own = {len(parameter) for parameter in self._modules[name].parameters()}
         return next((heads for heads, size in sizes.items() if heads in found and own == {size}), None)
 
-    def _norm(self, module: nn.Module) -> NormFormula | None:
-        # Usually the same in every layer, so equal modules are probed once.
-        sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-        numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
-        key = (type(module), sizes, numbers)
-        if key not in self._norms:
-            self._norms[key] = norm_formula(module) if _may_normalize(module) else None
-        return self._norms[key]
-
 
 def _projections(roles: Mapping[str, Role]) -> set[str]:
     """Which of "up" and "down" occur among some roles."""
@@ -480,13 +471,8 @@ def _owns_any(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _may_normalize(module: nn.Module) -> bool:
-    is_leaf = not any(True for _ in module.children())
-    return is_leaf and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower())
-
-
 def _is_norm_without_parameters(module: nn.Module) -> bool:
-    return _may_normalize(module) and not any(True for _ in module.parameters())
+    return may_normalize(module) and not any(True for _ in module.parameters())
 
 
 def _check_table(name: str, module: nn.Module) -> None:

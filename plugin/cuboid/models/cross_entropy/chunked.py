@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum
+from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum, whole_token_sum
 from cuboid.tensor3d.unshard import UnshardedParam
 
 #: Default size of a chunk's logits in float32.
@@ -106,10 +105,7 @@ class ChunkedCrossEntropy:
         if self.observe is not None:
             self.observe(logits.detach(), labels)
         if self.mesh is None:
-            # In float32, as Hugging Face's loss is.
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
-            )
+            losses = whole_token_sum(logits, labels, self.ignore_index)
         else:
             losses = token_sum(
                 logits, labels, vocabulary=self.vocabulary, mesh=self.mesh, ignore_index=self.ignore_index

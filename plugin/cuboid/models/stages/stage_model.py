@@ -32,6 +32,7 @@ from cuboid.models.sharded.sharded_model import (
     hook_heads,
 )
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
+from cuboid.models.stages.fused_norms import fuse_norms, rms_norms
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
 from cuboid.models.stages.stage_cut import Chunk, StageCut, StageLayout, cut_stages, shared_parameters
@@ -237,6 +238,8 @@ def finish_stage(
             staging.gradient_sync = defer_gradient_sync(model)
         if plan.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
+    else:
+        fuse_norms(rms_norms([model]), mesh)
     pipeline, layers = plan.config.pipeline, model.get_submodule(plan.outline.layers)
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)

@@ -13,7 +13,6 @@ import torch.distributed._functional_collectives as functional
 
 from cuboid.distributed.mesh import AxisGroup
 
-
 # torch 2.13 warns of the older names, which are all that earlier versions have.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor

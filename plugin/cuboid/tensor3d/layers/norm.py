@@ -64,12 +64,29 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd, copies = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
         wide_dy = dy.to(rstd.dtype)
-        dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
         mean = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.along) / ctx.hidden
         # Each copy of a feature that several ranks have contributes a part of its gradient.
         correction = normed * mean if copies is None else normed * mean / copies
         return (rstd * (scaled - correction)).to(x.dtype), dweight, None, None, None, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, along: AxisGroup) -> torch.Tensor:
+    """``(offset + weight) · x / sqrt(mean(x²) + eps)``, the mean over ``along`` too: ``[..., H/h]`` to the same shape.
+
+    Args:
+        x: ``[..., H/h]``.
+        weight: ``[H/h]``.
+        eps: in the root.
+        offset: added to the weight.
+        along: the ranks that the last dim is split over.
+    """
+    if along.size == 1 and not offset and has_fused_kernel(x, weight):
+        # Autocast runs this function in float32: cast back to the dtype of the residual stream.
+        return nn.functional.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+    y: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset, along, x.shape[-1] * along.size, None)
+    return y
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -160,13 +177,7 @@ class ShardedRMSNorm(_ShardedNorm):
         """``[..., H/h]`` to ``[..., H/h]``."""
         weight, bias = self._blocks()
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
-        y: torch.Tensor
-        if self._along.size == 1 and not self.offset and has_fused_kernel(x, weight):
-            # Autocast runs this function in float32: cast back to the dtype of the residual stream.
-            y = nn.functional.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
-        else:
-            hidden = x.shape[-1] * self._along.size
-            y = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along, hidden, None)
+        y = rms_norm(x, weight, self.eps, self.offset, self._along)
         return y if bias is None else y + bias
 
 

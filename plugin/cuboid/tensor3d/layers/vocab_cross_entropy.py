@@ -121,7 +121,26 @@ def token_sum(
         ignore_index: label of tokens without a loss.
     """
     own_labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
+    if mesh.size("sequence") == 1:
+        return whole_token_sum(logits[..., :vocabulary], own_labels, ignore_index, statistics_dtype(logits.dtype))
     return _TokenLosses.apply(logits, own_labels, ignore_index, vocabulary, mesh).sum()
+
+
+def whole_token_sum(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = PADDING, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Sum of the losses of tokens whose logits ``[..., V]`` are whole.
+
+    Args:
+        logits: of any dtype.
+        labels: ``[...]``, already shifted.
+        ignore_index: label of tokens without a loss.
+        dtype: of the softmax and the sum; by default that of Hugging Face's loss.
+    """
+    # Its kernel for a wider result reads the logits as they are. Cast before, they would be copied, there and back.
+    log_probs = nn.functional.log_softmax(logits, -1, dtype=dtype).flatten(0, -2)
+    labels = labels.to(logits.device).flatten()
+    return nn.functional.nll_loss(log_probs, labels, ignore_index=ignore_index, reduction="sum")
 
 
 def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""RMSNorms of stages without a mesh: one kernel where torch has one, and nothing kept but the input and a statistic.
+
+transformers writes the formula as elementwise operations. Each of them reads and writes all features, and three keep
+what they were given, in float32. On a mesh, norms have the same kernel in classes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.models.architectures.norm_formula import EPS_NAMES, FormulasByKind, NormFormula
+from cuboid.tensor3d.layers.norm import rms_norm
+
+
+def rms_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, NormFormula]:
+    """The RMSNorms in some modules that have a weight and no bias, with their formulas, which running them shows."""
+    formulas, found = FormulasByKind(), {}
+    for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
+        if "forward" not in vars(module) and [name for name, _ in module.named_parameters()] == ["weight"]:
+            formula = formulas.of(module)
+            if formula is not None and formula.kind == "rms":
+                found[module] = formula
+    return found
+
+
+def fuse_norms(norms: Mapping[nn.Module, NormFormula], mesh: Mesh) -> None:
+    """Give norms a class whose forward is one operation, in place.
+
+    Args:
+        norms: of :func:`rms_norms`.
+        mesh: of one rank.
+    """
+    for module, formula in norms.items():
+        eps_name = next((name for name in EPS_NAMES if getattr(module, name, None) == formula.eps), None)
+        vars(module)["cuboid_norm"] = (formula, eps_name, mesh.along("hidden"))
+        module.__class__ = _fused(type(module))
+
+
+@cache
+def _fused(cls: Any) -> type[nn.Module]:
+    # `wraps` keeps the signature.
+    @wraps(cls.forward)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        formula, eps_name, along = self.cuboid_norm
+        # A script may have set another one since.
+        eps = formula.eps if eps_name is None else getattr(self, eps_name)
+        return rms_norm(x, self.weight, eps, formula.offset, along)
+
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)
