@@ -160,6 +160,8 @@ def measure(device, sizes, dtype, length, segments, mode="layers", on_host=False
     pipeline = None if segments is None else pipeline_of(model, segments, mode, on_host)
 
     def step():
+        # As after an optimizer's step.
+        model.zero_grad()
         if pipeline is None:
             model(**batch, use_cache=False).loss.backward()
         else:

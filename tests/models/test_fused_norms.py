@@ -1,4 +1,4 @@
-"""RMSNorms of stages without a mesh: the values and gradients of transformers' own code, with less kept for backward."""
+"""RMSNorms of stages without a mesh: values and gradients of transformers' own code, with less kept for backward."""
 
 import copy
 
