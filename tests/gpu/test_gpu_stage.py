@@ -151,7 +151,10 @@ def test_no_unit_makes_the_host_wait(alone, kind, on_host):
 
 
 def measure(device, sizes, dtype, length, segments, mode="layers", on_host=False):
-    """Seconds of a step (the second), and its peak bytes over those of the model and its gradients."""
+    """Seconds of a step (the second), and its peak bytes over those of the model and all gradients.
+
+    The step begins without gradients, so that at its peak some of them may not be there yet.
+    """
     model = model_of(sizes, device, dtype)
     if segments is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -131,7 +131,9 @@ class AttentionCall:
     def _move_results(self, context: Any) -> None:
         """Keep the results that torch's context has kept on the device as this call keeps tensors."""
         for results in context.storage.values():
-            for index, result in results.items():
+            # By the number of the call; torch 2.11 has a list of them.
+            pairs = results.items() if isinstance(results, dict) else enumerate(results)
+            for index, result in pairs:
                 results[index] = tree_map(self._moved, result)
 
     def _moved(self, wrapper: Any) -> Any:

@@ -39,7 +39,8 @@ def fuse_norms(norms: Mapping[nn.Module, NormFormula], mesh: Mesh) -> None:
     for module, formula in norms.items():
         eps_name = next((name for name in EPS_NAMES if getattr(module, name, None) == formula.eps), None)
         vars(module)["cuboid_norm"] = (formula, eps_name, mesh.along("hidden"))
-        module.__class__ = _fused(type(module))
+        cls: Any = type(module)
+        module.__class__ = _fused(cls)
 
 
 @cache
