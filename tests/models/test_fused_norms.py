@@ -25,11 +25,11 @@ def pair(cls, dtype):
     norm = cls(FEATURES, eps=1e-5).to(dtype)
     with torch.no_grad():
         norm.weight.add_(torch.randn(FEATURES) * 0.3)
-    fused = copy.deepcopy(norm)
-    norms = rms_norms([fused])
-    assert list(norms) == [fused]
-    fuse_norms(norms, Mesh(MeshShape()))
-    return norm, fused
+    model = nn.ModuleDict({"norm": copy.deepcopy(norm)})
+    norms = rms_norms(model)
+    assert list(norms) == ["norm"]
+    fuse_norms(model, norms, Mesh(MeshShape()))
+    return norm, model["norm"]
 
 
 def gradients(norm, x):
@@ -99,7 +99,7 @@ def test_only_what_computes_the_formula_is_fused():
     own = LlamaRMSNorm(FEATURES)
     own.forward = lambda x: x
     others = [Doubled(FEATURES), nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES), own]
-    assert rms_norms(others) == {}
+    assert rms_norms(nn.ModuleList(others)) == {}
 
 
 def test_a_stage_without_a_mesh_has_them():

@@ -6,7 +6,7 @@ what they were given, in float32. On a mesh, norms have the same kernel in class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -18,25 +18,27 @@ from cuboid.models.architectures.norm_formula import EPS_NAMES, FormulasByKind, 
 from cuboid.tensor3d.layers.norm import rms_norm
 
 
-def rms_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, NormFormula]:
-    """The RMSNorms in some modules that have a weight and no bias, with their formulas, which running them shows."""
+def rms_norms(model: nn.Module) -> dict[str, NormFormula]:
+    """The formulas of a model's RMSNorms that have a weight and no bias, by name; running them shows what they are."""
     formulas, found = FormulasByKind(), {}
-    for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
-        if "forward" not in vars(module) and [name for name, _ in module.named_parameters()] == ["weight"]:
+    for name, module in model.named_modules():
+        if "forward" not in vars(module) and [own for own, _ in module.named_parameters()] == ["weight"]:
             formula = formulas.of(module)
             if formula is not None and formula.kind == "rms":
-                found[module] = formula
+                found[name] = formula
     return found
 
 
-def fuse_norms(norms: Mapping[nn.Module, NormFormula], mesh: Mesh) -> None:
+def fuse_norms(model: nn.Module, norms: Mapping[str, NormFormula], mesh: Mesh) -> None:
     """Give norms a class whose forward is one operation, in place.
 
     Args:
+        model: has the norms.
         norms: of :func:`rms_norms`.
         mesh: of one rank.
     """
-    for module, formula in norms.items():
+    for name, formula in norms.items():
+        module = model.get_submodule(name)
         eps_name = next((name for name in EPS_NAMES if getattr(module, name, None) == formula.eps), None)
         vars(module)["cuboid_norm"] = (formula, eps_name, mesh.along("hidden"))
         cls: Any = type(module)

@@ -239,7 +239,7 @@ def finish_stage(
         if plan.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
     else:
-        fuse_norms(rms_norms([model]), mesh)
+        fuse_norms(model, rms_norms(model), mesh)
     pipeline, layers = plan.config.pipeline, model.get_submodule(plan.outline.layers)
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)

@@ -33,6 +33,7 @@ from transformers import PretrainedConfig
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.lone_rank import lone_rank
+from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.attention_heads import plan_key_value_heads
@@ -44,6 +45,7 @@ from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
+from cuboid.models.stages.fused_norms import fuse_norms, rms_norms
 from cuboid.models.stages.model_costs import decoder_layers
 from cuboid.planner.description.meta_model import model_of
 from cuboid.planner.description.model import Layer, ModelDescription
@@ -352,9 +354,11 @@ class _Sample:
         # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = None if rank.mesh is None else _plan_of(config, self._shape, key.verdict)
         mesh = None if plan is None else lone_rank(self._shape, _fullest_rank(plan))
+        norms = rms_norms(model_of(config)) if plan is None else {}
         self._late: LateSplit | None = None
         with self._mode:
             self._model: Any = model_of(config, dtype=torch.bfloat16).train()
+            fuse_norms(self._model, norms, Mesh(MeshShape()))
             if mesh is not None and plan is not None:
                 settings, shard_of = CuboidConfig().tensor_parallel, functools.partial(take_shard, mesh=mesh)
                 late, self._draws = parallelize_modules(self._model, plan, mesh, settings, shard_of)
