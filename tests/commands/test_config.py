@@ -51,6 +51,7 @@ def test_a_config_without_our_keys_is_left_to_the_framework():
         ({"mode": "3d_tensor", "mesch": {}}, 'mesch is not a known key; did you mean "mesh"'),
         ({"mode": "3d_tensor", "mesh": {"batc": 2}}, 'mesh.batc is not a known key; did you mean "batch"'),
         ({"mode": "3d_tensor", "mesh": {}, "tp_overlap_comm": True}, "tp_overlap_comm is not a known key"),
+        ({"mode": "3d_tensor", "mesh": {}, "segments": 2}, "tensor_parallel.segments is not a known key"),
         ({"mode": "3d", "mesh": {}}, "mode.*3d_tensor.*given: '3d'"),
         ({"mesh": {"batch": 2}}, "mode is missing"),
         ({"mode": "3d_tensor"}, "mesh is missing"),

@@ -826,6 +826,8 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, value
     # pydantic's location includes the tried member of a union, which isn't a key of the config.
     keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
     if kind == "extra_forbidden":
+        # A key of another section, which is unknown in this one, comes last in the location already.
+        keys = keys[:-1] if str(location[-1]) in _KNOWN_KEYS else keys
         section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
         unknown = str(location[-1])
         known = sorted(name for name in section.model_fields if name != "autotp_size")
