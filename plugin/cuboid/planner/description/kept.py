@@ -38,6 +38,7 @@ from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.attention_heads import plan_key_value_heads
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.norm_formula import NormFormula
 from cuboid.models.attention.forward_context import Lengths, Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import find_record, hang_record, record_of, use_segment_attention, uses_interface
@@ -354,7 +355,7 @@ class _Sample:
         # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = None if rank.mesh is None else _plan_of(config, self._shape, key.verdict)
         mesh = None if plan is None else lone_rank(self._shape, _fullest_rank(plan))
-        norms = rms_norms(model_of(config)) if plan is None else {}
+        norms = _norms_of(config) if plan is None else {}
         self._late: LateSplit | None = None
         with self._mode:
             self._model: Any = model_of(config, dtype=torch.bfloat16).train()
@@ -489,6 +490,11 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
 def _plan_of(config: PretrainedConfig, mesh: MeshShape, verdict: MeshVerdict) -> ParallelPlan:
     with torch.device("meta"):
         return make_parallel_plan(model_of(config), mesh, verdict)
+
+
+def _norms_of(config: PretrainedConfig) -> dict[str, NormFormula]:
+    with torch.device("meta"):
+        return rms_norms(model_of(config))
 
 
 def _fullest_rank(plan: ParallelPlan) -> int:
