@@ -229,6 +229,24 @@ def test_other_lengths_make_one_more_graph_and_several_forwards_share_blocks(poo
 # --- what stays uncompiled, and says so ---------------------------------------------------------------------------
 
 
+def many_graphs(path):
+    """The graphs of nine forwards, each of which has a constant of its own."""
+    model = compiled(path, (1, 1, 1))
+    for number in range(9):
+        for layer in model.model.layers:
+            layer.self_attn.scaling = 0.3 + number / 100
+        with torch.no_grad():
+            model.base_model(input_ids=tokens())
+    return model.cuboid.compiled.graphs, model.cuboid.compiled.reason
+
+
+def test_a_model_may_have_more_graphs_than_torch_allows_a_function_by_itself(pool, path):
+    assert torch._dynamo.config.recompile_limit == 8
+    ((graphs, reason),) = pool.run(1, many_graphs, path, timeout_s=TIMEOUT_S)
+    assert graphs > 8
+    assert reason is None
+
+
 def named(axes):
     """The warnings of models whose layers can't be one graph, and their losses in two steps."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

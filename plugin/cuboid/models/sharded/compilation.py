@@ -16,7 +16,7 @@ from cuboid.models.sharded.activation_checkpointing import check_graphs_keep
 from cuboid.tensor3d.compiled.layers import CompiledLayers
 from cuboid.tensor3d.prefetch import ModelPrefetcher
 
-#: Since then, torch.compile counts the graphs of each of its calls apart from those of others.
+#: The oldest version that layers were compiled with.
 _TORCH = "2.11"
 
 

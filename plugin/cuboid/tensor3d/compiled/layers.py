@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,7 +80,12 @@ class CompiledLayers:
                         module._forward_pre_hooks[key] = CompiledProjections(hook)
         # torch counts graphs by code object; with one of its own, a model's are apart from those of others.
         run = types.FunctionType(_run.__code__.replace(), _run.__globals__)
-        self._compiled = torch.compile(run, fullgraph=True, backend=self._backend)
+        takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+        limit: Any = {"recompile_limit": _MOST_GRAPHS} if takes_limit else {}
+        compiled = torch.compile(run, fullgraph=True, backend=self._backend, **limit)
+        # Before torch 2.13 the limit is one for all code, and read where a graph would be made.
+        patch: Any = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+        self._compiled = compiled if takes_limit else patch(compiled)
         for number, layer in enumerate(self._layers):
             layer.forward = functools.partial(self._forward, number)
         for prefetcher in self._prefetchers:
