@@ -111,15 +111,15 @@ def from_pretrained(
 
 
 def _architectures_of(path: str | Path, kwargs: dict[str, Any]) -> list[str] | None:
-    given, folder = kwargs.get("config"), folder_of((path,), kwargs)
-    if given is None and folder is not None and has_config(folder):
+    config, folder = kwargs.get("config"), folder_of((path,), kwargs)
+    if config is None and folder is not None and has_config(folder):
         named = read_config(folder / CONFIG).get("architectures")
         # Of anything else, transformers says what is wrong with it.
         return named if isinstance(named, list) and all(isinstance(name, str) for name in named) else None
-    if not isinstance(given, PretrainedConfig):
+    if not isinstance(config, PretrainedConfig):
         asked = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
-        given = AutoConfig.from_pretrained(path if given is None else given, **asked)
-    return given.architectures
+        config = AutoConfig.from_pretrained(path if config is None else config, **asked)
+    return config.architectures
 
 
 def from_config(

@@ -75,7 +75,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     if not source or Path(source).is_file():
         return
     for name in TOKENIZER_FILES:
-        found = cached_file(
+        path = cached_file(
             str(source),
             name,
             local_files_only=True,
@@ -83,10 +83,10 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-        if found is None or Path(found).resolve() == (folder / name).resolve():
+        if path is None or Path(path).resolve() == (folder / name).resolve():
             continue
-        if leads_outward(Path(found)):
+        if leads_outward(Path(path)):
             # Not an error, so that a trained model is saved. Checkpoints that Cuboid loads itself have no such links.
-            logger.warning("%s: is a link that leads out of its folder; it isn't copied to %s", found, folder)
+            logger.warning("%s: is a link that leads out of its folder; it isn't copied to %s", path, folder)
         else:
-            shutil.copyfile(found, folder / name)
+            shutil.copyfile(path, folder / name)

@@ -53,8 +53,8 @@ def _make_sharded(
     cls: type[PreTrainedModel], from_config: Any, config: CuboidConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     with plain_construction(), torch.device("meta"):
-        whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
-        loading = loading_class(cls, lambda whole: resolve(whole, config, cls), marks=False)
+        whole_model: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+        loading = loading_class(cls, lambda whole_model: resolve(whole_model, config, cls), marks=False)
         # The config is copied here, too: the user may change theirs, and make other models from it.
         model: Any = from_config(loading, *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -62,13 +62,13 @@ def _make_sharded(
     # Compared once there is a process group; there may be none yet.
     model.cuboid_part.plan.mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
     # By the name of the parameter that others are tied to, since a stage may have only one of the others.
-    ties = dict(model.all_tied_weights_keys) | dict(whole.all_tied_weights_keys)
+    ties = dict(model.all_tied_weights_keys) | dict(whole_model.all_tied_weights_keys)
     places: dict[str, list[str]] = {}
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         places.setdefault(ties.get(name, name), []).append(name)
-    for name, unit, recurse in units_of(whole):
+    for name, unit, recurse in units_of(whole_model):
         if places.keys() & {key for key, _ in tensors_of(unit, name, recurse=recurse)}:
-            made = initialized(whole, name, unit, seed, recurse=recurse, construct=construct)
+            made = initialized(whole_model, name, unit, seed, recurse=recurse, construct=construct)
             for source in places.keys() & made.keys():
                 put_value(model, places[source], made[source])
     model.tie_weights()

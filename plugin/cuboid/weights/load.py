@@ -96,7 +96,7 @@ def _load_sharded(
     check_checkpoint(args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
-    loading = loading_class(cls, lambda whole: resolve(whole, config, cls), stored=stored, new_head=True)
+    loading = loading_class(cls, lambda whole_model: resolve(whole_model, config, cls), stored=stored, new_head=True)
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
     elif folder is not None:
@@ -136,7 +136,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     config = model_config(Path(folder))
     if config.model_type != model.config.model_type:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
-    cls = loading_class(model.cuboid.base, lambda whole: plan_of(model, whole), stored=Stored(Path(folder)))
+    cls = loading_class(model.cuboid.base, lambda whole_model: plan_of(model, whole_model), stored=Stored(Path(folder)))
     with as_damage_of(folder), progress_bars_of(shown=current_rank() == 0):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
@@ -208,17 +208,17 @@ class _Loading:
         with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         plan = self._cuboid_decide(self)
-        whole = set() if plan.stages is None else set(self.state_dict())
+        all_names = set() if plan.stages is None else set(self.state_dict())
         self.cuboid_part = plan.cut(self)
-        _ignore_other_stages(self, whole)
+        _ignore_other_stages(self, all_names)
         if self.cuboid_part.parallel is not None and self._cuboid_marks:
             mark_parameters(self, self.cuboid_part.parallel, plan.mesh)
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.
         for module in self.modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if own and all(getattr(x, "_is_hf_initialized", False) for x in own):
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if tensors and all(getattr(x, "_is_hf_initialized", False) for x in tensors):
                 # Some formulas for new values fail on a rank's slices, even where nothing is kept of them.
                 module._is_hf_initialized = True
         with taken_for_initialized(self):
@@ -279,10 +279,10 @@ def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
     return shard.detach()
 
 
-def _ignore_other_stages(model: Any, whole: set[str]) -> None:
-    """Let a stage ignore the checkpoint's tensors of other stages. ``whole`` are the names in the whole model."""
+def _ignore_other_stages(model: Any, all_names: set[str]) -> None:
+    """Let a stage ignore the checkpoint's tensors of other stages. ``all_names`` are the names in the whole model."""
     # By module, not by parameter: an old checkpoint may have further tensors in a removed module.
-    absent = {name.rpartition(".")[0] for name in whole - set(model.state_dict())}
+    absent = {name.rpartition(".")[0] for name in all_names - set(model.state_dict())}
     prefix = re.escape(f"{model.base_model_prefix}.")
     patterns = {
         rf"^({prefix})?{re.escape(name.removeprefix(f'{model.base_model_prefix}.'))}\." for name in sorted(absent)

@@ -112,8 +112,8 @@ def read_config(path: Path) -> Mapping[str, Any]:
     version: tuple[int, ...] = ()
     # If this fails, so does reading, with an error that says why.
     with suppress(OSError):
-        found = path.stat()
-        version = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = path.stat()
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return _parsed_config(path, version)
 
 
@@ -207,8 +207,8 @@ def check_fit(model: Any, info: Mapping[str, Any]) -> None:
         CheckpointError: names the first tensor of another shape.
     """
     for name, *shapes in info["mismatched_keys"]:
-        found = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
-        raise CheckpointError(f"{model.config._name_or_path}: {name} is of another shape than the model's{found}")
+        difference = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
+        raise CheckpointError(f"{model.config._name_or_path}: {name} is of another shape than the model's{difference}")
 
 
 def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
@@ -225,8 +225,8 @@ def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
         CheckpointError: the folder's config has fewer layers, or experts, than its weights.
     """
     # If the caller has changed a count, fewer layers are intended.
-    stored, own = read_config(folder / CONFIG), model.config.to_dict()
-    if any(own.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
+    stored, in_model = read_config(folder / CONFIG), model.config.to_dict()
+    if any(in_model.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
         return
     known = {_NUMBER.sub("*", name) for name in model.state_dict()}
     beyond = next(
@@ -275,11 +275,11 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
     weight_map = read_index(index) if os.path.lexists(index) else {}
     for name in dict.fromkeys(weight_map.values()):
         with TensorFile(folder / name) as file:
-            own = file.specs
-        missing = next((tensor for tensor, place in weight_map.items() if place == name and tensor not in own), None)
+            specs = file.specs
+        missing = next((tensor for tensor, place in weight_map.items() if place == name and tensor not in specs), None)
         if missing is not None:
             raise CheckpointError(f"{folder / name}: has no tensor {missing}, though {index.name} says so")
-        yield own
+        yield specs
 
 
 def stored_alike(folder: Path, first: str, second: str, *, variant: str | None = None) -> bool | None:

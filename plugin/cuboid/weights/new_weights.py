@@ -40,24 +40,24 @@ def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[s
     They are the same on every mesh and in every run.
     """
     with plain_construction(), torch.device("meta"):
-        whole = cls(copy.deepcopy(model.config))
+        whole_model = cls(copy.deepcopy(model.config))
     construct = constructing(lambda: cls(copy.deepcopy(model.config)), _HEAD_SEED)
-    for path, unit, recurse in units_of(whole):
+    for path, unit, recurse in units_of(whole_model):
         missing = [name for name, _ in tensors_of(unit, path, recurse=recurse) if name in names]
         if missing:
-            values = initialized(whole, path, unit, _HEAD_SEED, recurse=recurse, construct=construct)
+            values = initialized(whole_model, path, unit, _HEAD_SEED, recurse=recurse, construct=construct)
             for name in missing:
                 put_value(model, [name], values[name])
 
 
-def units_of(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
+def units_of(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
     """The units that are initialized, as ``(name, module, recurse)``: all that is in a module, or only its own tensors.
 
     The latter are modules around layers. All others are initialized as a whole, since some architectures' code for a
     module writes into the modules inside it.
     """
-    around = {name[:end] for name in layer_names(whole) for end in range(len(name)) if name[end] == "."} | {""}
-    for name, module in whole.named_modules():
+    around = {name[:end] for name in layer_names(model) for end in range(len(name)) if name[end] == "."} | {""}
+    for name, module in model.named_modules():
         if name in around:
             yield name, module, False
         elif name.rpartition(".")[0] in around:
@@ -76,14 +76,14 @@ Construct = Callable[[frozenset[tuple[type[nn.Module], str]]], nn.Module]
 
 
 def initialized(
-    whole: PreTrainedModel, name: str, unit: nn.Module, seed: int, *, recurse: bool, construct: Construct
+    model: PreTrainedModel, name: str, unit: nn.Module, seed: int, *, recurse: bool, construct: Construct
 ) -> dict[str, torch.Tensor]:
     """The tensors of a unit by their names, initialized with random numbers that only depend on the seed and its name.
 
     Values that ``_init_weights`` leaves alone are those that the constructor gives.
 
     Args:
-        whole: the model on the meta device. The unit is one of its modules, since some code looks for its name there.
+        model: the model on the meta device. The unit is one of its modules, since some code looks for its name there.
         name, unit, recurse: of :func:`units_of`.
         seed: of the whole model.
         construct: makes another one with the constructor's values.
@@ -97,7 +97,7 @@ def initialized(
             torch.manual_seed(unit_seed)
             # In the order of PreTrainedModel.initialize_weights: children first, each by the innermost model around it.
             for inner, module in reversed(list(unit.named_modules())) if recurse else [("", unit)]:
-                _model_around(whole, ".".join(part for part in (name, inner) if part))._init_weights(module)
+                _model_around(model, ".".join(part for part in (name, inner) if part))._init_weights(module)
         return dict(tensors_of(unit, name, recurse=recurse))
 
     _mark(unit, recurse=recurse)
@@ -105,7 +105,7 @@ def initialized(
     left = [key for key, x in values.items() if _is_marked(x)]
     if left:
         paths = [key.rpartition(".") for key in left]
-        kept = construct(frozenset((type(whole.get_submodule(path)), leaf) for path, _, leaf in paths))
+        kept = construct(frozenset((type(model.get_submodule(path)), leaf) for path, _, leaf in paths))
         made = dict(tensors_of(kept.get_submodule(name), name, recurse=recurse))
         _mark(unit, recurse=recurse)
         with torch.no_grad():
@@ -171,13 +171,13 @@ def _only_on_cpu(kept: Collection[tuple[type[nn.Module], str]]) -> Iterator[None
         PreTrainedModel.initialize_weights = initialize  # type: ignore[method-assign]
 
 
-def _model_around(whole: PreTrainedModel, name: str) -> Any:
+def _model_around(model: PreTrainedModel, name: str) -> Any:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
-        module = whole.get_submodule(".".join(parts[:end]))
+        module = model.get_submodule(".".join(parts[:end]))
         if isinstance(module, PreTrainedModel):
             return module
-    return whole
+    return model
 
 
 def put_value(model: Any, names: Iterable[str], value: torch.Tensor) -> None:

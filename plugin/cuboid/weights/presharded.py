@@ -59,8 +59,8 @@ def from_rank_file(
     _check_file(folder / name, document, mesh)
     check_model_folder(folder, weights=False)
     if config.checkpoint.verify:
-        for own, record in {name: document.files[name], **document.beside}.items():
-            fault = content_fault(folder / own, record, SHARDS)
+        for file_name, record in {name: document.files[name], **document.beside}.items():
+            fault = content_fault(folder / file_name, record, SHARDS)
             if fault is not None:
                 raise CheckpointError(fault)
     kwargs = dict(kwargs)
@@ -70,7 +70,7 @@ def from_rank_file(
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
     # The mesh "auto" becomes the one that the files were made for.
     config, base = config.on_mesh(document.mesh.shape), loading._cuboid_base  # type: ignore[attr-defined]
-    members.update(_cuboid_folder=folder, _cuboid_decide=staticmethod(lambda whole: resolve(whole, config, base)))
+    members.update(_cuboid_folder=folder, _cuboid_decide=staticmethod(lambda model: resolve(model, config, base)))
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
 
@@ -105,11 +105,11 @@ def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
 
 def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:
     """Take the config out of the kwargs of a ``from_pretrained`` call, updated with those that are its keys."""
-    given = kwargs.pop("config", None)
-    if isinstance(given, PretrainedConfig):
-        return copy.deepcopy(given)
+    asked = kwargs.pop("config", None)
+    if isinstance(asked, PretrainedConfig):
+        return copy.deepcopy(asked)
     assert cls.config_class is not None, "a model has a config"
-    settings: PretrainedConfig = cls.config_class.from_pretrained(folder if given is None else given)
+    settings: PretrainedConfig = cls.config_class.from_pretrained(folder if asked is None else asked)
     for name in [name for name in kwargs if name in settings.to_dict() and name not in ("dtype", "torch_dtype")]:
         setattr(settings, name, kwargs.pop(name))
     return settings
@@ -129,8 +129,8 @@ class _FromRankFile:
         self._layouts, self.cuboid_part.parallel = self.cuboid_part.parallel, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():
-            whole = getattr(module, name)
-            module.register_parameter(name, nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad))
+            parameter = getattr(module, name)
+            module.register_parameter(name, nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad))
 
     def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, ShardingSpec]]:
         return () if self._layouts is None else self._layouts.parameters_of(self)
@@ -161,13 +161,13 @@ def _check_layouts(model: Any) -> None:
     same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
     same_places = mesh.placement == (document.placement or tuple(range(document.topology.pipe)))
     if mesh.shape != document.mesh.shape or not same_layers or not same_places:
-        found = layout_in_words(mesh.shape, layers, mesh.placement if len(layers) > mesh.topology.pipe else ())
-        raise _other_layout(document, found, model._cuboid_folder)
+        wanted = layout_in_words(mesh.shape, layers, mesh.placement if len(layers) > mesh.topology.pipe else ())
+        raise _other_layout(document, wanted, model._cuboid_folder)
     if mesh.shape.size == 1:
         return
-    own = model._layouts.by_parameter
+    specs = model._layouts.by_parameter
     for name, tensor in document.tensors.items():
-        if mesh.coordinate.pipe in tensor.stages and own.get(tensor.parameter) != tensor.whole_layout:
+        if mesh.coordinate.pipe in tensor.stages and specs.get(tensor.parameter) != tensor.whole_layout:
             raise CheckpointError(
                 f"{model._cuboid_folder}: {name} is cut otherwise than this version of cuboid and this config cut it; "
                 "run `cuboid convert` again"

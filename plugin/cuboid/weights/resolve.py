@@ -93,17 +93,17 @@ def _certified(
     return ModelPlan(cls, config, mesh, parallel, stages)
 
 
-def plan_of(sharded: PreTrainedModel, whole: PreTrainedModel) -> ModelPlan:
+def plan_of(sharded: PreTrainedModel, whole_model: PreTrainedModel) -> ModelPlan:
     """The plan that an existing sharded model or stage was made by.
 
     Args:
         sharded: the model.
-        whole: the same model before it is cut, on any device.
+        whole_model: the same model before it is cut, on any device.
     """
     sharding = sharding_of(sharded)
     stages = sharded.staging.plan if isinstance(sharded, StageModel) else None
     config = CuboidConfig(tensor_parallel=sharding.config) if stages is None else stages.config
     parallel = None
     if stages is None or sharding.mesh.shape.size > 1:
-        parallel = make_parallel_plan(whole, sharding.mesh.shape, sharding.verdict)
+        parallel = make_parallel_plan(whole_model, sharding.mesh.shape, sharding.verdict)
     return ModelPlan(sharding.base, config, sharding.mesh, parallel, stages)

@@ -52,8 +52,8 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """
 
     def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-        own = gradient_of(parameter)  # type: ignore[arg-type]
-        return None if own is None else own.view_as(parameter)
+        shard = gradient_of(parameter)  # type: ignore[arg-type]
+        return None if shard is None else shard.view_as(parameter)
 
     return full_values(model, gradient)
 
@@ -224,11 +224,11 @@ def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _
             continue
         value = value_of(tensors[entry.name])
         assert value is not None
-        whole = _collect(value, layouts.get(entry.name), mesh)
-        if whole is not None and mesh.coordinate.pipe > 0:
-            dist.send(whole.to(value.device), mesh.peer(0), group=mesh.pipe_group)
-        elif whole is not None:
-            state[entry.name] = whole
+        full = _collect(value, layouts.get(entry.name), mesh)
+        if full is not None and mesh.coordinate.pipe > 0:
+            dist.send(full.to(value.device), mesh.peer(0), group=mesh.pipe_group)
+        elif full is not None:
+            state[entry.name] = full
     device = next(model.parameters()).device
     for stage, theirs in others.items():
         # One at a time, in the order in which that stage sends them.
@@ -285,7 +285,7 @@ def _collect(value: torch.Tensor, layout: ShardingSpec | None, mesh: Mesh) -> to
         dist.gather(shard, shards, dst=peers[0], group=mesh.mesh_group)
     if shards is None:
         return None
-    whole = torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
+    full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
     for rank, piece in zip(peers, shards, strict=True):
-        put_shard(whole, piece.cpu(), layout, mesh.shape, mesh.topology.coordinate(rank))
-    return whole
+        put_shard(full, piece.cpu(), layout, mesh.shape, mesh.topology.coordinate(rank))
+    return full

@@ -36,17 +36,18 @@ def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None
             continue
         if not all(_is_made_of_slices(maker, layout, mesh) for maker in made_by(f"{prefixes[module]}.{name}")):
             continue
-        whole = getattr(module, name)
-        marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
+        parameter = getattr(module, name)
+        marked = nn.Parameter(_placed(parameter, layout, mesh), requires_grad=parameter.requires_grad)
         module.register_parameter(name, marked)
 
 
 def _makers(model: Any) -> Callable[[str], list[WeightConverter]]:
     """The converters of transformers that may make a parameter out of a checkpoint's tensors, by its name."""
-    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    mapping = get_model_conversion_mapping(model)
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
     # Reversed, a converter reads what it makes.
-    pairs = [(each, each.reverse_transform()) for each in converters]
-    return lambda name: [each for each, back in pairs if back.rename_source_key(name)[1] is not None]
+    pairs = [(converter, converter.reverse_transform()) for converter in converters]
+    return lambda name: [converter for converter, back in pairs if back.rename_source_key(name)[1] is not None]
 
 
 def _is_made_of_slices(converter: WeightConverter, layout: ShardingSpec, mesh: Mesh) -> bool:
@@ -85,11 +86,11 @@ def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> No
         module.register_parameter(name, plain)
 
 
-def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
+def _placed(parameter: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
     axes = list(_slicing(layout, mesh))
     device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
-    local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
+    local = parameter.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
     if local.numel() == 0 and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
         # The shape of the shard that is read instead.
         rows = layout.block_shape(mesh.shape)[0] - _read_index(layout, mesh) * layout.shard_shape(mesh.shape)[0]
@@ -99,8 +100,8 @@ def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
         device_mesh,
         [placement for _, _, placement in axes],
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -143,10 +144,10 @@ class _RankOfSlices(DeviceMesh):
         self._sizes, self._at = sizes, at
         # Explicitly on the CPU, because models are built under ``torch.device("meta")`` and the values are read.
         cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-        own = int(cells[at])
+        cell = int(cells[at])
         # torch caches by the equality of meshes, which ignores the current rank; so each rank's mesh numbers its ranks
         # differently.
-        ranks = cells + own * cells.numel()
+        ranks = cells + cell * cells.numel()
         names = tuple(str(dim) for dim in range(len(sizes)))
         super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
 

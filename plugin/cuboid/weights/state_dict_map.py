@@ -117,7 +117,7 @@ def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], b
         renamed = (converter.rename_source_key(name) for converter in converters)
         joint = next((joint for joint, pattern in renamed if pattern is not None), None)
         groups.setdefault((joint or name, joint is not None), []).append(name)
-    return [(own, converted) for (_, converted), own in groups.items()]
+    return [(together, converted) for (_, converted), together in groups.items()]
 
 
 def _converters(model: Any) -> list[WeightConverter]:
@@ -125,7 +125,7 @@ def _converters(model: Any) -> list[WeightConverter]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         # The model wasn't loaded from a checkpoint; ``save_pretrained`` does the same then.
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in mapping if not isinstance(conversion, PrefixChange)]
     reverted = [conversion.reverse_transform() for conversion in conversions[::-1]]
     return [conversion for conversion in reverted if isinstance(conversion, WeightConverter)]

@@ -101,21 +101,21 @@ def load_model(model: nn.Module, folder: Path) -> None:
     if inner.cuboid.adapters is not None:
         run_on_all_ranks(lambda: inner.cuboid.adapters.load(inner, folder), mesh_of(inner))
         return
-    own = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
+    shards = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
 
     def load() -> None:
         read = read_weights(inner, folder)
         # All shapes are checked before the first weight is changed.
-        for name, target in own.items():
+        for name, target in shards.items():
             source = read.get(name)
             if source is None or source.shape != target.shape:
-                found = "nothing" if source is None else f"a tensor of shape {list(source.shape)}"
+                difference = "nothing" if source is None else f"a tensor of shape {list(source.shape)}"
                 raise CheckpointError(
                     f"{folder}: for rank {inner.cuboid.mesh.rank}'s part of {name}, of shape {list(target.shape)}, "
-                    f"it has {found}; is it of another model?"
+                    f"it has {difference}; is it of another model?"
                 )
         with torch.no_grad():
-            for name, target in own.items():
+            for name, target in shards.items():
                 target.copy_(read[name])
 
     run_on_all_ranks(load, mesh_of(inner))
@@ -162,13 +162,13 @@ def restore_random(model: nn.Module, checkpoint: CheckpointMetadata) -> None:
     mesh = mesh_of(inner)
     saved: list[dict[str, Any]] = checkpoint.document["random"]
     sizes = {axis: max(state[axis] for state in saved) + 1 for axis in ("pipe", "data", "mesh")}
-    own = {
+    places = {
         "pipe": min(mesh.coordinate.pipe, sizes["pipe"] - 1),
         "data": mesh.coordinate.data % sizes["data"],
         "mesh": mesh.mesh_ranks.index(mesh.rank) % sizes["mesh"],
     }
-    found = next(state for state in saved if all(state[axis] == place for axis, place in own.items()))
-    restore(found["state"], _device(inner))
+    nearest = next(state for state in saved if all(state[axis] == place for axis, place in places.items()))
+    restore(nearest["state"], _device(inner))
 
 
 def _device(model: nn.Module) -> torch.device:
