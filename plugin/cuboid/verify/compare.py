@@ -101,8 +101,13 @@ def allow_rounding(checks: Sequence[Check], plain: Sequence[Check]) -> list[Chec
         plain: the same checks of plain transformers in float32 against float64.
     """
     rounding = {(check.kind, check.name, check.step): check.error for check in plain if math.isfinite(check.error)}
-    allowed = (min(FACTOR * rounding.get((each.kind, each.name, each.step), 0.0), _LARGEST_ROUNDING) for each in checks)
-    return [replace(each, tolerance=max(each.tolerance, own)) for each, own in zip(checks, allowed, strict=True)]
+    allowed = (
+        min(FACTOR * rounding.get((check.kind, check.name, check.step), 0.0), _LARGEST_ROUNDING) for check in checks
+    )
+    return [
+        replace(check, tolerance=max(check.tolerance, of_rounding))
+        for check, of_rounding in zip(checks, allowed, strict=True)
+    ]
 
 
 def kinds_in_order(kinds: Collection[ComparedKind]) -> list[ComparedKind]:
@@ -138,8 +143,10 @@ def tensors_of(
 
 def own_checks(outcome: RunOutcome) -> list[Check]:
     """The checks of the sharded side alone."""
-    found = ((kind, outcome.own.get(kind, {})) for kind in OWN)
-    return [Check(kind, name, error, 1.0, most) for kind, errors in found for name, (error, most) in errors.items()]
+    errors_by_kind = ((kind, outcome.own_checks.get(kind, {})) for kind in OWN)
+    return [
+        Check(kind, name, error, 1.0, most) for kind, errors in errors_by_kind for name, (error, most) in errors.items()
+    ]
 
 
 def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
@@ -186,23 +193,23 @@ def _compare_tensors(
 ) -> Iterator[Check]:
     largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     for name, tensor in reference.items():
-        own = other.get(name)
+        counterpart = other.get(name)
         floor = FLOOR * largest
-        if own is not None and tensor.is_floating_point():
+        if counterpart is not None and tensor.is_floating_point():
             noise = _NOISE * torch.finfo(tensor.dtype).eps * largest
-            floor = largest if max(_magnitude(tensor), _magnitude(own)) <= noise else floor
-        error = math.inf if own is None else relative_error(tensor, own, floor)
+            floor = largest if max(_magnitude(tensor), _magnitude(counterpart)) <= noise else floor
+        error = math.inf if counterpart is None else relative_error(tensor, counterpart, floor)
         yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
-    for name, own in other.items():
+    for name, counterpart in other.items():
         if name not in reference:
             # For a parameter without a gradient, one optimizer has no moments, and another has zeros.
-            error = 0.0 if kind == "moment" and not _magnitude(own) else math.inf
+            error = 0.0 if kind == "moment" and not _magnitude(counterpart) else math.inf
             yield Check(kind, name, error, 0.0, tolerance, step)
 
 
 def _compare_steps(kind: ComparedKind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:
-    for step, (expected, found) in enumerate(zip(reference, other, strict=True), start=1):
-        error = relative_error(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
+    for step, (expected, actual) in enumerate(zip(reference, other, strict=True), start=1):
+        error = relative_error(torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64))
         yield Check(kind, f"step {step}", error, abs(expected), tolerance)
 
 

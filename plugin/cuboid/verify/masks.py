@@ -118,10 +118,10 @@ class _Recorder(TorchFunctionMode):
             self._recomputed_from = None
             self.__exit__(None, None, None)
 
-    def _give_ones(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _give_ones(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Ones, since zeros in an input, such as a ReLU's, would look dropped in the output."""
-        self._given.append(given[0])
-        return torch.ones_like(given[0])
+        self._given.append(inputs[0])
+        return torch.ones_like(inputs[0])
 
     def _take(self, name: str, kept: torch.Tensor) -> torch.Tensor:
         x = self._given.pop()
@@ -137,8 +137,8 @@ class _Recorder(TorchFunctionMode):
             return
         masks.calls.append(mask)
         # From everywhere: at padding, which may be at the beginning, all ranks may have zeros.
-        given = x.detach().flatten()
-        masks.inputs.append(given[:: max(1, given.numel() // _SAMPLE)][:_SAMPLE].double().cpu())
+        start = x.detach().flatten()
+        masks.inputs.append(start[:: max(1, start.numel() // _SAMPLE)][:_SAMPLE].double().cpu())
 
     def __torch_function__(
         self,
@@ -147,14 +147,14 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         owner = self._inside[-1] if self._inside else ""
         is_module = isinstance(self._modules.get(owner), nn.Dropout)
         if func is not nn.functional.dropout or is_module or not owner or self._is_busy:
-            return func(*args, **given)
+            return func(*args, **keywords)
         self._is_busy = True
         try:
-            return self._dropout(owner, *args, **given)
+            return self._dropout(owner, *args, **keywords)
         finally:
             self._is_busy = False
 
@@ -219,24 +219,24 @@ def compare_masks(kept: MasksByName, again: MasksByName, mesh: Mesh) -> dict[str
     if len(peers) > 1:
         gathered = [None] * len(peers) if mesh.rank == peers[0] else None
         dist.gather_object((mesh.coordinate, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
-    every = _placed([(at.pipe, own) for at, own in gathered or ()])
-    found = {} if mesh.shape.size == 1 else _on_ranks(every)
-    return found | _in_calls(every) | _recomputed(again)
+    every = _placed([(at.pipe, masks) for at, masks in gathered or ()])
+    errors = {} if mesh.shape.size == 1 else _on_ranks(every)
+    return errors | _in_calls(every) | _recomputed(again)
 
 
 def _placed(ranks: Sequence[tuple[int, MasksByName]]) -> list[_Mask]:
     """The masks of all ranks, whose stages are given."""
-    found: list[_Mask] = []
+    placed: list[_Mask] = []
     seen: dict[tuple[str, int, int], list[torch.Tensor]] = {}
-    for pipe, own in ranks:
-        for name, masks in own.items():
-            for call, (mask, given) in enumerate(zip(masks.calls, masks.inputs, strict=True)):
+    for pipe, masks_by_name in ranks:
+        for name, masks in masks_by_name.items():
+            for call, (mask, start) in enumerate(zip(masks.calls, masks.inputs, strict=True)):
                 others = seen.setdefault((name, pipe, call), [])
-                place = next((number for number, other in enumerate(others) if _is_same(given, other)), len(others))
+                place = next((number for number, other in enumerate(others) if _is_same(start, other)), len(others))
                 if place == len(others):
-                    others.append(given)
-                found.append(_Mask(name, pipe, call, place, mask))
-    return found
+                    others.append(start)
+                placed.append(_Mask(name, pipe, call, place, mask))
+    return placed
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -245,47 +245,47 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _on_ranks(every: Sequence[_Mask]) -> dict[str, tuple[float, float]]:
     by_call: dict[tuple[str, int, int], list[_Mask]] = {}
-    for each in every:
-        by_call.setdefault((each.name, each.pipe, each.call), []).append(each)
-    found: dict[str, tuple[float, float]] = {}
+    for mask in every:
+        by_call.setdefault((mask.name, mask.pipe, mask.call), []).append(mask)
+    errors: dict[str, tuple[float, float]] = {}
     for (name, *_), masks in by_call.items():
-        own = mask_correlation([each.mask for each in masks], [each.place for each in masks])
+        error = mask_correlation([mask.mask for mask in masks], [mask.place for mask in masks])
         key = f"{name}, masks of the ranks"
-        found[key] = max(found.get(key, own), own, key=lambda pair: (pair[0] > pair[1], pair[0]))
-    return found
+        errors[key] = max(errors.get(key, error), error, key=lambda pair: (pair[0] > pair[1], pair[0]))
+    return errors
 
 
 def _in_calls(every: Sequence[_Mask]) -> dict[str, tuple[float, float]]:
     """Compare all masks with one another: of other modules, stages, micro-batches, segments and places."""
     # Ranks that compute the same have the same mask, which :func:`_on_ranks` sees to.
-    distinct = {(each.name, each.pipe, each.place, each.call): each for each in every}
+    distinct = {(mask.name, mask.pipe, mask.place, mask.call): mask for mask in every}
     by_size: dict[int, list[_Mask]] = {}
-    for each in distinct.values():
-        by_size.setdefault(each.mask.numel(), []).append(each)
-    found: dict[str, tuple[float, float]] = {}
+    for mask in distinct.values():
+        by_size.setdefault(mask.mask.numel(), []).append(mask)
+    errors: dict[str, tuple[float, float]] = {}
     for size, masks in by_size.items():
         masks = masks[:: math.ceil(len(masks) / _MOST)]
         if size < _FEW or len(masks) < 2:
             continue
-        signs = torch.stack([each.mask for each in masks]).float() * 2 - 1
+        signs = torch.stack([mask.mask for mask in masks]).float() * 2 - 1
         correlations = (signs @ signs.t() / size).abs().fill_diagonal_(0).amax(1)
         chance = 6 / math.sqrt(size)
-        for each, largest in zip(masks, correlations.tolist(), strict=True):
-            key = f"{each.name}, masks of other calls and layers"
-            own = (largest, chance)
-            found[key] = max(found.get(key, own), own, key=lambda pair: pair[0] / pair[1])
-    return found
+        for mask, largest in zip(masks, correlations.tolist(), strict=True):
+            key = f"{mask.name}, masks of other calls and layers"
+            error = (largest, chance)
+            errors[key] = max(errors.get(key, error), error, key=lambda pair: pair[0] / pair[1])
+    return errors
 
 
 def _recomputed(again: MasksByName) -> dict[str, tuple[float, float]]:
     """A recomputation must repeat the masks of its forward, each of them once: 0 if it does, else 1."""
-    found = {}
+    errors = {}
     for name, masks in again.items():
         # Backward takes the micro-batches and segments in another order.
-        forward, repeated = (sorted(mask.tolist() for mask in each) for each in (masks.calls, masks.recomputed))
+        forward, repeated = (sorted(mask.tolist() for mask in calls) for calls in (masks.calls, masks.recomputed))
         if repeated:
-            found[f"{name}, masks of the recomputation"] = (float(forward != repeated), 0.0)
-    return found
+            errors[f"{name}, masks of the recomputation"] = (float(forward != repeated), 0.0)
+    return errors
 
 
 def mask_correlation(masks: Sequence[torch.Tensor], places: Sequence[Hashable]) -> tuple[float, float]:

@@ -88,15 +88,15 @@ def compare_noisy(
     checks: list[Check] = []
     for kind in kinds_in_order(kinds):
         if kind in _FLOORS:
-            checks += _compare_numbers(kind, *(numbers_of(each, kind) for each in (exact, plain, other)))
+            checks += _compare_numbers(kind, *(numbers_of(outcome, kind) for outcome in (exact, plain, other)))
         theirs = tensors_of(kind, exact, plain, padding)
         ours = tensors_of(kind, exact, other, padding)
-        for (step, tensors, noisy), (_, shared, own) in zip(theirs, ours, strict=True):
+        for (step, tensors, noisy), (_, shared, sharded) in zip(theirs, ours, strict=True):
             # Tensors that couldn't be assembled from their shards aren't compared; surplus tensors fail.
-            checks += _compare_distances(kind, {name: tensors[name] for name in shared}, noisy, own, step)
-            checks += [Check(kind, name, math.inf, 0.0, 0.0, step) for name in own if name not in tensors]
+            checks += _compare_distances(kind, {name: tensors[name] for name in shared}, noisy, sharded, step)
+            checks += [Check(kind, name, math.inf, 0.0, 0.0, step) for name in sharded if name not in tensors]
             if kind in ("gradient", "moment"):
-                checks += _compare_slopes(tensors, noisy, own, step)
+                checks += _compare_slopes(tensors, noisy, sharded, step)
     return checks
 
 
@@ -104,8 +104,8 @@ def _compare_numbers(kind: ComparedKind, exact: list[float], plain: list[float],
     errors = [abs(noisy / true - 1) if true else abs(noisy) for true, noisy in zip(exact, plain, strict=True)]
     typical = math.sqrt(sum(error**2 for error in errors) / len(errors))
     tolerance = max(_DEVIATIONS * typical, _FLOORS[kind])
-    for step, (true, own) in enumerate(zip(exact, other, strict=True), start=1):
-        error = abs(own / true - 1) if true else abs(own)
+    for step, (true, number) in enumerate(zip(exact, other, strict=True), start=1):
+        error = abs(number / true - 1) if true else abs(number)
         yield Check(kind, f"step {step}", error if math.isfinite(error) else math.inf, abs(true), tolerance)
 
 
@@ -114,24 +114,26 @@ def _compare_distances(
 ) -> Iterator[Check]:
     noise = _noise(exact, plain)
     for name, tensor in exact.items():
-        own = Deviation.of(tensor, other.get(name))
+        deviation = Deviation.of(tensor, other.get(name))
         # The fewer elements, the larger the role of chance.
-        factor = FACTOR * (1 + 2 / math.sqrt(max(own.elements, 1)))
+        factor = FACTOR * (1 + 2 / math.sqrt(max(deviation.elements, 1)))
         magnitude = tensor.abs().max().item() if tensor.numel() else 0.0
-        yield Check(kind, name, own.distance, magnitude, factor * noise[name], step)
+        yield Check(kind, name, deviation.distance, magnitude, factor * noise[name], step)
 
 
 def _compare_slopes(exact: Tensors, plain: Tensors, other: Tensors, step: int | None) -> Iterator[Check]:
     noise = _noise(exact, plain)
-    own = {name: Deviation.of(tensor, other.get(name)) for name, tensor in exact.items()}
-    total = sum(each.weight for each in own.values()) or 1.0
+    deviations = {name: Deviation.of(tensor, other.get(name)) for name, tensor in exact.items()}
+    total = sum(deviation.weight for deviation in deviations.values()) or 1.0
     shares: list[float] = []
-    for name, each in own.items():
-        tolerance = _DEVIATIONS * noise[name] / math.sqrt(max(1, min(each.elements, _INDEPENDENT)))
-        shares.append(each.weight / total * tolerance)
-        if noise[name] < _ALL_NOISE or not math.isfinite(each.slope):
-            yield Check("scale", name, abs(each.slope), math.sqrt(each.weight), tolerance, step)
-    slope = abs(sum(each.weight * each.slope for each in own.values() if each.weight) / total)
+    for name, deviation in deviations.items():
+        tolerance = _DEVIATIONS * noise[name] / math.sqrt(max(1, min(deviation.elements, _INDEPENDENT)))
+        shares.append(deviation.weight / total * tolerance)
+        if noise[name] < _ALL_NOISE or not math.isfinite(deviation.slope):
+            yield Check("scale", name, abs(deviation.slope), math.sqrt(deviation.weight), tolerance, step)
+    slope = abs(
+        sum(deviation.weight * deviation.slope for deviation in deviations.values() if deviation.weight) / total
+    )
     tolerance = min(_TOGETHER * math.hypot(*shares), sum(shares))
     yield Check("scale", ALL, slope, math.sqrt(total), tolerance, step)
 

@@ -26,7 +26,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def check_alone(model: Any, plan: Plan, batch: Batch, pipeline: Pipeline | None = None) -> dict[str, Errors]:
-    """The checks by their kind, see :attr:`cuboid.verify.training.RunOutcome.own`. Collective, before any step.
+    """The checks by their kind, see :attr:`cuboid.verify.training.RunOutcome.own_checks`. Collective, before any step.
 
     Args:
         model: on this rank.
@@ -44,8 +44,8 @@ def check_alone(model: Any, plan: Plan, batch: Batch, pipeline: Pipeline | None 
             again = probe_masks(own_modules(model), model, lambda: _backward(model, batch, pipeline))
         stop_checkpointing(model)
         model.zero_grad()
-    found = {"dropout": compare_masks(kept, again, mesh), "sum": probe_sums(model, mesh)}
-    return {kind: worst_of_ranks(errors) for kind, errors in found.items()}
+    errors_by_kind = {"dropout": compare_masks(kept, again, mesh), "sum": probe_sums(model, mesh)}
+    return {kind: worst_of_ranks(errors) for kind, errors in errors_by_kind.items()}
 
 
 def _two_forwards(model: Any, batch: Batch, pipeline: Pipeline | None) -> None:
@@ -62,19 +62,19 @@ def _backward(model: Any, batch: Batch, pipeline: Pipeline | None) -> None:
         pipeline.train(iter([batch]), 1)
         return
     device = next(model.parameters()).device
-    given = {name: x.to(device) for name, x in batch.items()}
-    run_backward(model, kind_of(type(model), model.config), given)
+    inputs = {name: x.to(device) for name, x in batch.items()}
+    run_backward(model, kind_of(type(model), model.config), inputs)
 
 
 def worst_of_ranks(errors: Errors) -> Errors:
     """Of each name the largest error on any rank, on all ranks. Collective over the world."""
     worst: Errors = {}
-    for name, (error, most) in (item for each in _from_ranks(errors) for item in each.items()):
+    for name, (error, most) in (item for of_rank in _from_ranks(errors) for item in of_rank.items()):
         worst[name] = (max(error, worst.get(name, (0.0, 0.0))[0]), most)
     return worst
 
 
-def _from_ranks(own: Any) -> list[Any]:
+def _from_ranks(value: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    dist.all_gather_object(every, value)
     return every

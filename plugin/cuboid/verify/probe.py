@@ -28,9 +28,9 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Named
         own outputs by name, such as logits.
     """
     with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
-        given = run_forward(model, batch)
+        predictions = run_forward(model, batch)
     # If a module is called several times, such as a shared one, only the first call is compared.
-    return {name: calls[:1] for name, calls in outputs.items()}, {name: x.cpu() for name, x in given.items()}
+    return {name: calls[:1] for name, calls in outputs.items()}, {name: x.cpu() for name, x in predictions.items()}
 
 
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:

@@ -70,8 +70,8 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
         adapted.save_pretrained(
             Path(directory, SAVED), **({} if plan.adapter is None else {"save_embedding_layers": False})
         )
-    whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
-    outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
+    hidden_shape = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
+    outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == hidden_shape}
     outcome.logits = logits
     write(outcome, Path(directory))
 

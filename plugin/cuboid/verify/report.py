@@ -137,10 +137,10 @@ def _print_pass(report: PassReport, console: Console) -> None:
     for kind, reason in plan.left_out:
         console.print(escape(f"left out: {kind}, with which the architecture isn't right: {reason}"))
     if report.tolerance is not None and (
-        own := [c for c in report.checks if c.kind not in OWN and c.tolerance > report.tolerance]
+        loosened := [c for c in report.checks if c.kind not in OWN and c.tolerance > report.tolerance]
     ):
         console.print(
-            f"{len(own)} checks pass up to {FACTOR:.0f} times plain {plan.dtype}'s own distance from float64: "
+            f"{len(loosened)} checks pass up to {FACTOR:.0f} times plain {plan.dtype}'s own distance from float64: "
             "this model amplifies rounding"
         )
     for table in (_steps(report), _outputs(report), _parameters(report), _own(report)):

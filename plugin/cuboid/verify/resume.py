@@ -56,16 +56,16 @@ def check_resume(
     largest = 0.0 if torch.are_deterministic_algorithms_enabled() else _AGAIN
     uninterrupted = _state(engine)
     engine.load_checkpoint(str(folder), tag=_TAG)
-    found = {name: (error, 0.0) for name, error in _differences(written, _state(engine)).items()}
-    found["random states"] = (0.0 if _is_same(drawn, capture(device)) else 1.0, 0.0)
+    errors = {name: (error, 0.0) for name, error in _differences(written, _state(engine)).items()}
+    errors["random states"] = (0.0 if _is_same(drawn, capture(device)) else 1.0, 0.0)
     _seed(0)
     again = step()
-    found["loss of the next step"] = (abs(again - first) / max(abs(first), 1e-30), largest)
+    errors["loss of the next step"] = (abs(again - first) / max(abs(first), 1e-30), largest)
     apart = _differences(uninterrupted, _state(engine))
-    found |= {f"{name} after the next step": (error, largest) for name, error in apart.items()}
+    errors |= {f"{name} after the next step": (error, largest) for name, error in apart.items()}
     if mesh.rank == 0:
-        found |= _compare_files(folder / _TAG, weights, moments)
-    return worst_of_ranks(found)
+        errors |= _compare_files(folder / _TAG, weights, moments)
+    return worst_of_ranks(errors)
 
 
 def _seed(number: int) -> None:
@@ -80,24 +80,24 @@ def _state(engine: Any) -> dict[str, Tensors]:
     """Copies of this rank's weights and optimizer state, by kind and parameter."""
     weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     state = adapt_optimizer(engine.optimizer, stored_names(engine.module)).state()
-    found = {"weights": weights}
+    tensors = {"weights": weights}
     for kind, runs in state.quantities.items():
-        found[kind] = {name: run.values.detach().clone() for name, run in runs.items()}
+        tensors[kind] = {name: run.values.detach().clone() for name, run in runs.items()}
     for name, numbers in state.numbers.items():
         for kind, value in numbers.items():
-            found.setdefault(kind, {})[name] = torch.as_tensor(value).detach().clone()
+            tensors.setdefault(kind, {})[name] = torch.as_tensor(value).detach().clone()
     rates = {str(number): torch.tensor(group["lr"]) for number, group in enumerate(engine.optimizer.param_groups)}
-    return {**found, "learning rates": rates, "steps": {"": torch.tensor(engine.global_steps)}}
+    return {**tensors, "learning rates": rates, "steps": {"": torch.tensor(engine.global_steps)}}
 
 
 def _differences(before: dict[str, Tensors], after: dict[str, Tensors]) -> dict[str, float]:
     """The largest relative difference of each kind; 1 or more if something is missing."""
-    found = {}
+    differences = {}
     for kind in {**before, **after}:
         names = {**before.get(kind, {}), **after.get(kind, {})}
         pairs = [(before.get(kind, {}).get(name), after.get(kind, {}).get(name)) for name in names]
-        found[kind] = max((_apart(one, other) for one, other in pairs), default=0.0)
-    return found
+        differences[kind] = max((_apart(one, other) for one, other in pairs), default=0.0)
+    return differences
 
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

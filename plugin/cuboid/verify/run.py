@@ -183,15 +183,15 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
 
 def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mesh: bool) -> dict[BatchKind, str]:
     """Kinds of micro-batches that are known to give wrong results with the architecture, and why."""
-    cls, found = type(model), dict[BatchKind, str]()
+    cls, reasons = type(model), dict[BatchKind, str]()
     if has_mesh:
-        found |= mesh_verdict(cls, model.config).refused
+        reasons |= mesh_verdict(cls, model.config).refused
     if pipeline is not None:
         certificate = certificate_of(cls, model.config)
         for mode in certificate.modes(is_cut=pipeline.segments != 1, is_filled=has_mesh):
-            found |= {} if certificate.verdict is None else certificate.verdict.refused.get(mode, {})
+            reasons |= {} if certificate.verdict is None else certificate.verdict.refused.get(mode, {})
     # Plain rows are compared in any case, since that is what verification is for; and a plan's padding has no labels.
-    return {kind: reason for kind, reason in found.items() if kind not in ("whole rows", *LABELLED.values())}
+    return {kind: reason for kind, reason in reasons.items() if kind not in ("whole rows", *LABELLED.values())}
 
 
 def default_tolerance(plan: Plan) -> float:
@@ -208,14 +208,14 @@ def default_tolerance(plan: Plan) -> float:
 def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
     """The plan of the engine pass: DeepSpeed's precision and loss mean, and the config's clipping and AdamW."""
     parameters = (config.get("optimizer") or {}).get("params") or {}
-    given = {
+    settings = {
         "learning_rate": parameters.get("lr"),
         "betas": parameters.get("betas"),
         "weight_decay": parameters.get("weight_decay"),
         "clipping": config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT),
     }
     # "auto" is for the Hugging Face Trainer to fill in; here the plan's value counts.
-    known = {name: value for name, value in given.items() if value is not None and value != "auto"}
+    known = {name: value for name, value in settings.items() if value is not None and value != "auto"}
     if "betas" in known:
         known["betas"] = tuple(known["betas"])
     ours, _ = split_config(config)
@@ -274,8 +274,8 @@ def _run(
         plans = {"reference": dataclasses.replace(plan, dtype="float32", rounded=True) if half else plan}
         if half:
             plans["plain"] = plan
-        for side, own in plans.items():
-            pool.run(1, run_reference, own, _made(root / side), name == "engine", timeout_s=timeout_s)
+        for side, side_plan in plans.items():
+            pool.run(1, run_reference, side_plan, _made(root / side), name == "engine", timeout_s=timeout_s)
         mesh = ranks.run(world_size, job, plan, settings, _made(root / "cuboid"), timeout_s=timeout_s)[0]
         pipeline = parse_config(config).pipeline
         topology = Topology(mesh, world_size, 1 if pipeline is None else pipeline.stages)
@@ -367,9 +367,9 @@ def _made(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
-    if given is not None:
-        yield given
+def _pool(pool: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
+    if pool is not None:
+        yield pool
         return
-    with WorkerPool(size) as own:
-        yield own
+    with WorkerPool(size) as new_pool:
+        yield new_pool

@@ -94,18 +94,18 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         if is_stage:
             pipeline = Pipeline(model)
             outputs = probe_stage(pipeline, model, batch)
-            own = check_alone(model, plan, batch, pipeline)
+            alone_checks = check_alone(model, plan, batch, pipeline)
             outcome = train(model, plan, OnStages(pipeline))
         else:
             outputs, logits = probe(model, batch)
-            own = check_alone(model, plan, batch)
+            alone_checks = check_alone(model, plan, batch)
             outcome = train(model, plan, OnMesh(mesh))
     # The first replica's activations are compared; the others ran another micro-batch.
     if mesh.coordinate.data == 0:
         hidden = model.config.get_text_config().hidden_size
         parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)
         write_part(parts, Path(directory), mesh.rank)
-    outcome.logits, outcome.own = logits, own
+    outcome.logits, outcome.own_checks = logits, alone_checks
     cuboid.save_pretrained(model, Path(directory, SAVED))
     if mesh.rank == 0:
         write(outcome, Path(directory))
@@ -141,7 +141,7 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     saved = Path(directory, SAVED)
     cuboid.save_pretrained(engine, saved)
     resumed = check_resume(engine, lambda: run(plan.steps), Path(directory, "runs"), mesh, saved, outcome.moments)
-    outcome.own = {"resume": resumed}
+    outcome.own_checks = {"resume": resumed}
     if mesh.rank == 0:
         write(outcome, Path(directory))
     return mesh.shape
@@ -159,7 +159,7 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
     parameters = dict(engine.module.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     runs = adapt_optimizer(engine.optimizer, names).state().quantities[MOMENT]
-    found: dict[int, torch.Tensor] = {}
+    averages: dict[int, torch.Tensor] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
@@ -168,15 +168,15 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
         held = torch.zeros(2, parameter.numel(), dtype=run.values.dtype, device=parameter.device)
         held[0, run.start : run.stop], held[1, run.start : run.stop] = run.values, 1
         OnMesh(mesh).sum_over_replicas(held)
-        found[id(parameter)] = (held[0] / held[1]).view_as(parameter)
-    return full_values(engine.module, lambda parameter: found.get(id(parameter)))
+        averages[id(parameter)] = (held[0] / held[1]).view_as(parameter)
+    return full_values(engine.module, lambda parameter: averages.get(id(parameter)))
 
 
 def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
     losses, kind = [], kind_of(type(engine.module), engine.module.config)
     for batch in batches:
-        given = {name: x.to(engine.device) for name, x in batch.items()}
-        loss = kind.probe_loss(engine(**given, **kind.options_of(engine.module)), given)
+        inputs = {name: x.to(engine.device) for name, x in batch.items()}
+        loss = kind.probe_loss(engine(**inputs, **kind.options_of(engine.module)), inputs)
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

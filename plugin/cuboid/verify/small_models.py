@@ -70,7 +70,7 @@ class SmallModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        options = {each.name: (getattr(self, each.name), each.default) for each in fields(self)[1:]}
+        options = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[1:]}
         _check_options(self.architecture, {name: value for name, (value, plain) in options.items() if value != plain})
 
     @classmethod
@@ -252,9 +252,9 @@ def _config(small: SmallModel) -> PretrainedConfig:
                 **small.common(tied_by_default=True),
             )
         case "gpt_neox":
-            own = sizes()
-            del own["num_key_value_heads"]
-            return transformers.GPTNeoXConfig(**own)
+            settings = sizes()
+            del settings["num_key_value_heads"]
+            return transformers.GPTNeoXConfig(**settings)
 
 
 def _routing(small: SmallModel) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def write(outcome: RunOutcome, directory: Path) -> None:
     for kind, named in tensors.items():
         _save(named, directory / f"{kind}.safetensors")
     order = {kind: list(named) for kind, named in tensors.items()}  # the format sorts by name
-    scalars = {"losses": outcome.losses, "norms": outcome.norms, "own": outcome.own, "order": order}
+    scalars = {"losses": outcome.losses, "norms": outcome.norms, "own": outcome.own_checks, "order": order}
     (directory / "outcome.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
@@ -47,14 +47,21 @@ def read(directory: Path) -> RunOutcome:
     gradients = [named for kind, named in ordered.items() if kind not in _TENSORS]
     files = sorted((directory / SAVED).glob("*.safetensors"))
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    whole = {kind: ordered[kind] for kind in _TENSORS}
-    own = {kind: {name: tuple(pair) for name, pair in found.items()} for kind, found in scalars["own"].items()}
-    return RunOutcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, own=own, **whole)
+    tensors_by_kind = {kind: ordered[kind] for kind in _TENSORS}
+    own_checks = {kind: {name: tuple(pair) for name, pair in errors.items()} for kind, errors in scalars["own"].items()}
+    return RunOutcome(
+        scalars["losses"],
+        scalars["norms"],
+        gradients=gradients,
+        weights=weights,
+        own_checks=own_checks,
+        **tensors_by_kind,
+    )
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:
     """Assemble the activations ``[B, S, H]`` of the first replica from the parts of its ranks, stage by stage."""
-    whole: Tensors = {}
+    activations: Tensors = {}
     coordinates = {rank: topology.coordinate(rank) for rank in range(topology.world_size)}
     for stage in range(topology.pipe):
         ranks = [rank for rank, at in coordinates.items() if at.data == 0 and at.pipe == stage]
@@ -65,8 +72,8 @@ def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:
             call, _, name = key.partition(":")
             calls.setdefault(name, {})[int(call)] = assemble([part[key] for part in parts], at, topology.shape)
         for name, segments in calls.items():
-            whole[name] = torch.cat([segments[call] for call in sorted(segments)], dim=1)[:, :length]
-    return whole
+            activations[name] = torch.cat([segments[call] for call in sorted(segments)], dim=1)[:, :length]
+    return activations
 
 
 def _save(tensors: Tensors, path: Path) -> None:

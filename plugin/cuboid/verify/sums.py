@@ -33,26 +33,26 @@ def probe_sums(model: nn.Module, mesh: Mesh) -> dict[str, tuple[float, float]]:
     Returns:
         By what was summed, the error on this rank in units of the largest that the roundings explain, and 1.
     """
-    found, device = {}, next(model.parameters()).device
+    errors, device = {}, next(model.parameters()).device
     for axes, param in _distinct(model):
         blocks = [_numbers(param.block_shape, number, device) for number in range(param.ranks)]
-        own = param.along.index
-        exact = torch.stack([param.stacked(block)[own].double() for block in blocks])
+        index = param.along.index
+        exact = torch.stack([param.stacked(block)[index].double() for block in blocks])
         roundings = 1 if _exchanges(param) else param.ranks - 1
         # Alone, and in a bucket with another.
         for count, bucket in ((1, ""), (2, ", in a bucket")):
-            reducing = start_reduce_scatters([param] * count, [blocks[own].clone() for _ in range(count)])
-            excess = max(_excess(each.wait(), exact, roundings) for each in reducing)
-            found[f"gradients over {axes}{bucket}"] = (excess, 1.0)
+            reducing = start_reduce_scatters([param] * count, [blocks[index].clone() for _ in range(count)])
+            excess = max(_excess(reduction.wait(), exact, roundings) for reduction in reducing)
+            errors[f"gradients over {axes}{bucket}"] = (excess, 1.0)
     for axis in AXES:
         along = mesh.along(axis)
         if along.size > 1:
             wholes = [_numbers((along.size, _COLUMNS), number, device) for number in range(along.size)]
-            exact = torch.stack([whole[along.index].double() for whole in wholes])
+            exact = torch.stack([piece[along.index].double() for piece in wholes])
             scattered = reduce_scatter(wholes[along.index].clone(), along)
             roundings = 1 if _is_exchanged(along) else along.size - 1
-            found[f"partial sums over {axis}"] = (_excess(scattered, exact, roundings), 1.0)
-    return found
+            errors[f"partial sums over {axis}"] = (_excess(scattered, exact, roundings), 1.0)
+    return errors
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, ShardedParam]]:
@@ -81,9 +81,9 @@ def _is_exchanged(along: AxisGroup) -> bool:
     return along.process_group is None or dist.get_backend(along.process_group) == "gloo"
 
 
-def _excess(found: torch.Tensor, terms: torch.Tensor, roundings: int) -> float:
+def _excess(result: torch.Tensor, terms: torch.Tensor, roundings: int) -> float:
     """The largest error, over what so many roundings explain: the last of the sum, earlier ones of sums on the way."""
     exact, total = terms.sum(0), terms.abs().sum(0)
     explained = _ROUNDING * (exact.abs() + (roundings - 1) * total) + _WIDE * total
-    excess = float(((found.double().view_as(exact) - exact).abs() / explained.clamp(min=1e-30)).max())
+    excess = float(((result.double().view_as(exact) - exact).abs() / explained.clamp(min=1e-30)).max())
     return excess if math.isfinite(excess) else math.inf

@@ -33,9 +33,13 @@ def micro_batches(plan: Plan, model: Any, step: int, replica: int) -> list[Micro
 
 def token_share(plan: Plan, model: Any, step: int, batch: Mapping[str, torch.Tensor]) -> float:
     """A micro-batch's share of the step's labels, or rows, over all replicas."""
-    every = [each for replica in range(plan.data_parallel) for each in micro_batches(plan, model, step, replica)]
+    every = [
+        micro_batch
+        for replica in range(plan.data_parallel)
+        for micro_batch in micro_batches(plan, model, step, replica)
+    ]
     kind = kind_of(type(model), model.config)
-    return int(kind.items(batch)) / sum(int(kind.items(each)) for each in every)
+    return int(kind.items(batch)) / sum(int(kind.items(micro_batch)) for micro_batch in every)
 
 
 def options_of(model: Any) -> dict[str, Any]:
@@ -54,5 +58,5 @@ def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torc
 def paddings(plan: Plan) -> list[torch.Tensor]:
     """Masks of the probed micro-batch's padding, bool ``[B, S]``: of its target, if it has one, and of its ids."""
     case = plan.case(0)
-    masks = [each.attention_mask(plan.batch) for each in (target_case(case), case)]
+    masks = [length_case.attention_mask(plan.batch) for length_case in (target_case(case), case)]
     return [mask == 0 for mask in masks if mask is not None]

@@ -32,7 +32,7 @@ class RunOutcome:
             step.
         logits: ``[B, S, V]`` of the same forward, or a model's other outputs, by name.
         gradients: of each step, before clipping.
-        own: by kind, what is checked on the sharded side alone: errors by name, and the largest that passes.
+        own_checks: by kind, what is checked on the sharded side alone: errors by name, and the largest that passes.
         moments: Adam's first moments after the last step.
         weights: after the last step, as the side's checkpoint has them.
     """
@@ -42,7 +42,7 @@ class RunOutcome:
     activations: Tensors = field(default_factory=dict)
     logits: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
-    own: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    own_checks: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     moments: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
 
@@ -136,18 +136,18 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
         options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens_of(model)), device=device)
         share = 1.0
     for replica in replicas:
-        for given in micro_batches(plan, model, step, replica):
+        for inputs in micro_batches(plan, model, step, replica):
             if plan.mean_over == "tokens" and not counts_items:
-                share = token_share(plan, model, step, given)
-            batch = {name: x.to(device) for name, x in given.items()}
+                share = token_share(plan, model, step, inputs)
+            batch = {name: x.to(device) for name, x in inputs.items()}
             output = model(**batch, **options)
             loss = kind.probe_loss(output, batch) * share
             routers = exact_router_loss(model, output, batch.get("attention_mask"))
             if routers is not None:
                 # Replace transformers' router loss by the exact mean over micro-batches: it computes the loss in
                 # float32, and sums over micro-batches when it gets num_items_in_batch.
-                own = share * model.router_aux_loss_coef * output.aux_loss
-                loss = loss + routers / (plan.data_parallel * plan.accumulate) - own
+                router_loss = share * model.router_aux_loss_coef * output.aux_loss
+                loss = loss + routers / (plan.data_parallel * plan.accumulate) - router_loss
             loss.backward()
             total += loss.detach()
     return total

@@ -99,10 +99,10 @@ class StagedGroup(_ProcessGroup):
         self, outs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any
     ) -> dist.Work:
         """All-gather into one list of tensors for each input."""
-        hosts = [[self._empty(x) for x in each] for each in outs]
+        hosts = [[self._empty(x) for x in of_input] for of_input in outs]
         work = self._gloo.allgather(hosts, self._to_host(tensors), opts)
-        flat = [x for each in outs for x in each]
-        return self._returning(work, flat, [x for each in hosts for x in each])
+        flat = [x for of_input in outs for x in of_input]
+        return self._returning(work, flat, [x for of_input in hosts for x in of_input])
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
         """All-gather into one tensor, rank after rank."""
@@ -112,15 +112,15 @@ class StagedGroup(_ProcessGroup):
 
     def gather(self, outs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
         """Gather into one list of tensors on the destination rank; ``outs`` is empty on the others."""
-        hosts = [[self._empty(x) for x in each] for each in outs]
+        hosts = [[self._empty(x) for x in of_input] for of_input in outs]
         work = self._gloo.gather(hosts, self._to_host(tensors), opts)
-        flat = [x for each in outs for x in each]
-        return self._returning(work, flat, [x for each in hosts for x in each])
+        flat = [x for of_input in outs for x in of_input]
+        return self._returning(work, flat, [x for of_input in hosts for x in of_input])
 
     def scatter(self, outs: Sequence[torch.Tensor], tensors: Sequence[Sequence[torch.Tensor]], opts: Any) -> dist.Work:
         """Scatter one list of tensors from the source rank; ``tensors`` is empty on the others."""
         hosts = [self._empty(x) for x in outs]
-        work = self._gloo.scatter(hosts, [self._to_host(each) for each in tensors], opts)
+        work = self._gloo.scatter(hosts, [self._to_host(tensor) for tensor in tensors], opts)
         return self._returning(work, outs, hosts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
@@ -132,7 +132,7 @@ class StagedGroup(_ProcessGroup):
     ) -> dist.Work:
         """Reduce-scatter one list of tensors into each output."""
         hosts = [self._empty(x) for x in outs]
-        work = self._gloo.reduce_scatter(hosts, [self._to_host(each) for each in tensors], opts)
+        work = self._gloo.reduce_scatter(hosts, [self._to_host(tensor) for tensor in tensors], opts)
         return self._returning(work, outs, hosts)
 
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
