@@ -15,7 +15,7 @@ def constants(module: str) -> list[Any]:
 
 (VERSION,) = constants("version")
 # What `import cuboid` checks as well.
-RANGES, OPTIONAL = constants("requirements")
+(PYTHON, _), RANGES, OPTIONAL = constants("requirements")
 
 setup(
     name="cuboid",
@@ -35,7 +35,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.11",
+    python_requires=PYTHON,
     package_dir={"": "plugin", "cuboid_patches": "patches/cuboid_patches"},
     packages=[*find_packages("plugin"), "cuboid_patches"],
     package_data={

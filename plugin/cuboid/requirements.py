@@ -8,6 +8,8 @@ from packaging.specifiers import SpecifierSet
 
 from cuboid.version import __version__
 
+#: setup.py asks for it, and the tests run with the other.
+PYTHON, TESTED_PYTHON = ">=3.11", "3.11"
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {
     "torch": ">=2.9,<2.14",
@@ -16,7 +18,7 @@ RANGES = {
     "accelerate": ">=1.10,<1.16",
 }
 #: Packages that only some scripts use, checked when Cuboid meets them.
-OPTIONAL = {"peft": ">=0.19,<0.22"}
+OPTIONAL = {"peft": ">=0.19,<0.22", "colossalai": ">=0.5,<0.6"}
 
 
 def check_installed() -> None:

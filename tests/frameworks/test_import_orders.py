@@ -177,7 +177,8 @@ def test_workers_are_patched_however_they_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["train", "--help"], ["verify", "--help"], ["plan", "--help"]]
+    "arguments",
+    [["--version"], ["--help"], ["train", "--help"], ["verify", "--help"], ["plan", "--help"], ["doctor", "--help"]],
 )
 def test_help_and_version_import_nothing_heavy(arguments):
     code = f"""
@@ -203,7 +204,7 @@ def test_the_import_brings_nothing_heavy():
 
 
 def test_the_shell_completes_commands_and_options():
-    for words, completions in (("cuboid est", "estimate"), ("cuboid estimate --seq", "--seq-len\n--sequence-length")):
+    for words, completions in (("cuboid doc", "doctor"), ("cuboid estimate --seq", "--seq-len\n--sequence-length")):
         environment = {"_CUBOID_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         code = "import sys; sys.argv = ['cuboid']; from cuboid.cli import app; app()"
         status, output = run(sys.executable, "-c", code, **environment)

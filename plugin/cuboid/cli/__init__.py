@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from cuboid.cli.bench import bench
 from cuboid.cli.convert import convert
+from cuboid.cli.doctor import DoctorCommand, doctor
 from cuboid.cli.estimate import estimate
 from cuboid.cli.inspect import inspect
 from cuboid.cli.paths import Command
@@ -33,6 +34,7 @@ commands = typer.Typer(
 )
 commands.command(cls=Command)(bench)
 commands.command(cls=Command)(convert)
+commands.command(cls=DoctorCommand)(doctor)
 commands.command(cls=Command)(estimate)
 commands.command(cls=Command)(inspect)
 commands.command(cls=Command)(plan)

@@ -25,6 +25,9 @@ class Command(TyperCommand):
     begins with, or names first.
     """
 
+    #: Whether it runs with supported versions only.
+    checks_versions = True
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reject empty values, since ``--out "$UNSET"`` would be the current folder, and those that are too long."""
         values, _, _ = self.make_parser(ctx).parse_args(list(args))
@@ -39,9 +42,10 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        from cuboid.requirements import check_installed
+        if self.checks_versions:
+            from cuboid.requirements import check_installed
 
-        check_installed()
+            check_installed()
         try:
             for parameter in self.params:
                 if isinstance(path := ctx.params.get(parameter.name), Path):

@@ -154,6 +154,26 @@ def held(out: Path, command: str, say: Callable[[str], object]) -> Iterator[RunL
                 folder.rmdir()
 
 
+def state_of_lock(path: Path, say: Callable[[str], object]) -> tuple[Holder | None, bool]:
+    """The process that a lock names, if there is a lock, and whether the next run would take it over. Changes nothing.
+
+    Raises:
+        CuboidError: another file is there.
+    """
+    holder = _read(path)
+    if holder is None:
+        return None, True
+    ended = holder.has_ended()
+    if ended is None:
+        say(_watching(path, holder))
+        ended = not _gives_sign_of_life(path, holder)
+    return holder, ended
+
+
+def _watching(path: Path, holder: Holder) -> str:
+    return f"{path} names {holder}; watching for {_WATCH_S:.0f} s whether it still runs"
+
+
 def _take(path: Path, holder: Holder, say: Callable[[str], object]) -> RunLock:
     silent: Holder | None = None
     while True:
@@ -165,7 +185,7 @@ def _take(path: Path, holder: Holder, say: Callable[[str], object]) -> RunLock:
                 return RunLock(path, holder)
         assert present is not None
         if ended is None:
-            say(f"{path} names {present}; watching for {_WATCH_S:.0f} s whether it still runs")
+            say(_watching(path, present))
         if ended is not None or _gives_sign_of_life(path, present):
             raise CuboidError(
                 f"--out {str(path.parent)!r} is in use by another run: {present}. Wait until it has ended, or give "
