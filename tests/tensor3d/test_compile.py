@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.runtime.memory import LiveActivations
 from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.verify import SmallModel, WorkerPool
@@ -344,10 +344,3 @@ def test_graphs_keep_only_torchs_own_attention(path):
         plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
         model = cuboid.shard(plain, {"tensor_parallel": section, **ATTENTION_ONCE})
         assert (model.cuboid.compiled.reason is not None) == stays
-
-
-def test_a_pipeline_with_compiled_layers_is_an_error(path):
-    pipeline = {"engine": "seq1f1b", "stages": 1, "segments": 2}
-    section = {"mode": "3d_tensor", "mesh": {}, "compile": True}
-    with pytest.raises(ConfigError, match="no graph has yet"):
-        cuboid.shard(AutoModelForCausalLM.from_pretrained(path), {"tensor_parallel": section, "pipeline": pipeline})

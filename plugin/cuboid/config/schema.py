@@ -101,7 +101,7 @@ class TensorParallelConfig(Section):
         False,
         description="Whether torch.compile makes each kind of layer one graph, with the layer's collectives over "
         "`sequence` and `hidden` in it. A model whose layers aren't one graph keeps uncompiled layers, and a warning "
-        "says why. Not with a pipeline.",
+        "says why.",
     )
     autotp_size: int | None = Field(
         None,
@@ -488,15 +488,6 @@ class CuboidConfig(Section):
             raise ValueError(
                 'pipeline.partition is "measured", which cuts sequences by the times of this run, so that sums have '
                 'another order in each; with "deterministic": true take "flops", "even" or a list of lengths'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_compile(self) -> CuboidConfig:
-        if self.tensor_parallel.compile and self.pipeline is not None:
-            raise ValueError(
-                "tensor_parallel.compile is for layers that run whole sequences: a pipeline's attention keeps keys and "
-                "values of earlier segments, which no graph has yet; leave one of the two out"
             )
         return self
 

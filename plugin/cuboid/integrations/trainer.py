@@ -23,7 +23,7 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import predicted
 #: Training arguments that can't be set with a pipeline, and why.
 _REFUSED = {
     "label_smoothing_factor": "the loss is computed in pieces on the last stage, and only there; leave it at 0",
-    "torch_compile": "stages are run unit by unit, which nobody has fitted to compiled graphs; leave it out",
+    "torch_compile": 'stages are compiled when they are loaded; write "compile": true under tensor_parallel instead',
     "fp16": "its loss scaling is untried with the Trainer; use bf16, or the engine itself (deepspeed.initialize)",
     "fp16_full_eval": "a stage is evaluated in the precision that it has",
     "bf16_full_eval": "a stage is evaluated in the precision that it has; use bf16",

@@ -25,7 +25,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, fake_mask, forward_context, is_outside
 from cuboid.models.attention.kept_attention import ModelKernel, kept_attention
-from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
+from cuboid.models.attention.segment_call import Call, attend_in_graph, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
 from cuboid.models.attention.segments import AttentionRecord, find_record, hang_record
 from cuboid.models.attention.whole_sequence import Masks
@@ -118,13 +118,17 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
         query, key, value = _without_filling(record.images, module, call.query, call.key, call.value)
         call = Call(query, key, value, call.mask, call.options)
     # Compiled code keeps what its compiler decides.
-    running = None if torch.compiler.is_compiling() else kept_attention.get()
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and record.is_in_graph and record.place is not None:
+        return attend_in_graph(name, kernel, module, call, record.place)
+    running = None if is_compiling else kept_attention.get()
     kept = None if running is None else running.next_call()
-    unit = None if record.slot is None else record.unit
+    # A graph that looked at the unit would be one of this unit alone.
+    unit = None if record.slot is None or (is_compiling and record.is_in_graph) else record.unit
     if record.slot is not None and unit is not None:
         check_call(call, unit, module)
         # A module may call attention more than once, as differential attention does for each half of its values.
-        layer = (module, record.slot.next_call(module))
+        layer = (record.number, record.slot.next_call(record.number))
         if is_plain(name, call, unit):
             return attend_plain(call, unit, layer, None if kept is None else kept.segment), None
         call = with_prefix(name, call, unit, layer)

@@ -42,6 +42,7 @@ _FUSED = (
     "_scaled_dot_product_fused_attention_overrideable",
     "_flash_attention_forward",
     "_efficient_attention_forward",
+    "attend_segment",
 )
 _PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
 

@@ -162,6 +162,8 @@ class SegmentCache:
 
     @property
     def _unit(self) -> Unit:
+        if torch.compiler.is_compiling():
+            raise UnsupportedModelError(f"{self._name} has no form in a graph with segments: it reads its cache")
         unit = self._slot.current
         assert unit is not None, "a layer is given a cache in units only"
         return unit

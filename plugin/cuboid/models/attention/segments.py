@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ STRIPPED = ("past_key_values", "layer_past")
 _RECORD = "cuboid_attention"
 
 
-@dataclass
+@dataclass(eq=False)
 class AttentionRecord:
     """What the attention functions need to know about the module that calls them.
 
@@ -33,12 +34,21 @@ class AttentionRecord:
         slot: holds the running unit, if sequences run in segments.
         images: describes how positions were padded, in a model of images.
         implementations: the attention implementations that the model's configs named when the record was made.
+
+    Attributes:
+        number: tells it from others in a KV cache.
+        place: while compiled layers are traced, where the running segment's keys and values are
+            (:func:`~cuboid.seq1f1b.attention.segment_operators.place_of`); None for a whole sequence.
+        is_in_graph: whether the module is part of a compiled layer, so that graphs find the segment by ``place``.
     """
 
     mesh: Mesh | None = None
     slot: UnitSlot | None = None
     images: ImageSplit | None = None
     implementations: frozenset[str] = frozenset()
+    number: int = field(default_factory=itertools.count().__next__, init=False)
+    place: torch.Tensor | None = field(default=None, init=False)
+    is_in_graph: bool = field(default=False, init=False)
 
     @property
     def unit(self) -> Unit | None:

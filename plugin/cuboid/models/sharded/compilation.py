@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.roles import layer_names
+from cuboid.models.attention.forward_context import UnitSlot
+from cuboid.models.attention.segments_in_graphs import SegmentsInGraphs
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.sharded.activation_checkpointing import check_graphs_keep
 from cuboid.tensor3d.compiled.layers import CompiledLayers
@@ -20,10 +24,17 @@ from cuboid.tensor3d.prefetch import ModelPrefetcher
 _TORCH = "2.11"
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(
+    model: PreTrainedModel, layers: Sequence[nn.Module] | None = None, slot: UnitSlot | None = None
+) -> None:
     """Compile the layers of a model whose modules are sharded, before the model's state is noted.
 
     Layers that can't be compiled stay as they are, with a warning, now or in the first forward that shows it.
+
+    Args:
+        model: sharded, or a pipeline's stages.
+        layers: of the stages, in order; by default all of the model's.
+        slot: of the stages.
 
     Raises:
         UnsupportedModelError: this torch is too old.
@@ -33,12 +44,15 @@ def compile_layers(model: PreTrainedModel) -> None:
     kind = model.cuboid.kind
     if not isinstance(kind, Causal):
         compared = f"graphs were compared with plain transformers for {Causal.words}"
-        _stay_uncompiled(model, f"{compared}, not for {kind.words}")
+        stay_uncompiled(model, f"{compared}, not for {kind.words}")
         return
-    layers = [model.get_submodule(name) for name in layer_names(model)]
+    if layers is None:
+        layers = [model.get_submodule(name) for name in layer_names(model)]
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     prefetcher = next((hook for hook in hooks if isinstance(hook, ModelPrefetcher)), None)
-    model.cuboid.compiled = CompiledLayers(layers, prefetcher, functools.partial(_stay_uncompiled, model))
+    segments = None if slot is None else SegmentsInGraphs(layers, slot)
+    refuse = functools.partial(stay_uncompiled, model)
+    model.cuboid.compiled = CompiledLayers(layers, prefetcher, refuse, segments)
 
 
 def compile_later(model: Any, options: dict[str, Any]) -> None:
@@ -63,7 +77,8 @@ def compile_later(model: Any, options: dict[str, Any]) -> None:
         check_graphs_keep(model)
 
 
-def _stay_uncompiled(model: Any, reason: str) -> None:
+def stay_uncompiled(model: Any, reason: str) -> None:
+    """Say once why a model's layers run uncompiled."""
     if hasattr(model.cuboid, "made"):
         model.cuboid.made = model.cuboid.made.anew(model)
     warnings.warn(

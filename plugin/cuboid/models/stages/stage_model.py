@@ -21,6 +21,7 @@ from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.sharding import Sharding, WholeModel
+from cuboid.models.sharded.compilation import compile_layers, stay_uncompiled
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
@@ -129,14 +130,14 @@ class StageModel(ShardedModel):
     staging: Staging
 
     def compile(self, **_: Any) -> None:
-        """Not supported for a stage.
+        """Not for a stage, whose layers the config compiles.
 
         Raises:
             UnsupportedModelError: always.
         """
         raise UnsupportedModelError(
-            "a pipeline's stages can't be compiled: their attention keeps keys and values of earlier segments, which "
-            "no graph has yet; leave it out"
+            "a pipeline's stages are compiled when they are made: write \"compile\": true in the config's "
+            "tensor_parallel section"
         )
 
     @property
@@ -268,6 +269,12 @@ def finish_stage(
     )
     model.cuboid.draws = draws
     hook_heads(model)
+    if plan.config.tensor_parallel.compile:
+        if is_generated(pipeline.schedule):
+            splits = f'pipeline.schedule is "{pipeline.schedule}", whose backwards may be split'
+            stay_uncompiled(model, f'{splits}, for which graphs have no form; "seq1f1b" has one')
+        else:
+            compile_layers(model, list(own.values()), staging.slot)
     model.staging = staging
     inner: Any = model.get_submodule(plan.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]

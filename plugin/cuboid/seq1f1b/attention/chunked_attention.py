@@ -117,11 +117,16 @@ def attend_segment(
     Returns:
         ``[B, Hq, L, Dv]``.
     """
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # autocast casts the inputs of torch's own attention in the same way
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    out: torch.Tensor = _AttendSegment.apply(query, key, value, cache, layer, start, scale, kept)
+    out: torch.Tensor = _AttendSegment.apply(*as_autocast(query, key, value), cache, layer, start, scale, kept)
     return out
+
+
+def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors as autocast casts the inputs of torch's own attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def prefix(
@@ -163,7 +168,7 @@ class _AttendSegment(torch.autograd.Function):
             kernel, out, lse = kept.output.read()
         else:
             kernel = choose_kernel(query, key, value, past=start, length=cache.length)
-            out, lse = _attend(kernel, query, key, value, cache, layer, start, scale)
+            out, lse = attend(kernel, query, key, value, cache, layer, start, scale)
             if kept is not None:
                 kept.output = KeptOutput(kernel, kept.keep(out), kept.keep(lse))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
@@ -172,34 +177,20 @@ class _AttendSegment(torch.autograd.Function):
             query = query.clone()
         ctx.save_for_backward(query, out, lse)
         ctx.place = (cache, layer, start)
-        ctx.call = (kernel, _group(kernel, query, key), scale)
+        ctx.call = (kernel, scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse = ctx.saved_tensors
-        (cache, layer, start), (kernel, group, scale) = ctx.place, ctx.call
-        # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
-        own_kv = (_expand(x, group) for x in cache.read(layer, start, start + query.shape[2]))
-        dq, dk, dv = kernel.backward(grad, query, *own_kv, out, lse, causal=True, scale=scale)
-        # Before `add_gradients`, so that the last segment, which no later one adds to, has nothing to sum.
-        dk, dv = cache.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
-        if start > 0:
-            # As in forward: [B, Hq, L, …] to [B, Hkv, group·L, …].
-            grad, folded, out, lse = (_fold(x, group) for x in (grad, query, out, lse))
-            past = cache.read(layer, 0, start)
-            dq_past, dk_past, dv_past = kernel.backward(grad, folded, *past, out, lse, causal=False, scale=scale)
-            _by_group(dq, group).add_(_unfold(dq_past, group))
-            if any(ctx.needs_input_grad[1:3]):
-                cache.add_gradients(layer, 0, dk_past, dv_past)
-        else:
-            # The first segment is the last to run backward.
-            cache.free_layer(layer)
+        kernel, scale = ctx.call
+        needs_past = any(ctx.needs_input_grad[1:3])
+        dq, dk, dv = attend_backward(kernel, grad, query, out, lse, *ctx.place, scale, needs_past=needs_past)
         return dq, dk, dv, *[None] * 5
 
 
-def _attend(
+def attend(
     kernel: Kernel,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -221,6 +212,48 @@ def _attend(
     return out, lse
 
 
+def attend_backward(
+    kernel: Kernel,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cache: KVCache,
+    layer: Hashable,
+    start: int,
+    scale: float,
+    *,
+    needs_past: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of a segment's query, key and value, after those of the past were added to the KV cache.
+
+    Args:
+        grad: ``[B, Hq, L, Dv]``, the gradient of ``out``.
+        query, out, lse: of the forward, ``[B, Hq, L, …]``, merged.
+        kernel, cache, layer, start, scale: as in :func:`attend`.
+        needs_past: whether keys and values have gradients.
+    """
+    # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
+    key, value = cache.read(layer, start, start + query.shape[2])
+    group = _group(kernel, query, key)
+    own_kv = _expand(key, group), _expand(value, group)
+    dq, dk, dv = kernel.backward(grad, query, *own_kv, out, lse, causal=True, scale=scale)
+    # Before `add_gradients`, so that the last segment, which no later one adds to, has nothing to sum.
+    dk, dv = cache.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
+    if start > 0:
+        # As in forward: [B, Hq, L, …] to [B, Hkv, group·L, …].
+        grad, folded, out, lse = (_fold(x, group) for x in (grad, query, out, lse))
+        past = cache.read(layer, 0, start)
+        dq_past, dk_past, dv_past = kernel.backward(grad, folded, *past, out, lse, causal=False, scale=scale)
+        _by_group(dq, group).add_(_unfold(dq_past, group))
+        if needs_past:
+            cache.add_gradients(layer, 0, dk_past, dv_past)
+    else:
+        # The first segment is the last to run backward.
+        cache.free_layer(layer)
+    return dq, dk, dv
+
+
 class _Prefix(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -233,14 +266,34 @@ class _Prefix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cache, layer, start, first = ctx.place
-        past = start - first
-        gradients = cache.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
-        if any(ctx.needs_input_grad[:2]):
-            cache.add_gradients(layer, first, dk[:, :, :past], dv[:, :, :past])
-        if start == 0:
-            cache.free_layer(layer)
+        gradients = prefix_backward(dk, dv, *ctx.place, needs_past=any(ctx.needs_input_grad[:2]))
         return *gradients, None, None, None, None
+
+
+def prefix_backward(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cache: KVCache,
+    layer: Hashable,
+    start: int,
+    first: int,
+    *,
+    needs_past: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of a segment's own keys and values, after those of the past were added to the KV cache.
+
+    Args:
+        dk, dv: of what :func:`prefix` returned.
+        cache, layer, start, first: as there.
+        needs_past: whether keys and values have gradients.
+    """
+    past = start - first
+    gradients = cache.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
+    if needs_past:
+        cache.add_gradients(layer, first, dk[:, :, :past], dv[:, :, :past])
+    if start == 0:
+        cache.free_layer(layer)
+    return gradients
 
 
 # GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors unchanged

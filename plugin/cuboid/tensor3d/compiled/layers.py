@@ -10,7 +10,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._functorch.config
@@ -31,8 +31,23 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 _MOST_GRAPHS = 64
 #: Hooks of modules inside of a layer that have a form in a graph.
 _OURS = (FusedProjections, CompiledProjections)
+#: Operations whose results are larger than what they are made of. The second one reads a segment's KV cache.
+_AGAIN = ("all_gather_into_tensor", "segment_prefix")
 #: What follows an all-gather until its result is one tensor, the ranks' parts in order.
-_REARRANGE = frozenset({"wait_tensor", "unflatten", "movedim", "flatten"})
+_REARRANGE = frozenset({"wait_tensor", "unflatten", "movedim", "flatten", "getitem"})
+
+
+class Segments(Protocol):
+    """What layers that run segments of sequences are told about the segment that is running."""
+
+    def use(self, *, in_graphs: bool) -> None:
+        """Tell the layers' graphs, or let the layers find out by themselves."""
+
+    def begin(self, number: int) -> None:
+        """Before the layer with this number runs."""
+
+    def complete(self, graph: torch.fx.GraphModule) -> None:
+        """Complete a layer's graph."""
 
 
 class CompiledLayers:
@@ -42,6 +57,7 @@ class CompiledLayers:
         layers: in the order in which they run.
         prefetcher: of the layers; None if nothing is unsharded.
         refuse: called with the reason, once, if the layers can't be compiled; nothing is changed then.
+        segments: of a pipeline's stage; None if layers run whole sequences.
 
     Attributes:
         graphs: number of graphs that were compiled.
@@ -49,13 +65,18 @@ class CompiledLayers:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], prefetcher: ModelPrefetcher | None, refuse: Callable[[str], None]
+        self,
+        layers: Sequence[nn.Module],
+        prefetcher: ModelPrefetcher | None,
+        refuse: Callable[[str], None],
+        segments: Segments | None = None,
     ) -> None:
         self._layers = list(layers)
         self._prefetchers: list[LayerPrefetcher | None] = [
             None if prefetcher is None else prefetcher.of(layer) for layer in layers
         ]
         self._refuse = refuse
+        self._segments = segments
         self._inner = [module for module in _modules(layers) if module not in self._layers]
         #: Modules whose class was replaced, with the former one.
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -88,6 +109,8 @@ class CompiledLayers:
         self._compiled = compiled if takes_limit else patch(compiled)
         for number, layer in enumerate(self._layers):
             layer.forward = functools.partial(self._forward, number)
+        if self._segments is not None:
+            self._segments.use(in_graphs=True)
         for prefetcher in self._prefetchers:
             if prefetcher is not None:
                 prefetcher.use_blocks(whole_layers=True)
@@ -96,6 +119,8 @@ class CompiledLayers:
         for module, cls in self._swapped:
             module.__class__ = cls
         self._swapped.clear()
+        if self._segments is not None:
+            self._segments.use(in_graphs=False)
         for layer, prefetcher in zip(self._layers, self._prefetchers, strict=True):
             del layer.forward
             if prefetcher is not None:
@@ -111,6 +136,8 @@ class CompiledLayers:
             self.check_hooks()
         if self.reason is not None:
             return type(layer).forward(layer, *args, **kwargs)
+        if self._segments is not None:
+            self._segments.begin(number)
         if prefetcher is not None:
             if args:
                 args = (prefetcher.enter(args[0]), *args[1:])
@@ -174,6 +201,8 @@ class CompiledLayers:
             check_draws_nothing(graph)
         self.graphs += 1
         recompute_gathers(graph)
+        if self._segments is not None:
+            self._segments.complete(graph)
         # A cached pair of graphs would come without being looked at; Inductor's own cache of kernels stays.
         with torch._functorch.config.patch(enable_autograd_cache=False):
             inductor: Any = lookup_backend("inductor")
@@ -242,14 +271,13 @@ def check_draws_nothing(graph: torch.fx.GraphModule) -> None:
 def recompute_gathers(graph: torch.fx.GraphModule) -> None:
     """Mark a graph's all-gathers, and what rearranges their results, to be run again in backward.
 
-    Otherwise gathered inputs would be saved, which take as many times the memory as there are ranks.
+    Otherwise gathered inputs would be saved, which take as many times the memory as there are ranks. So would the keys
+    and values of all earlier segments, which are in the KV cache.
     """
     for part in graph.modules():
         gathered: set[torch.fx.Node] = set()
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             name = getattr(node.target, "__name__", "")
-            if name.startswith("all_gather_into_tensor") or (
-                name in _REARRANGE and not gathered.isdisjoint(node.all_input_nodes)
-            ):
+            if name.startswith(_AGAIN) or (name in _REARRANGE and not gathered.isdisjoint(node.all_input_nodes)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 gathered.add(node)

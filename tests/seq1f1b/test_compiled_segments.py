@@ -1,0 +1,154 @@
+"""Compiled layers of a pipeline's stages: all segments share a layer's graphs, whose gradients are plain ones."""
+
+import warnings
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import cuboid
+from cuboid.distributed.topology import MeshShape
+from cuboid.tensor3d.compiled import layers as compiled_layers
+from cuboid.verify import SmallModel
+
+ROWS, LENGTH, STEPS = 2, 16, 3
+#: Inductor may take minutes for the first graph on a machine.
+TIMEOUT_S = 600
+#: As Inductor, with its partition into forward and backward, but what is in them runs uncompiled.
+PARTITION_ONLY, INDUCTOR = "partition only", "inductor"
+LAYERS_AGAIN = {"activation_checkpointing": {"mode": "layers"}}
+ATTENTION_ONCE = {"activation_checkpointing": {"mode": "attention"}}
+STEP = {"tensor_parallel": {"weight_gather": "step", "gradient_sync": "step"}}
+UNEVEN = {"partition": [6, 5, 3, 2]}
+NOTHING = MappingProxyType({})
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint):
+    return checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=2))
+
+
+def micro_batch(padded=0, shift=0):
+    ids = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 + shift) % 131
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, :padded] = 0
+        batch["labels"][0, : padded + 1] = -100
+    return batch
+
+
+def config_of(axes, pipeline=NOTHING, sections=NOTHING, *, compiles=True):
+    mesh = dict(zip(("batch", "sequence", "hidden"), axes, strict=True))
+    tensor_parallel = {"mode": "3d_tensor", "mesh": mesh, "compile": compiles, **sections.get("tensor_parallel", {})}
+    keys = {"engine": "seq1f1b", "stages": 1, "segments": 4, **pipeline}
+    return {**sections, "tensor_parallel": tensor_parallel, "pipeline": keys}
+
+
+def staged(plain, config, compiler):
+    torch._dynamo.reset()
+    counters.clear()
+    if compiler == PARTITION_ONLY:
+        compiled_layers.compile_graph = lambda graph, _, **__: make_boxed_func(graph.forward)
+    return cuboid.shard(plain, config).train()
+
+
+def train(path, axes, pipeline, sections, compiler, padded, attention):
+    """Graphs after each step, breaks, and the loss and gradients of the last step."""
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+    model = staged(plain, config_of(axes, pipeline, sections), compiler)
+    runs, after_step = cuboid.Pipeline(model), []
+    for _ in range(STEPS):
+        model.zero_grad()
+        batches = [micro_batch(padded, shift) for shift in (0, 3)]
+        loss = runs.train(iter(batches), len(batches))
+        after_step.append(model.cuboid.compiled.graphs)
+    assert model.cuboid.compiled.reason is None
+    return after_step, sum(counters["graph_break"].values()), float(loss), cuboid.full_gradients(model)
+
+
+def plain_gradients(path, padded, attention):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).train()
+    batches = [micro_batch(padded, shift) for shift in (0, 3)]
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    loss = sum(model(**batch, num_items_in_batch=items).loss for batch in batches)
+    loss.backward()
+    return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "pipeline", "sections", "compiler", "padded", "attention", "graphs"),
+    [
+        ((1, 1, 1), UNEVEN, NOTHING, INDUCTOR, 0, "sdpa", 2),
+        ((1, 1, 1), NOTHING, LAYERS_AGAIN, PARTITION_ONLY, 0, "sdpa", 1),
+        ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 0, "sdpa", 1),
+        ((1, 1, 1), NOTHING, NOTHING, PARTITION_ONLY, 2, "sdpa", 2),
+        ((1, 1, 1), {"segments": 1}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
+        ((1, 2, 1), {"stages": 2}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
+        ((2, 1, 1), NOTHING, STEP, PARTITION_ONLY, 0, "sdpa", 1),
+        *(
+            pytest.param(axes, pipeline, sections, INDUCTOR, padded, attention, graphs, marks=pytest.mark.slow)
+            for axes, pipeline, sections, padded, attention, graphs in [
+                ((1, 1, 1), NOTHING, NOTHING, 2, "eager", 2),
+                ((1, 2, 1), {"stages": 2}, NOTHING, 2, "sdpa", 2),
+                ((2, 1, 1), {"stages": 2}, LAYERS_AGAIN, 0, "sdpa", 1),
+                ((1, 1, 2), {"stages": 2, **UNEVEN}, ATTENTION_ONCE, 0, "sdpa", 2),
+                ((2, 2, 2), NOTHING, NOTHING, 0, "sdpa", 1),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_segments_share_a_layers_graphs_and_give_the_gradients_of_plain_transformers(
+    pool, path, axes, pipeline, sections, compiler, padded, attention, graphs
+):
+    size = MeshShape(*axes).size * pipeline.get("stages", 1)
+    given = path, axes, dict(pipeline), dict(sections), compiler, padded, attention
+    ranks = pool.run(size, train, *given, timeout_s=TIMEOUT_S)
+    for after_step, breaks, _, _ in ranks:
+        assert (after_step, breaks) == ([graphs] * STEPS, 0)
+    expected_loss, expected = plain_gradients(path, padded, attention)
+    _, _, loss, gradients = ranks[0]
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-6 * max(1, gradient.abs().max()), name
+
+
+# --- what stays uncompiled, and says so ---------------------------------------------------------------------------
+
+
+def named(pipeline):
+    """The warnings of stages whose layers can't be one graph, and their losses beside uncompiled ones."""
+    sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    configs = {
+        "split": AutoConfig.for_model("llama", **sizes, intermediate_size=64),
+        "states": AutoConfig.for_model(
+            "falcon_h1", **sizes, intermediate_size=64, num_key_value_heads=2, mamba_d_ssm=64
+        ),
+    }
+    said = {}
+    for name, config in configs.items():
+        losses = []
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                keys = pipeline if name == "split" else NOTHING
+                model = staged(plain, config_of((1, 1, 1), keys, compiles=compiles), PARTITION_ONLY)
+                losses.append(float(cuboid.Pipeline(model).train(iter([micro_batch()] * 2), 2)))
+        said[name] = [str(warning.message) for warning in caught if "compiling" in str(warning.message)], losses
+    return said
+
+
+def test_stages_whose_layers_are_no_graph_run_uncompiled_and_are_named_once(pool):
+    (said,) = pool.run(1, named, {"schedule": "zero_bubble"}, timeout_s=TIMEOUT_S)
+    for (message,), losses in said.values():
+        assert message.startswith("compiling was asked for, but the layers of")
+        assert losses[0] == losses[1]
+    assert 'pipeline.schedule is "zero_bubble"' in said["split"][0][0]
+    assert "reads its cache" in said["states"][0][0]
