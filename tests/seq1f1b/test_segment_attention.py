@@ -21,6 +21,7 @@ from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.attention.segments import (
     check_segments,
     prepare_masks,
+    record_of,
     use_segment_attention,
 )
 from cuboid.models.certification.float64 import precision
@@ -650,7 +651,7 @@ def called(**changes):
     (query, key, value), _ = random_heads(4, 4, 2, 8, 8, 1)
     arguments = {"query": query, "key": key, "value": value, "attention_mask": None, **changes}
     store = KVCache(8, segmented.pool)
-    store.write((module, 0), 0, key, value)
+    store.write((record_of(module).number, 0), 0, key, value)
     with segmented.slot.running(Unit(store, 4, 8, 8)):
         return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, **arguments)[0]
 

@@ -36,8 +36,10 @@ class SegmentsInGraphs:
         unit = self._slot.current
         for record in self._records[number]:
             # A whole sequence needs no KV cache.
-            cut = unit is not None and not unit.is_whole
-            record.place = place_of(unit.store, record.number, unit.start) if cut else None
+            if unit is None or unit.is_whole:
+                record.place = None
+            else:
+                record.place = place_of(unit.store, record.number, unit.start)
 
     def complete(self, graph: torch.fx.GraphModule) -> None:
         """Complete a layer's graph: see :func:`number_calls`."""

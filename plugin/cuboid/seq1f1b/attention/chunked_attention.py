@@ -184,9 +184,9 @@ class _AttendSegment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse = ctx.saved_tensors
-        kernel, scale = ctx.call
+        (cache, layer, start), (kernel, scale) = ctx.place, ctx.call
         needs_past = any(ctx.needs_input_grad[1:3])
-        dq, dk, dv = attend_backward(kernel, grad, query, out, lse, *ctx.place, scale, needs_past=needs_past)
+        dq, dk, dv = attend_backward(kernel, grad, query, out, lse, cache, layer, start, scale, needs_past=needs_past)
         return dq, dk, dv, *[None] * 5
 
 
