@@ -304,3 +304,17 @@ def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch):
     found = count_kept(description_of(small("llama")), CountedAs(None, segmented=True, splits=True))
     assert found.obstacle == "TypeError: of the model"
     count_kept.cache_clear()
+
+
+def key_of(**sizes):
+    described = description_of(small("llama", **sizes))
+    return _Key(described.config, described.kind_of_layers, described.verdict)
+
+
+def test_models_that_differ_in_the_number_of_layers_alone_share_a_count():
+    assert key_of(num_hidden_layers=4) == key_of(num_hidden_layers=9)
+    assert hash(key_of(num_hidden_layers=4)) == hash(key_of(num_hidden_layers=9))
+    assert key_of(num_hidden_layers=9).config.num_hidden_layers == 2
+    assert key_of() != key_of(intermediate_size=104)
+    # With one layer there is no second one, which shares masks and positions with the first.
+    assert key_of(num_hidden_layers=1) != key_of(num_hidden_layers=2)

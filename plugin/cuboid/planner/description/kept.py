@@ -276,12 +276,16 @@ def _is_obstacle(error: Exception) -> bool:
 
 
 class _Key:
-    """A config, the kinds of its layers, and the verdict on meshes, compared by value."""
+    """The config of a model's first layers, their kinds, and the verdict on meshes, compared by value.
+
+    Models of more layers, but of the same kinds, are equal.
+    """
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...], verdict: MeshVerdict) -> None:
-        self.config, self.kinds, self.verdict = config, kinds, verdict
-        said = {**config.to_dict(), "attention": config._attn_implementation, "verdict": repr(verdict)}
-        self._said = json.dumps(said, sort_keys=True, default=str), kinds
+        self.kinds, self.verdict = _enough(kinds), verdict
+        self.config = _first_layers(config, len(kinds), len(self.kinds))
+        said = {**self.config.to_dict(), "attention": config._attn_implementation, "verdict": repr(verdict)}
+        self._said = json.dumps(said, sort_keys=True, default=str), self.kinds
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._said == other._said
@@ -339,17 +343,17 @@ class _Sample:
     """The first few layers of a model, without values; each kind is there twice if the model has it twice.
 
     Args:
-        key: config and kinds of the full model.
+        key: config and kinds of these layers.
         kinds: the model's kinds of layers.
         window: window of the layers that have one.
         rank: see :func:`count_kept`.
     """
 
     def __init__(self, key: _Key, kinds: tuple[Layer, ...], window: int, rank: CountedAs) -> None:
-        self.kinds, self.window, self.rank = _enough(key.kinds), window, rank
+        self.kinds, self.window, self.rank = key.kinds, window, rank
         self.windows = [kind.attention.window is not None for kind in kinds]
         self._shape = MeshShape() if rank.mesh is None else rank.mesh
-        config = _cut_config(key.config, len(key.kinds), len(self.kinds), window)
+        config = _countable(key.config, window)
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
         self._inputs = key.verdict.inputs
         # Made outside of the fake mode: to find their kind, norms are run with real values.
@@ -432,7 +436,7 @@ class _Sample:
         return self.waiting.open() if self.rank.splits else nullcontext()
 
     def _waiting_of(
-        self, unit: Unit, hidden: torch.Tensor, places: dict[int, tuple[int, torch.Tensor]]
+        self, unit: Unit, hidden: torch.Tensor, places: dict[int, tuple[int, torch.UntypedStorage]]
     ) -> dict[int, int]:
         """Run the first half of a unit's backward; bytes that wait for the second, by layer."""
         self.waiting.products.clear()
@@ -468,8 +472,8 @@ class _Sample:
         return hidden if self._late is None else self._late.own_part(hidden)
 
 
-def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -> PretrainedConfig:
-    """The config of the first ``kept`` of ``layers`` layers, with another window."""
+def _first_layers(config: PretrainedConfig, layers: int, kept: int) -> PretrainedConfig:
+    """The config of the first ``kept`` of ``layers`` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
@@ -477,6 +481,13 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
         if isinstance(value, list) and len(value) == layers:
             setattr(text, name, value[:kept])
     text.num_hidden_layers = kept
+    return config
+
+
+def _countable(config: PretrainedConfig, window: int) -> PretrainedConfig:
+    """The config with another window, and without tables that depend on values."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
     for name in _WINDOWS:
         if getattr(text, name, None):
             setattr(text, name, window)
@@ -530,7 +541,8 @@ class _Waiting(WeightGradientStore):
 class _Saved:
     """Storages that autograd saves; each counts once, for the layer that saves it first.
 
-    They are kept alive, so that no other storage gets the same id.
+    They are kept alive, so that no other storage gets the same id. A storage rather than a tensor that shares it: such
+    a tensor would be one more operation for each that is saved.
 
     Args:
         model: its parameters and buffers don't count.
@@ -542,7 +554,7 @@ class _Saved:
         self._place_of = {id(x): index for index, layer in enumerate(layers) for x in layer.parameters()}
         #: Index of the layer that runs: -1 before the first one, their number after the last.
         self.place = -1
-        self._found: dict[int, tuple[int, torch.Tensor]] = {}
+        self._found: dict[int, tuple[int, torch.UntypedStorage]] = {}
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self._enter, index), prepend=True)
         layers[-1].register_forward_hook(functools.partial(self._enter, len(layers)))
@@ -560,7 +572,7 @@ class _Saved:
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         if storage_id(x) not in self._excluded:
-            self._found.setdefault(storage_id(x), (self.place, x.detach()))
+            self._found.setdefault(storage_id(x), (self.place, x.untyped_storage()))
         return x
 
     def note_dispatches(self, output: torch.Tensor) -> None:
@@ -578,21 +590,21 @@ class _Saved:
                 # The choices pick the weights of rows, differentiably, so that the hooks have seen them.
                 place, _ = self._found[storage_id(dispatch.choices)]
                 for x in (dispatch.places, dispatch.experts, dispatch.ends, dispatch.tokens):
-                    self._found.setdefault(storage_id(x), (place, x))
+                    self._found.setdefault(storage_id(x), (place, x.untyped_storage()))
 
     def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
         """Bytes by index of the layer: -1 before the first one, their number after the last. Without the KV cache."""
         sizes: Counter[int] = Counter()
-        for key, (place, x) in self._found.items():
+        for key, (place, storage) in self._found.items():
             if not pool.holds(key):
-                sizes[place] += x.untyped_storage().nbytes()
+                sizes[place] += storage.nbytes()
         return sizes
 
-    def places(self) -> dict[int, tuple[int, torch.Tensor]]:
-        """By storage: the layer that saved it first, and a tensor that keeps it alive."""
+    def places(self) -> dict[int, tuple[int, torch.UntypedStorage]]:
+        """By a storage's id: the layer that saved it first, and the storage, which is kept alive."""
         return dict(self._found)
 
-    def bytes_of(self, products: list[Any], places: dict[int, tuple[int, torch.Tensor]]) -> dict[int, int]:
+    def bytes_of(self, products: list[Any], places: dict[int, tuple[int, torch.UntypedStorage]]) -> dict[int, int]:
         """Bytes of products' inputs and output gradients, by layer; each storage counts once, for the first product."""
         sizes: Counter[int] = Counter()
         seen: set[int] = set()
