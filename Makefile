@@ -38,7 +38,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train colossalai test test-slow test-versions gpu bench docs lint clean
+.PHONY: help install train colossalai test test-slow test-versions gpu bench docs site lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -110,6 +110,16 @@ bench: install ## Measure everything that can run here, or CASE=…, with ARGS="
 
 docs: install ## Make the generated parts of docs/ again, and their pictures, or CASE=…; ARGS=--check writes nothing.
 	@$(BIN)/python docs/generate.py $(CASE) $(ARGS)
+
+# The site's packages have versions of their own, so they have an environment of their own.
+$(VENV)/site/installed: configs/requirements-docs.txt | $(VENV)/installed
+	@$(BIN)/python -m venv $(VENV)/site
+	@$(VENV)/site/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+site: $(VENV)/site/installed ## Make the site, build/site/index.html, of docs/; a warning is an error.
+	@$(VENV)/site/bin/python -m sphinx --quiet -W --keep-going docs build/site
+	@echo "build/site/index.html"
 
 lint: install ## Check style, types, names, and that imports only run down.
 	@$(BIN)/ruff check .
