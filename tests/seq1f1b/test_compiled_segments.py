@@ -95,7 +95,7 @@ def plain_gradients(path, padded, attention):
                 ((2, 1, 1), NOTHING, STEP, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 2, 1), {"stages": 2}, NOTHING, INDUCTOR, 2, "sdpa", 2),
                 ((2, 1, 1), {"stages": 2}, LAYERS_AGAIN, INDUCTOR, 0, "sdpa", 1),
-                ((1, 1, 2), {"stages": 2, **UNEVEN}, ATTENTION_ONCE, INDUCTOR, 0, "sdpa", 2),
+                ((1, 1, 2), {"stages": 2, "partition": [6, 4, 4, 2]}, ATTENTION_ONCE, INDUCTOR, 0, "sdpa", 2),
             ]
         ),
     ],
