@@ -235,7 +235,10 @@ REFUSALS = """
     messages["class Mine(CuboidTrainer, Derived)"] = message_of(Derived)
     of_trl = {"__module__": "trl.trainer", "training_step": lambda *_: None}
     messages["class Mine(CuboidTrainer, SFTTrainer)"] = message_of(type("SFTTrainer", (Trainer,), of_trl))
-    messages["TRL's DPOTrainer trains a loss of its own"] = message_of(type("DPOTrainer", (CuboidTrainer,), of_trl))
+    messages["TRL's ORPOTrainer trains a loss of its own"] = message_of(type("ORPOTrainer", (CuboidTrainer,), of_trl))
+    dpo = type("DPOTrainer", (CuboidTrainer,), {"__module__": "trl.trainer"})
+    messages["sync_ref_model"] = message_of(dpo, {"sync_ref_model": True})
+    messages["router_aux_loss_coef"] = message_of(dpo, {"router_aux_loss_coef": 0.1})
     messages["predictions"] = message_of()
     allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
     print("RESULT" + json.dumps([messages, allowed]))

@@ -175,6 +175,7 @@ TRL = """
         {"prompt": says(at, 4), "chosen": " " + says(at + 3, 5 - at % 2), "rejected": " " + says(at + 11, 3)}
         for at in range(48)
     ]
+    margins = [{**pair, "margin": 0.2 * (at % 3)} for at, pair in enumerate(pairs)]
     marked = [{**answer, "label": at % 3 > 0} for at, answer in enumerate(answers)]
     trainer_class, config_class, data, options = {
         "sft": (SFTTrainer, SFTConfig, texts, {}),
@@ -192,7 +193,15 @@ TRL = """
         "reward, lora": (RewardTrainer, RewardConfig, pairs, {}),
         "dpo": (DPOTrainer, DPOConfig, pairs, {}),
         "dpo, reference": (DPOTrainer, DPOConfig, pairs, {}),
+        "dpo, adapter": (DPOTrainer, DPOConfig, pairs, {}),
+        "dpo, losses": (
+            DPOTrainer, DPOConfig, pairs,
+            {"loss_type": ["ipo", "aot", "sft"], "loss_weights": [1.0, 0.5, 0.3], "use_weighting": False,
+             "ld_alpha": 0.5},
+        ),
         "reward": (RewardTrainer, RewardConfig, pairs, {}),
+        "reward, centred": (RewardTrainer, RewardConfig, margins, {"center_rewards_coefficient": 0.3}),
+        "reward, adapter": (RewardTrainer, RewardConfig, pairs, {}),
         "kto": (KTOTrainer, KTOConfig, marked, {}),
         "kto, reference": (KTOTrainer, KTOConfig, marked, {}),
     }[mode]
@@ -252,8 +261,13 @@ def trl_paths(paths):
     # In stages, the initial values of an adapter that is made there are others.
     from peft import LoraConfig, get_peft_model
 
-    adapter = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
-    get_peft_model(LlamaForCausalLM.from_pretrained(paths / "start"), adapter).save_pretrained(paths / "start-adapter")
+    options = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "init_lora_weights": False}
+    for name, model_class, task in (
+        ("start", LlamaForCausalLM, "CAUSAL_LM"),
+        ("reward", LlamaForSequenceClassification, "SEQ_CLS"),
+    ):
+        model = model_class.from_pretrained(paths / name)
+        get_peft_model(model, LoraConfig(task_type=task, **options)).save_pretrained(paths / f"{name}-adapter")
     return paths
 
 
@@ -286,16 +300,25 @@ def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, rep
         pytest.param("sft, assistant's turns", {"hidden": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
         pytest.param("sft, padding-free", {}, 2, "zero_bubble", marks=pytest.mark.slow),
         pytest.param("sft, adapter", {"sequence": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("reward", {}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("reward, centred", {"sequence": 2}, 1, "zero_bubble", marks=pytest.mark.slow),
+        pytest.param("reward, adapter", {}, 2, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("dpo", {}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("dpo, reference", {"sequence": 2}, 1, "zero_bubble", marks=pytest.mark.slow),
+        pytest.param("dpo, adapter", {"sequence": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("dpo, losses", {}, 2, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("kto", {}, 2, "seq1f1b", marks=pytest.mark.slow),
+        pytest.param("kto, reference", {"sequence": 2}, 1, "seq1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_sft_in_stages_reports_what_it_does_in_one_process(trl_paths, mode, mesh, replicas, schedule):
+def test_trainers_of_trl_in_stages_report_what_they_do_in_one_process(trl_paths, mode, mesh, replicas, schedule):
     """Two stages, two segments; with the trainer's own loss and metrics, of training and of evaluation."""
-    script, start = trl_paths / "preferences.py", trl_paths / "start"
+    script, start = trl_paths / "preferences.py", trl_paths / ("reward" if "reward" in mode else "start")
     plain = (script, start, trl_paths / "plain", "null", mode)
     expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
-    config = config_of(mesh) | {
-        "pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2, "stage_balance": "layers", "schedule": schedule}
-    }
+    # The head of rewards reads the last token of a whole row.
+    keys = {"engine": "seq1f1b", "stages": 2, "segments": 1 if "reward" in mode else 2}
+    config = config_of(mesh) | {"pipeline": {**keys, "stage_balance": "layers", "schedule": schedule}}
     ranks = 2 * replicas * math.prod(mesh.values())
     found, evaluation = result_of(*world(ranks, script, start, trl_paths / "staged", json.dumps(config), mode))
     assert len(expected) == 3

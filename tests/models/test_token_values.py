@@ -1,5 +1,7 @@
 """What a pipeline tells of each label token, and what a trainer's ``compute_loss`` makes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,10 +12,18 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.integrations.trainer_loss import MissingOutputError, TokenModel, check_own_loss
+from cuboid.integrations.trainer_loss import (
+    MissingOutputError,
+    PipelineModel,
+    TokenModel,
+    TokenOutput,
+    check_own_loss,
+)
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.models.pipeline.training_pipeline import Pipeline
+from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
+from cuboid.weights.state_dict_map import sharded_layouts
 
 SMALL = SmallModel("gemma2", heads=6, kv_heads=2, vocabulary=131, layers=2)
 LENGTHS = (13, 8)
@@ -52,7 +62,7 @@ def batches(model):
 
 
 def expected(model, batch):
-    """From all logits: ``[3, B, S]``, 0 where the next position has no label."""
+    """From all logits: ``[5, B, S]``, 0 where the next position has no label."""
     logits = logits_of(model, batch["input_ids"])
     labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     distribution = logits.log_softmax(-1)
@@ -61,6 +71,8 @@ def expected(model, batch):
             distribution.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1),
             -(distribution.exp() * distribution).sum(-1),
             (logits.argmax(-1) == labels).double(),
+            logits.mean(-1),
+            (2 * distribution).logsumexp(-1),
         ]
     )
     return values.masked_fill(labels == -100, 0)
@@ -79,9 +91,9 @@ def told(mesh, stages, segments, evaluates):
         model.cuboid.chunk_bytes = 4 * 1024
         pipeline, seen = Pipeline(model), []
         for _ in range(2):
-            pipeline.observe_tokens = seen.append
+            pipeline.observe_outputs = seen.append
             (pipeline.evaluate if evaluates else pipeline.train)(iter(given), 2)
-            pipeline.observe_tokens = None
+            pipeline.observe_outputs = None
         pipeline.evaluate(iter(given), 2)
     return seen
 
@@ -104,10 +116,75 @@ def test_values_are_those_of_all_logits_on_every_rank(pool, mesh, stages, segmen
                 torch.testing.assert_close(one, whole, rtol=1e-9, atol=1e-9)
 
 
+def preference(output, reference):
+    """Of pairs of rows, as DPO's: not a sum over tokens."""
+    better, worse = (output.log_probs.sum(1) - reference.log_probs.sum(1)).chunk(2)
+    return -nn.functional.logsigmoid(0.3 * (better - worse)).mean() + 0.1 * (better**2).mean()
+
+
+def pairs():
+    ids = [ids_of(length)[:2] for length in LENGTHS]
+    return [{"input_ids": each, "labels": each.masked_fill(each % 3 == 0, -100)} for each in ids]
+
+
+def trained(mesh, stages, segments, schedule):
+    """One rank's gradients of a loss of pairs whose reference is the model itself, and the step's loss."""
+    keys = {"engine": "seq1f1b", "stages": stages, "segments": segments, "stage_balance": [1] * stages}
+    with precision(keep_float64=True):
+        model = cuboid.shard(
+            built(), {"pipeline": keys | {"schedule": schedule}, "tensor_parallel": mesh_section(mesh)}
+        )
+        model.cuboid.chunk_bytes = 4 * 1024
+        pipeline, given = Pipeline(model), []
+        for batch in pairs():
+            called = PipelineModel(model, pipeline, "Mine")
+            with torch.no_grad():
+                reference = called(**batch)
+            given.append(called.given(preference(called(**batch), reference)))
+        pipeline.given_losses = [loss for _, loss in given]
+        loss = pipeline.train(iter([batch for batch, _ in given]), 2)
+        gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+        pipeline.given_losses = [replace(pipeline.given_losses[0], values=2 * given[0][1].values), given[1][1]]
+        with pytest.raises(CuboidError, match="was given other outputs of the model than the pipeline then trained"):
+            pipeline.train(iter([batch for batch, _ in given]), 2)
+    return loss, gradients, sharded_layouts(model), model.cuboid.mesh.coordinate
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stages", "segments", "schedule"),
+    [("1x1x1", 2, 3, "zero_bubble"), ("1x2x1", 2, 2, "seq1f1b"), ("2x1x1", 2, 2, "seq1f1b")],
+)
+def test_a_loss_of_pairs_is_trained(pool, mesh, stages, segments, schedule):
+    model, shape = built(), MeshShape.parse(mesh)
+    losses = []
+    with KeepFloat64():
+        for batch in pairs():
+            labels = batch["labels"][:, 1:]
+            logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+            chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            chosen = chosen.masked_fill(labels == -100, 0)
+            losses.append(preference(TokenOutput(log_probs=chosen), TokenOutput(log_probs=chosen.detach())))
+        wanted = torch.stack(losses).mean()
+        wanted.backward()
+    wholes = {}
+    for loss, gradients, layouts, coordinate in pool.run(
+        shape.size * stages, trained, mesh, stages, segments, schedule, timeout_s=TIMEOUT_S
+    ):
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-9)
+        for name, gradient in gradients.items():
+            if name not in layouts:
+                wholes[name] = gradient
+                continue
+            whole = wholes.setdefault(name, gradient.new_zeros(layouts[name].shape))
+            put_shard(whole, gradient, layouts[name], shape, coordinate)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(wholes[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
 def token_model():
     labels = torch.tensor([[5, 3, -100, 4], [-100, 2, -100, -100]])
     mask = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] != -100
-    values = torch.rand(3, 2, 4).log() * mask
+    values = torch.rand(5, 2, 4).log() * mask
     return TokenModel(nn.Linear(1, 1), values), labels, mask
 
 
@@ -135,6 +212,7 @@ def test_the_own_loss_is_accepted_and_reported(items):
         lambda output: output.loss.detach(),
         lambda output: 1.01 * output.loss,
         lambda output: -output.log_probs[:, 1:].sum() / 3,
+        lambda output: output.loss - 0.1 * output.entropy.mean(),
         lambda _: 0.0,
     ],
 )

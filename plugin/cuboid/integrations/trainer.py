@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -14,8 +14,10 @@ from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.handoff import check_schedule
 from cuboid.integrations.trainer_classes import trainer_of_trl
-from cuboid.integrations.trainer_loss import TokenModel, check_own_loss
+from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
 from cuboid.models.batch.local_batch import IGNORE_INDEX
+from cuboid.models.kinds.causal import Causal
+from cuboid.models.kinds.label_heads import RowClassifier
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.tensor3d.layers.vocab_cross_entropy import predicted
@@ -32,8 +34,13 @@ _REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting; set the batch size",
     "activation_offloading": "units of a pipeline free their activations in another order; leave it out",
 }
-#: Trainers of TRL that train the model's own loss.
-_OWN_LOSS = ("SFTTrainer",)
+#: Trainers of TRL that train the model's own loss, and those that train a function of its outputs.
+_OWN_LOSS, _GIVEN_LOSS = ("SFTTrainer",), ("RewardTrainer", "DPOTrainer", "KTOTrainer")
+#: Arguments of theirs that can't be set with a pipeline, and why.
+_REFUSED_OF_TRL = {
+    "precompute_ref_log_probs": "the reference's forwards run in each step; leave it out",
+    "sync_ref_model": "it copies weights between models whose stages nobody has compared; leave it out",
+}
 
 
 class CuboidTrainer(Trainer):
@@ -49,6 +56,13 @@ class CuboidTrainer(Trainer):
     the units of a step, with a model that returns what the last stage computed
     (:class:`~cuboid.integrations.trainer_loss.TokenOutput`), and its derivatives are compared with the own loss's.
 
+    With ``trains_compute_loss = True`` in its class, and for some trainers of TRL, the pipeline trains what
+    ``compute_loss`` returns, a function of the log-probabilities of the label tokens, or of the outputs for each row
+    (:class:`~cuboid.integrations.trainer_loss.PipelineModel`).
+
+    Attributes:
+        trains_compute_loss: whether to train what ``compute_loss`` returns. None: if it is of a known trainer of TRL.
+
     Without a pipeline it is the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under which the
     ``Trainer`` makes its own.
 
@@ -58,11 +72,17 @@ class CuboidTrainer(Trainer):
         OptimizerError: the schedule is of another optimizer than the one given with it.
     """
 
+    trains_compute_loss: bool | None = None
+    model: Any
+    ref_model: Any
     deepspeed: Any
     optimizer: Any
     lr_scheduler: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Before TRL's trainers begin: they would make an engine, and run it, to compute these.
+        for arguments in (one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)):
+            _reject_arguments_of_trl(arguments)
         super().__init__(*args, **kwargs)
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
@@ -112,12 +132,60 @@ class CuboidTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         group, self._micro_batches = self._micro_batches, []
-        with _step_of(model, len(group)), self._reporting(model.pipeline, group, num_items_in_batch):
-            loss: torch.Tensor = model.train_batch(iter(group))
+        if self._trains_given:
+            loss = self._train_given(model, group, num_items_in_batch)
+        else:
+            loss = self._train_own(model, group, num_items_in_batch)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss
+
+    def _train_own(self, model: Any, group: list[dict[str, Any]], num_items_in_batch: Any) -> torch.Tensor:
+        """A step of the model's own loss."""
+        with _step_of(model, len(group)), self._reporting(model.pipeline, group, num_items_in_batch):
+            loss: torch.Tensor = model.train_batch(iter(group))
+        return loss
+
+    def _train_given(self, engine: Any, group: list[dict[str, Any]], num_items_in_batch: Any) -> torch.Tensor:
+        """A step of the loss that ``compute_loss`` returns."""
+        engine.train()
+        micro_batches, losses = [], []
+        for inputs in group:
+            with self._called_in_pipeline(engine.pipeline) as model, self.compute_loss_context_manager():
+                micro_batch, loss = model.given(self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
+            micro_batches.append(micro_batch)
+            losses.append(loss)
+        engine.pipeline.given_losses = losses
+        try:
+            with _step_of(engine, len(group)):
+                engine.train_batch(iter(micro_batches))
+        finally:
+            engine.pipeline.given_losses = None
+        # The replicas' mean is what the Trainer logs.
+        return mean_of(losses)
+
+    @contextmanager
+    def _called_in_pipeline(self, pipeline: Pipeline) -> Iterator[PipelineModel]:
+        """In the ``with`` block, the model and a reference model may be called; yields the model."""
+        name, reference = type(self).__name__, getattr(self, "ref_model", None)
+        model, before = PipelineModel(self.model, pipeline, name), self.model
+        self.model = model
+        if reference is not None:
+            self.ref_model = PipelineModel(reference, reference.pipeline, name)
+        try:
+            yield model
+        finally:
+            self.model = before
+            if reference is not None:
+                self.ref_model = reference
+
+    @property
+    def _trains_given(self) -> bool:
+        if self.trains_compute_loss is not None:
+            return self.trains_compute_loss
+        of_trl = trainer_of_trl(type(self))
+        return of_trl is not None and of_trl.__name__ in _GIVEN_LOSS
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.evaluation_loop``, for the loss only; also works before training, without an engine."""
@@ -150,7 +218,12 @@ class CuboidTrainer(Trainer):
                 "evaluate(), or set TrainingArguments.prediction_loss_only"
             )
         batch = self._prepare_inputs(inputs)
-        with self._reporting(model if isinstance(model, Pipeline) else model.pipeline, [batch], None) as reported:
+        pipeline = model if isinstance(model, Pipeline) else model.pipeline
+        if self._trains_given:
+            self.model.eval()
+            with torch.no_grad(), self._called_in_pipeline(pipeline) as called, self.compute_loss_context_manager():
+                return self.compute_loss(called, batch).detach(), None, None
+        with self._reporting(pipeline, [batch], None) as reported:
             if isinstance(model, Pipeline):
                 self.model.eval()
                 loss = model.evaluate(iter([batch]), 1)
@@ -184,11 +257,11 @@ class CuboidTrainer(Trainer):
                 check_own_loss(type(self).__name__, loss, model, mask, replicas / count)
                 losses.append(loss.detach())
 
-        pipeline.observe_tokens = report
+        pipeline.observe_outputs = report
         try:
             yield losses
         finally:
-            pipeline.observe_tokens = None
+            pipeline.observe_outputs = None
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         # The result is passed to prediction_step, which needs the engine or the Pipeline: a stage has no forward.
@@ -222,12 +295,41 @@ class CuboidTrainer(Trainer):
                 "compute_loss_func: a pipeline computes the model's own loss, on the last stage and in pieces; leave "
                 "it out"
             )
-        self._reject_other_losses()
+        if self._trains_given:
+            self._reject_unknown_outputs(config)
+        else:
+            self._reject_other_losses()
         if self.compute_metrics is not None and not args.prediction_loss_only:
             raise ConfigError(
                 "compute_metrics needs logits, which a pipeline never has in one place; leave it out, or set "
                 "TrainingArguments.prediction_loss_only to have the loss only"
             )
+
+    def _reject_unknown_outputs(self, config: CuboidConfig) -> None:
+        """Refuse what ``compute_loss`` can't be given, or a pipeline can't train."""
+        name, stage = type(self).__name__, cast(Any, unwrap(self.model))
+        assert config.pipeline is not None
+        if config.pipeline.spreads_head:
+            raise ConfigError(
+                f'pipeline.head is "spread", and {name}.compute_loss computes with values of the label tokens, which '
+                'no rank has then; write "head": "last"'
+            )
+        outline = stage.staging.plan.outline
+        if outline.router_loss is not None or self._adds_router_loss:
+            raise ConfigError(
+                f"{name}.compute_loss trains a loss of its own, to which a pipeline can't add that of the routers; set "
+                "output_router_logits of the model's config to False and router_aux_loss_coef=0.0"
+            )
+        if not isinstance(outline.kind, Causal | RowClassifier):
+            raise ConfigError(
+                f"{name}.compute_loss: a pipeline trains a loss of log-probabilities of tokens or of the labels of "
+                f"whole rows, and has no rule for {outline.kind.words}; use it on a mesh without stages"
+            )
+
+    @property
+    def _adds_router_loss(self) -> bool:
+        # A trainer of TRL may take the coefficient of the model's config.
+        return bool(getattr(self, "aux_loss_enabled", False) or getattr(self.args, "router_aux_loss_coef", None))
 
     def _reject_other_losses(self) -> None:
         """Refuse what is known to train another loss than the model's own; the rest is compared in each step."""
@@ -254,6 +356,16 @@ class CuboidTrainer(Trainer):
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: in a pipeline, {name} has no router loss of each "
                 "micro-batch to report; set router_aux_loss_coef=0.0"
             )
+
+
+def _reject_arguments_of_trl(args: TrainingArguments) -> None:
+    plugin = getattr(args, "deepspeed_plugin", None)
+    config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
+    if config is None or config.pipeline is None:
+        return
+    for name, reason in _REFUSED_OF_TRL.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"{name} can't be combined with pipeline.engine seq1f1b: {reason}")
 
 
 @contextmanager

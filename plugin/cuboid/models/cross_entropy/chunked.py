@@ -38,6 +38,7 @@ class ChunkedCrossEntropy:
             row (on a mesh up to s·h), whatever its size. None for 64 MiB and, on an accelerator, at least 2048 tokens.
         ignore_index: label of tokens without a loss.
         observe: called with each chunk's logits, as the head returns them, and the labels that belong to them.
+        weights: of the tokens' losses, of the labels' shape; None for 1.
     """
 
     head: Head
@@ -48,6 +49,7 @@ class ChunkedCrossEntropy:
     chunk_bytes: int | None = None
     ignore_index: int = IGNORE_INDEX
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    weights: torch.Tensor | None = None
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """The loss alone, a scalar; on a mesh the same on every rank.
@@ -56,7 +58,9 @@ class ChunkedCrossEntropy:
             hidden: ``[B, L, H]`` from the base model; on a mesh ``[B/b, L/s, H/h]``.
         """
         with torch.no_grad():
-            return self._total(hidden, (self._loss(hidden[:, own], labels) for own, labels in self._chunks(hidden)))
+            return self._total(
+                hidden, (self._loss(hidden[:, own], labels, own) for own, labels in self._chunks(hidden))
+            )
 
     def value_and_gradients(
         self, hidden: torch.Tensor, unsharded: Sequence[UnshardedParam], factor: torch.Tensor | float = 1.0
@@ -77,7 +81,9 @@ class ChunkedCrossEntropy:
         def losses() -> Iterator[torch.Tensor]:
             for own, labels in chunks:
                 part = leaf[:, own].requires_grad_(gradient is not None)
-                yield self._differentiate(self._loss(part, labels) * factor, part, unsharded, alone=len(chunks) == 1)
+                yield self._differentiate(
+                    self._loss(part, labels, own) * factor, part, unsharded, alone=len(chunks) == 1
+                )
                 if gradient is not None:
                     assert part.grad is not None
                     gradient[:, own] = part.grad
@@ -99,16 +105,22 @@ class ChunkedCrossEntropy:
                 each.block.grad = None
         return loss.detach()
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, own: slice) -> torch.Tensor:
         """A chunk's scaled loss; on a mesh this rank's part of it."""
         logits = self.head.logits(hidden)
         if self.observe is not None:
             self.observe(logits.detach(), labels)
+        weights = None if self.weights is None else self._by_rank(self.weights)[:, :, own].flatten(1)
         if self.mesh is None:
-            losses = whole_token_sum(logits, labels, self.ignore_index)
+            losses = whole_token_sum(logits, labels, self.ignore_index, weights=weights)
         else:
             losses = token_sum(
-                logits, labels, vocabulary=self.vocabulary, mesh=self.mesh, ignore_index=self.ignore_index
+                logits,
+                labels,
+                vocabulary=self.vocabulary,
+                mesh=self.mesh,
+                ignore_index=self.ignore_index,
+                weights=weights,
             )
         return losses * self.scale
 
@@ -132,10 +144,14 @@ class ChunkedCrossEntropy:
         if self.chunk_bytes is None and hidden.device.type != "cpu":
             positions = max(positions, math.ceil(CHUNK_TOKENS / (rows * sequence)))
         step = max(1, int(positions) // grain) * grain
-        by_rank = self.labels.to(hidden.device).unflatten(1, (sequence, length))
+        by_rank = self._by_rank(self.labels.to(hidden.device))
         for start in range(0, length, step):
             own = slice(start, min(start + step, length))
             yield own, by_rank[:, :, own].flatten(1)
+
+    def _by_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, s, L/s]`` of ``[B, L]``, by the ranks along `sequence`."""
+        return x.unflatten(1, (1 if self.mesh is None else self.mesh.size("sequence"), -1))
 
     def _check_leaves(self, loss: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
         """Check that the head reads no parameter of the base model, which would miss that part of its gradient."""
@@ -165,6 +181,7 @@ def chunked_loss(
     mesh: Mesh | None = None,
     chunk_bytes: int | None = None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of a last stage's hidden states, and its gradient with respect to them.
 
@@ -173,13 +190,13 @@ def chunked_loss(
 
     Args:
         hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
-        head, labels, scale, vocabulary, mesh, chunk_bytes, observe: see :class:`ChunkedCrossEntropy`.
+        head, labels, scale, vocabulary, mesh, chunk_bytes, observe, weights: see :class:`ChunkedCrossEntropy`.
 
     Returns:
         The detached loss (on a mesh the same on every rank), and the gradient, shaped as ``hidden``; None if gradients
         are disabled.
     """
-    loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes, observe=observe)
+    loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes, observe=observe, weights=weights)
     with head.unsharded() as unsharded:
         if not torch.is_grad_enabled():
             return loss.value(hidden), None

@@ -10,7 +10,7 @@ import torch
 
 from cuboid.distributed.axis_collectives import gather_dim
 from cuboid.distributed.mesh import Mesh
-from cuboid.tensor3d.layers.vocab_cross_entropy import gather_rows, token_values
+from cuboid.tensor3d.layers.vocab_cross_entropy import TOKEN_VALUES, gather_rows, token_values
 
 
 class TokenRecorder:
@@ -25,8 +25,12 @@ class TokenRecorder:
 
     def __init__(self, mesh: Mesh, vocabulary: int) -> None:
         self._mesh, self._vocabulary = mesh, vocabulary
-        #: By micro-batch: the values of each segment's chunks, ``[3, B/b, S/h]``.
+        #: By micro-batch: the values of each segment's chunks, ``[5, B/b, S/h]``.
         self._chunks: dict[int, list[list[torch.Tensor]]] = defaultdict(list)
+
+    def shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """The shape of a micro-batch's values."""
+        return len(TOKEN_VALUES), rows, length
 
     def of_segment(self, micro_batch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Begin a micro-batch's next segment; returns its ``ChunkedCrossEntropy.observe``."""
@@ -38,7 +42,7 @@ class TokenRecorder:
         chunks.append(token_values(logits, labels, vocabulary=self._vocabulary, mesh=self._mesh))
 
     def whole(self, micro_batch: int, *, rows: int, length: int) -> torch.Tensor:
-        """The values of a whole micro-batch, ``[3, B, S]`` in the order of ``TOKEN_VALUES``; collective over the mesh.
+        """The values of a whole micro-batch, ``[5, B, S]`` in the order of ``TOKEN_VALUES``; collective over the mesh.
 
         Args:
             micro_batch: its index in the step. All of its segments have run.
@@ -47,7 +51,7 @@ class TokenRecorder:
         """
         segments = [self._joined(chunks) for chunks in self._chunks.pop(micro_batch)]
         whole = torch.cat(segments, dim=2)[..., :length]
-        # [B/b, 3, S], whose rows are the ranks' along `batch`.
+        # [B/b, 5, S], whose rows are the ranks' along `batch`.
         return gather_rows(whole.transpose(0, 1).contiguous(), self._mesh, rows=rows).transpose(0, 1)
 
     def _joined(self, chunks: list[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,10 @@ from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
+from cuboid.models.cross_entropy.score_recorder import ScoreRecorder
 from cuboid.models.cross_entropy.token_recorder import TokenRecorder
+from cuboid.models.kinds.label_heads import RowClassifier
+from cuboid.models.pipeline.given_loss import GivenLoss, check_same_values, total_sums
 from cuboid.models.pipeline.head_share import HeadRows, VocabularyShare
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
@@ -33,7 +36,7 @@ from cuboid.models.pipeline.units_in_step import observer_of
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_cut import half_frozen, shared_names
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.models.stages.stage_runner import StageRunner, make_runner
+from cuboid.models.stages.stage_runner import Recorder, StageRunner, make_runner
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
@@ -97,8 +100,11 @@ class Pipeline:
         self._sums = sums
         self._step = 0
         #: Called on every rank after the units of a step, before :meth:`train` or :meth:`evaluate` returns, with the
-        #: values ``[3, B, S]`` (``TOKEN_VALUES``) of the label tokens of each of this replica's micro-batches.
-        self.observe_tokens: Callable[[list[torch.Tensor]], None] | None = None
+        #: values of each of this replica's micro-batches: ``[5, B, S]`` (``TOKEN_VALUES``) of the label tokens, or
+        #: ``[B, outputs]`` of a head that labels rows.
+        self.observe_outputs: Callable[[list[torch.Tensor]], None] | None = None
+        #: For each micro-batch of this replica in the next :meth:`train`, the loss to train in place of the model's.
+        self.given_losses: Sequence[GivenLoss] | None = None
         #: Rows of this replica in the last step.
         self.rows = 0
         #: With ``"partition": "measured"``, if the last step was measured: the new segment lengths of its longest
@@ -147,6 +153,8 @@ class Pipeline:
         )
         with float32_sums(self._model.parameters()) if self._sums else nullcontext():
             loss = self._run(programs, step, gradient_scale, profiler)
+        if self.given_losses is not None:
+            loss = self._checked(loss, self.given_losses, gradient_scale / self._micro_batches(step))
         if complete:
             self.add_shared_gradients()
         self.recut = None
@@ -198,6 +206,9 @@ class Pipeline:
             SegmentedBatch.of(batch, own, self._model.config, self.mesh, kind, inputs)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
+        if training and self.given_losses is not None:
+            for micro_batch, loss in zip(cut, self.given_losses, strict=True):
+                loss.weigh(micro_batch, self.mesh)
         # Evaluation computes the head on the last stage: nothing runs backward that all others would wait for.
         head_ranks = self._config.stages if self._config.spreads_head and training else 0
         shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]), head_ranks)
@@ -317,14 +328,12 @@ class Pipeline:
         if self._staging.gradient_sync is not None:
             self._staging.gradient_sync.clear()
         runners: dict[int, StageRunner] = {}
-        records = self.observe_tokens is not None and self._stages.outline.kind.labels_each_token
-        if records and step.shape.head_ranks:
+        recorder = None if self.observe_outputs is None else self._recorder()
+        if step.shape.head_ranks and (recorder is not None or (training and self.given_losses is not None)):
             raise ConfigError(
-                'pipeline.head is "spread", and a trainer reports values of the label tokens (entropy, accuracy), '
-                'which no rank computes then; write "head": "last"'
+                'pipeline.head is "spread", and a trainer reports values of the label tokens (entropy, accuracy), or '
+                'computes a loss of them, which no rank computes then; write "head": "last"'
             )
-        vocabulary = self._model.config.get_text_config().vocab_size
-        tokens = TokenRecorder(self.mesh, vocabulary) if records else None
         for chunk in self._staging.chunks:
             stores = [self._store(sum(own)) for own in step.lengths]
             runners[chunk.cut.stage] = make_runner(
@@ -333,10 +342,10 @@ class Pipeline:
                 step.batches,
                 stores,
                 scale=gradient_scale / step.items,
-                micro_batch_scale=gradient_scale / (step.shape.micro_batches * self.mesh.topology.data),
+                micro_batch_scale=gradient_scale / self._micro_batches(step),
                 training=training,
                 splits=splits,
-                tokens=tokens,
+                recorder=recorder,
             )
         store = self._model.cuboid.host_store if training else None
         if store is not None and step.shape.head_ranks:
@@ -365,23 +374,40 @@ class Pipeline:
             rows.give_back()
         if training and self._staging.gradient_sync is not None:
             reduce_rest(self._model)
-        if self.observe_tokens is not None:
-            self.observe_tokens(self._told(tokens, step))
+        if self.observe_outputs is not None:
+            self.observe_outputs([] if recorder is None else self._told(recorder, step))
         last = runners.get(step.shape.stages - 1)
         return None if last is None else last.loss if share is None else share.total()
 
-    def _told(self, tokens: TokenRecorder | None, step: _Step) -> list[torch.Tensor]:
-        """The values of each micro-batch's label tokens, on every rank of the replica."""
-        if tokens is None:
-            return []
-        shapes = [(3, batch.local.rows, batch.local.length) for batch in step.batches if batch.local is not None]
+    def _recorder(self) -> Recorder | None:
+        kind = self._stages.outline.kind
+        if isinstance(kind, RowClassifier):
+            return ScoreRecorder(kind.outputs)
+        vocabulary = self._model.config.get_text_config().vocab_size
+        return TokenRecorder(self.mesh, vocabulary) if kind.is_language_model else None
+
+    def _micro_batches(self, step: _Step) -> int:
+        """Micro-batches of all replicas."""
+        return step.shape.micro_batches * self.mesh.topology.data
+
+    def _checked(self, loss: torch.Tensor | None, given: Sequence[GivenLoss], scale: float) -> torch.Tensor | None:
+        """The losses that the script computed, on the ranks that have the last stage."""
+        total, expected, magnitude = total_sums(given).to(self._device) * scale
+        found = None if loss is None else loss.detach()
+        check_same_values(*(self._total(None if loss is None else x) for x in (expected, found, magnitude)))
+        return None if loss is None else total
+
+    def _told(self, recorder: Recorder, step: _Step) -> list[torch.Tensor]:
+        """The values of each micro-batch's label tokens or rows, on every rank of the replica."""
+        sizes_of = [(batch.local.rows, batch.local.length) for batch in step.batches if batch.local is not None]
+        shapes = [recorder.shape(*size) for size in sizes_of]
         sizes = [math.prod(shape) for shape in shapes]
         dtype = torch.float64 if self._model.dtype == torch.float64 else torch.float32
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
         parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
         if self.mesh.has_last_stage:
-            for index, (part, (_, rows, length)) in enumerate(zip(parts, shapes, strict=True)):
-                part.copy_(tokens.whole(index, rows=rows, length=length))
+            for index, (part, (rows, length)) in enumerate(zip(parts, sizes_of, strict=True)):
+                part.copy_(recorder.whole(index, rows=rows, length=length))
         if self.mesh.topology.pipe > 1:
             dist.broadcast(flat, self.mesh.peer(self.mesh.placement[-1]), group=self.mesh.pipe_group)
         return parts

@@ -14,11 +14,14 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.attention.forward_context import Lengths, Packing, RunningHead, knowing
 from cuboid.models.attention.whole_sequence import WholeSequence
+from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.cross_entropy.score_recorder import ScoreRecorder
 from cuboid.models.cross_entropy.token_recorder import TokenRecorder
 from cuboid.models.kinds.forward import whole_for_head
+from cuboid.models.kinds.model_kind import TARGETS
 from cuboid.models.routers.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_cut import Chunk
 from cuboid.models.stages.stage_model import StageModel
@@ -29,6 +32,7 @@ from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 UnitKey = tuple[int, int]
+Recorder = TokenRecorder | ScoreRecorder
 
 
 class _Entrance(torch.autograd.Function):
@@ -88,7 +92,7 @@ class StageRunner:
         micro_batch_scale: multiplies a loss that is computed once for a micro-batch.
         training: whether units run backward.
         splits: whether the schedule splits backwards into input gradients (I) and weight gradients (W).
-        tokens: records the values of label tokens on the last stage; None if nobody asks for them.
+        recorder: records what the head says on the last stage; None if nobody asks for it.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class StageRunner:
         micro_batch_scale: float,
         training: bool,
         splits: bool = False,
-        tokens: TokenRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model: Any = model
         self._chunk, self._cut = chunk, chunk.cut
@@ -115,7 +119,7 @@ class StageRunner:
         #: Open during forwards of a schedule that splits backwards.
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
         self._splits = splits
-        self._tokens = tokens
+        self._recorder = recorder
         pipeline = self._staging.plan.config.pipeline
         assert pipeline is not None
         #: Whether the head and the loss are computed here, rather than by all ranks' shares of them.
@@ -274,16 +278,18 @@ class StageRunner:
         self._count("head")
         batch = self._batches[micro_batch]
         assert batch.labels is not None
-        labels = batch.cut(batch.labels, segment)
+        labels, weights = batch.cut(batch.labels, segment), batch.weights
+        recorder = self._recorder
         loss, gradient = chunked_loss(
             self._head,
             output,
             labels,
-            scale=self._scale,
+            scale=self._scale if weights is None else self._micro_batch_scale,
             vocabulary=self._model.config.get_text_config().vocab_size,
             mesh=self._mesh if self._mesh.shape.size > 1 else None,
             chunk_bytes=self._model.cuboid.chunk_bytes,
-            observe=None if self._tokens is None else self._tokens.of_segment(micro_batch),
+            observe=recorder.of_segment(micro_batch) if isinstance(recorder, TokenRecorder) else None,
+            weights=None if weights is None else batch.cut(weights, segment),
         )
         self.loss = loss if self.loss is None else self.loss + loss
         return gradient
@@ -321,7 +327,10 @@ class OwnHeadRunner(StageRunner):
             hidden, of_input = self._enter(hidden)
             output: Any = self._run_layers(micro_batch, segment, hidden)
             # Without labels, the mean would be NaN, and so would its gradient.
-            loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
+            if batch.weights is not None or self._recorder is not None:
+                loss = self._score(output, batch, micro_batch)
+            else:
+                loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
         if self._training:
             self._pending[micro_batch, segment] = _Pending(loss, [], of_input)
         else:
@@ -335,12 +344,25 @@ class OwnHeadRunner(StageRunner):
         return output if late is None else late.end(self._model, None, output)
 
     def _own_loss(self, output: Any, batch: SegmentedBatch) -> torch.Tensor:
+        loss: torch.Tensor = self._whole_output(output, batch, batch.arguments).loss
+        return loss * (batch.items * self._scale)
+
+    def _score(self, output: Any, batch: SegmentedBatch, micro_batch: int) -> torch.Tensor:
+        """A loss that a script computes of the head's outputs, or 0 where they are only recorded."""
+        # Without labels: the model's own loss isn't wanted, and some set ``problem_type`` in the config by them.
+        arguments = {name: x for name, x in batch.arguments.items() if name not in TARGETS}
+        scores: torch.Tensor = self._whole_output(output, batch, arguments).logits
+        if isinstance(self._recorder, ScoreRecorder):
+            self._recorder.add(micro_batch, scores)
+        weights = torch.zeros_like(scores) if batch.weights is None else batch.weights
+        return (scores * weights).sum() * self._micro_batch_scale
+
+    def _whole_output(self, output: Any, batch: SegmentedBatch, arguments: MicroBatch) -> Any:
         assert batch.local is not None
         if self._mesh.shape.size > 1:
             whole_for_head(self._model.cuboid, output, batch.local)
-        with knowing(head=RunningHead(batch.arguments, batch.local)):
-            loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
-        return loss * (batch.items * self._scale)
+        with knowing(head=RunningHead(arguments, batch.local)):
+            return self._head.run(output, **arguments, return_dict=True)
 
 
 class RoutedStageRunner(StageRunner):

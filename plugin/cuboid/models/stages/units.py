@@ -38,6 +38,8 @@ class SegmentedBatch:
         items: number of tokens or rows that this loss is the mean of.
         local: this rank's part, as a sharded model's forward takes it.
         whole: what the rank's base model computed for the whole sequence; None until recorded, or if not needed.
+        weights: of a loss that a script computes: ``[B/b, S']`` of the labels' losses, or ``[B, outputs]`` of the
+            outputs of a head that labels rows. None for the model's own loss.
     """
 
     ids: torch.Tensor
@@ -53,6 +55,7 @@ class SegmentedBatch:
     items: int = 0
     local: LocalBatch | None = None
     whole: WholeSequence | None = None
+    weights: torch.Tensor | None = None
 
     @classmethod
     def of(

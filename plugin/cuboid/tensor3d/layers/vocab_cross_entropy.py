@@ -20,9 +20,10 @@ from cuboid.tensor3d.layers.norm import statistics_dtype
 
 #: Label of padding positions, and the default label of positions that are ignored.
 PADDING = -100
-#: Of a label, by the model's distribution: its log-probability, the distribution's entropy, and 1 where no other
-#: token is as probable, else 0. All are 0 where the label is ignored.
-TOKEN_VALUES = ("log_probs", "entropy", "is_top1")
+#: Of a label, by the model's distribution: its log-probability, the distribution's entropy, 1 where no other token is
+#: as probable, else 0, the mean of the logits, and the logarithm of the sum of all squared probabilities. All are 0
+#: where the label is ignored.
+TOKEN_VALUES = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -76,7 +77,7 @@ def _masked(logits: torch.Tensor, real: int) -> torch.Tensor:
 def token_values(
     logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
 ) -> torch.Tensor:
-    """What each token's distribution says: ``[3, B/b, S/h]``, in the order of :data:`TOKEN_VALUES`; without gradients.
+    """What each token's distribution says: ``[5, B/b, S/h]``, in the order of :data:`TOKEN_VALUES`; without gradients.
 
     Args:
         logits, labels, vocabulary, ignore_index: see :func:`token_sum`.
@@ -84,7 +85,9 @@ def token_values(
     labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
     with torch.no_grad():
         log_probs = -_TokenLosses.apply(logits, labels, ignore_index, vocabulary, mesh)
-        wide, along = _masked(logits, _locate(labels, logits.shape[-1], vocabulary, mesh)[2]), mesh.along("sequence")
+        real, along = _locate(labels, logits.shape[-1], vocabulary, mesh)[2], mesh.along("sequence")
+        wide = _masked(logits, real)
+        logit_sum = wide[..., :real].sum(-1)
         own_maximum, column = wide.max(-1)
         maximum = all_reduce(own_maximum.clone(), along, dist.ReduceOp.MAX)
         # Of equal logits, the first one counts, as in argmax.
@@ -92,8 +95,11 @@ def token_values(
         first = all_reduce(first, along, dist.ReduceOp.MIN)
         shifted_logits = wide.sub_(maximum.unsqueeze(-1))
         weights = shifted_logits.exp()
-        total, weighted = all_reduce(torch.stack([weights.sum(-1), weights.mul_(shifted_logits).sum(-1)]), along)
-        values = torch.stack([log_probs, total.log() - weighted / total, (first == labels).to(log_probs.dtype)])
+        squares = torch.linalg.vecdot(weights, weights)
+        sums = torch.stack([weights.sum(-1), weights.mul_(shifted_logits).sum(-1), squares, logit_sum])
+        total, weighted, squares, logit_sum = all_reduce(sums, along)
+        entropy, is_top1 = total.log() - weighted / total, (first == labels).to(log_probs.dtype)
+        values = torch.stack([log_probs, entropy, is_top1, logit_sum / vocabulary, squares.log() - 2 * total.log()])
         return values.masked_fill_(labels == ignore_index, 0)
 
 
@@ -110,7 +116,13 @@ class _SumOverMesh(torch.autograd.Function):
 
 
 def token_sum(
-    logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    vocabulary: int,
+    mesh: Mesh,
+    ignore_index: int = PADDING,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of this rank's tokens; :func:`sum_over_mesh` turns it into the whole micro-batch's.
 
@@ -119,15 +131,24 @@ def token_sum(
         labels: ``[B/b, S]``, already shifted: entry t is the token that position t predicts.
         vocabulary: V, without padding.
         ignore_index: label of tokens without a loss.
+        weights: ``[B/b, S]``: multiply the tokens' losses.
     """
     own_labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
+    if weights is not None:
+        weights = own_slice(weights, 1, mesh.along("hidden")).to(logits.device)
     if mesh.size("sequence") == 1:
-        return whole_token_sum(logits[..., :vocabulary], own_labels, ignore_index, statistics_dtype(logits.dtype))
-    return _TokenLosses.apply(logits, own_labels, ignore_index, vocabulary, mesh).sum()
+        dtype = statistics_dtype(logits.dtype)
+        return whole_token_sum(logits[..., :vocabulary], own_labels, ignore_index, dtype, weights)
+    losses: torch.Tensor = _TokenLosses.apply(logits, own_labels, ignore_index, vocabulary, mesh)
+    return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def whole_token_sum(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = PADDING, dtype: torch.dtype = torch.float32
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int = PADDING,
+    dtype: torch.dtype = torch.float32,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of tokens whose logits ``[..., V]`` are whole.
 
@@ -136,11 +157,15 @@ def whole_token_sum(
         labels: ``[...]``, already shifted.
         ignore_index: label of tokens without a loss.
         dtype: of the softmax and the sum; by default that of Hugging Face's loss.
+        weights: ``[...]``: multiply the tokens' losses.
     """
     # Its kernel for a wider result reads the logits as they are. Cast before, they would be copied, there and back.
     log_probs = nn.functional.log_softmax(logits, -1, dtype=dtype).flatten(0, -2)
     labels = labels.to(logits.device).flatten()
-    return nn.functional.nll_loss(log_probs, labels, ignore_index=ignore_index, reduction="sum")
+    if weights is None:
+        return nn.functional.nll_loss(log_probs, labels, ignore_index=ignore_index, reduction="sum")
+    losses = nn.functional.nll_loss(log_probs, labels, ignore_index=ignore_index, reduction="none")
+    return losses @ weights.to(losses.device, losses.dtype).flatten()
 
 
 def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
