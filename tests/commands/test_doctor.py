@@ -390,6 +390,18 @@ def test_processes_that_cannot_meet_are_a_problem(monkeypatch):
     assert "nowhere0" in text
 
 
+@pytest.mark.parametrize(("lines", "has_peers"), [("one slots=8\n", False), ("one slots=8\ntwo slots=8\n", True)])
+def test_a_host_alone_in_its_hostfile_has_no_peers(tmp_path, monkeypatch, lines, has_peers):
+    for module, name in ((packages, "installed"), (devices, "visible"), (examination, "_all_reduce")):
+        monkeypatch.setattr(module, name, lambda _: [right("a", "b")])
+    monkeypatch.setattr(network, "host_name", lambda *, has_peers: [note("host name", f"peers: {has_peers}", "")])
+    resolving_to(monkeypatch, "10.1.2.3")
+    path = tmp_path / "hostfile"
+    path.write_text(lines)
+    findings = list(examination.examine(out=None, hostfile=path, port=None, say=print))
+    assert f"peers: {has_peers}" in texts(findings, State.NOTE)
+
+
 def test_a_look_that_fails_hides_nothing(monkeypatch):
     def fail(**_):
         raise RuntimeError("no such thing")

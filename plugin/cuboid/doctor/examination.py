@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cuboid.doctor import all_reduce, devices, launchers, network, packages, resources
 from cuboid.doctor.finding import Finding, note, problem
-from cuboid.doctor.hostfile import hosts
+from cuboid.doctor.hostfile import Hostfile, hosts
 from cuboid.doctor.run_folder import run_folder
 
 
@@ -29,7 +29,7 @@ def examine(
         "devices": lambda: devices.visible(installation),
         "launchers": launchers.on_path,
         "shared memory": resources.shared_memory,
-        "host name": lambda: network.host_name(has_peers=hostfile is not None),
+        "host name": lambda: network.host_name(has_peers=_has_peers(hostfile)),
         "interfaces": network.interfaces,
         "ports": lambda: network.ports(port),
         "all-reduce": lambda: _all_reduce(installation),
@@ -45,6 +45,10 @@ def examine(
         # One look that fails, on a host that is unlike others, mustn't hide what the others see.
         except Exception as error:
             yield problem(name, f"couldn't be looked at: {type(error).__name__}: {error}", "report this line to Cuboid")
+
+
+def _has_peers(hostfile: Path | None) -> bool:
+    return hostfile is not None and len(Hostfile.read(hostfile).slots) > 1
 
 
 def _all_reduce(installation: packages.Installation) -> Iterator[Finding]:

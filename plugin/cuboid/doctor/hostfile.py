@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from cuboid.checkpoint.format.bounded_files import open_regular
@@ -19,28 +20,52 @@ _MOST_CHARACTERS = 1 << 20
 _AT_ONCE = 32
 
 
+@dataclass(frozen=True)
+class Hostfile:
+    """What a hostfile says.
+
+    Args:
+        slots: by host, how many ranks it takes.
+        problems: what is wrong with the file.
+    """
+
+    slots: Mapping[str, int]
+    problems: tuple[Finding, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Hostfile:
+        """Read a hostfile as the launcher does; nothing is raised."""
+        try:
+            with open(open_regular(path), encoding="utf-8") as file:
+                text = file.read(_MOST_CHARACTERS)
+        except (OSError, UnicodeDecodeError, CheckpointError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            fault = f"{path}: can't be read: {reason}"
+            return cls({}, (problem(_CHECK, fault, "give --hostfile a file with lines `HOST slots=N`"),))
+        slots: dict[str, int] = {}
+        problems = []
+        for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+            entry = re.match(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?$", line)
+            if not line or line.startswith("#"):
+                continue
+            where = f"{path}, line {number}"
+            if entry is None or int(entry[2]) == 0:
+                problems.append(problem(_CHECK, f"{where}: {line[:80]!r}", "write `HOST slots=N`, N of at least 1"))
+            elif entry[1] in slots:
+                problems.append(problem(_CHECK, f"{where}: {entry[1]} is there twice", "write one line for each host"))
+            else:
+                slots[entry[1]] = int(entry[2])
+        if not slots:
+            problems.append(problem(_CHECK, f"{path}: names no host", "write a line `HOST slots=N` for each"))
+        return cls(slots, tuple(problems))
+
+
 def hosts(path: Path) -> Iterator[Finding]:
     """Whether a hostfile can be read, and each host in it has an address."""
-    try:
-        with open(open_regular(path), encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS)
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        yield problem(_CHECK, f"{path}: can't be read: {reason}", "give --hostfile a file with lines `HOST slots=N`")
-        return
-    slots: dict[str, int] = {}
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        entry = re.match(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?$", line)
-        if not line or line.startswith("#"):
-            continue
-        if entry is None or int(entry[2]) == 0:
-            yield problem(_CHECK, f"{path}, line {number}: {line[:80]!r}", "write `HOST slots=N`, N of at least 1")
-        elif entry[1] in slots:
-            yield problem(_CHECK, f"{path}, line {number}: {entry[1]} is there twice", "write one line for each host")
-        else:
-            slots[entry[1]] = int(entry[2])
+    hostfile = Hostfile.read(path)
+    slots = hostfile.slots
+    yield from hostfile.problems
     if not slots:
-        yield problem(_CHECK, f"{path}: names no host", "write a line `HOST slots=N` for each")
         return
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         troubles = dict(zip(slots, threads.map(lambda host: _trouble(host, len(slots)), slots), strict=True))
