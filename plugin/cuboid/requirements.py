@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from cuboid.version import __version__
 
-#: setup.py asks for it, and the tests run with the other.
+#: What setup.py asks of Python, and the version that the tests run with.
 PYTHON, TESTED_PYTHON = ">=3.11", "3.11"
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {

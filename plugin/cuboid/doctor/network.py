@@ -88,9 +88,10 @@ def interfaces() -> Iterator[Finding]:
         chosen = _chosen(value, list(local), is_gloo=variable.startswith("GLOO"))
         missing = [name for name in chosen if name not in usable]
         if missing or not chosen:
-            why = f"{missing[0]!r} is down or has no address" if missing and missing[0] in local else "is not there"
-            named = f"{why}" if why.startswith("'") else f"{missing[0] if missing else value!r} {why}"
-            yield problem("interfaces", f"{variable}={value!r}, but {named}", f"name one of {there}, or unset it")
+            name = missing[0] if missing else value
+            fault = "is down or has no address" if name in local else "is not there"
+            cure = f"name one of {there}, or unset it"
+            yield problem("interfaces", f"{variable}={value!r}, but {name!r} {fault}", cure)
         else:
             yield right(
                 "interfaces", f"{variable} chooses {', '.join(f'{name} ({local[name][0]})' for name in chosen)}"

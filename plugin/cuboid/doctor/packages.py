@@ -32,8 +32,7 @@ class Installation:
         if self._errors is None:
             self._errors = {}
             # A package that ends the process is reported, and the others are tried without it.
-            left = [name for name in ("torch", *(RANGES | OPTIONAL)) if _is_installed(name)]
-            left = list(dict.fromkeys(left))
+            left = [name for name in RANGES | OPTIONAL if _is_installed(name)]
             while left:
                 left = self._import(left)
         return self._errors

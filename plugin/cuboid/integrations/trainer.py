@@ -85,7 +85,7 @@ class CuboidTrainer(Trainer):
             _reject_arguments_of_trl(arguments)
         super().__init__(*args, **kwargs)
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
+        config = _config_in(plugin)
         self._runs_pipeline = config is not None and config.pipeline is not None
         self._micro_batches: list[Any] = []
         # Under DeepSpeed, ``train`` forgets what ``optimizers`` gave and makes its own.
@@ -358,9 +358,13 @@ class CuboidTrainer(Trainer):
             )
 
 
+def _config_in(plugin: Any) -> CuboidConfig | None:
+    """Cuboid's sections of the config that accelerate's DeepSpeed plugin has; None without a plugin."""
+    return None if plugin is None else split_config(plugin.deepspeed_config)[0]
+
+
 def _reject_arguments_of_trl(args: TrainingArguments) -> None:
-    plugin = getattr(args, "deepspeed_plugin", None)
-    config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
+    config = _config_in(getattr(args, "deepspeed_plugin", None))
     if config is None or config.pipeline is None:
         return
     for name, reason in _REFUSED_OF_TRL.items():

@@ -98,7 +98,7 @@ class TokenModel:
         log_probs, entropy, *self._others = values.unbind()
         #: A leaf, by which the loss is differentiated.
         self.log_probs = log_probs.clone().requires_grad_()
-        #: Another one, by which it must not depend on: nothing trains it.
+        #: Another leaf, to tell whether the loss depends on it: nothing would train that part.
         self.entropy = entropy.clone().requires_grad_()
 
     def __getattr__(self, name: str) -> Any:
