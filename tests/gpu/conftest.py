@@ -6,11 +6,13 @@ with smaller sizes, to try themselves.
 """
 
 import faulthandler
+import json
 import os
 import platform
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -120,7 +122,11 @@ class Run:
     def _write(self, result):
         self._results[result.name] = result
         if PAGE is not None:
-            Path(PAGE).write_text(page(machine(), list(self._results.values())) + "\n", encoding="utf-8")
+            results = list(self._results.values())
+            Path(PAGE).write_text(page(machine(), results) + "\n", encoding="utf-8")
+            Path(PAGE).with_suffix(".json").write_text(
+                json.dumps({"machine": machine(), "results": [asdict(result) for result in results]})
+            )
 
 
 RUN = pytest.StashKey[Run]()

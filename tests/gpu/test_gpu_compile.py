@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cuboid
 from cuboid.failures import rank_agreement
 from cuboid.verify import WorkerPool
-from gpu.test_gpu_stage import LARGE, model_of
+from gpu.test_gpu_stage import LARGE, batch_of, model_of
 from gpu.test_gpu_stage import SIZES as TINY
 
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -143,3 +143,86 @@ def test_a_mesh_of_one_beside_plain_transformers(alone, device, figure):
         figure(table, row, "÷ plain with compiled layers", f"{value / compiled:.3f}")
     figure(table, "plain, last", "÷ plain transformers", f"{last / plain:.3f}")
     assert found == pytest.approx(loss, rel=2e-3)
+
+
+def staged(model, mode, compiles, **options):
+    """A stage with all layers, whose attention of segments is an operator of the layers' graphs."""
+    stage = {"engine": "seq1f1b", "stages": 1, "segments": 4, "certification": "verified", **options}
+    config = {"tensor_parallel": {**NO_MESH, "compile": compiles}, "pipeline": stage}
+    return cuboid.Pipeline(cuboid.shard(model, {**config, "activation_checkpointing": {"mode": mode}}))
+
+
+def stage_gradients(device, kind, mode):
+    """Loss and gradients of the plain model, and of the third step of a compiled stage; its graphs."""
+    torch._dynamo.reset()
+    batch = batch_of(kind, device)
+    plain = model_of(TINY, device, torch.float32)
+    plain_loss = plain(**batch, use_cache=False).loss
+    plain_loss.backward()
+    model = model_of(TINY, device, torch.float32)
+    pipeline = staged(model, mode, compiles=True, partition=[192, 128, 128, 64])
+    for _ in range(3):
+        model.zero_grad()
+        loss = pipeline.train(iter([batch]), 1)
+    found = {name: gradient.cpu() for name, gradient in cuboid.full_gradients(model).items()}
+    expected = {name: parameter.grad.cpu() for name, parameter in plain.named_parameters()}
+    return float(plain_loss.detach()), float(loss), expected, found, model.cuboid.compiled.graphs
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(("kind", "mode"), [("plain", "none"), ("padded", "attention"), ("packed", "layers")])
+def test_gradients_of_a_compiled_stage(fresh, device, kind, mode):
+    ((plain_loss, loss, expected, found, graphs),) = fresh.run(1, stage_gradients, device, kind, mode, timeout_s=110)
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    assert graphs > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+
+
+def stage_paces(device, sizes, dtype, length):
+    """Tokens per second with activation checkpointing: plain, plain with compiled layers, and stages, then plain."""
+
+    def pace_of(who):
+        torch._dynamo.reset()
+        model, pipeline = model_of(sizes, device, dtype), None
+        if who.startswith("stage"):
+            pipeline = staged(model, "attention", "compiled" in who)
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in model.model.layers if "compiled" in who else ():
+                layer.compile()
+        ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+        batch = {"input_ids": ids, "labels": ids}
+
+        def steps(count):
+            for _ in range(count):
+                model.zero_grad()
+                if pipeline is None:
+                    model(**batch, use_cache=False).loss.backward()
+                else:
+                    pipeline.train(iter([batch]), 1)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        steps(2)
+        start = time.perf_counter()
+        steps(3)
+        return 3 * length / (time.perf_counter() - start)
+
+    return [pace_of(who) for who in ("plain", "plain compiled", "stage", "stage compiled", "plain")]
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("length", [8192, 32_768])
+def test_a_compiled_stage_beside_plain_transformers(fresh, device, length, figure):
+    sizes, dtype = (LARGE, torch.bfloat16) if device.type == "cuda" else (TINY, torch.float32)
+    length = length if device.type == "cuda" else length // 128
+    ((plain, compiled, stage, both, last),) = fresh.run(1, stage_paces, device, sizes, dtype, length, timeout_s=140)
+    table = "A stage of four segments: two layers of an 8B Llama, bf16, checkpointing; attention kept in the stage"
+    for how, value in {"uncompiled": stage, "compiled": both}.items():
+        row = f"{length // 1024}k tokens, {how}"
+        figure(table, row, "tokens/s", f"{value:,.0f}")
+        figure(table, row, "÷ plain transformers", f"{2 * value / (plain + last):.3f}")
+        figure(table, row, "÷ plain with compiled layers", f"{value / compiled:.3f}")
+    figure(table, f"{length // 1024}k tokens, plain, last", "÷ plain transformers", f"{last / plain:.3f}")
+    assert both > 0
