@@ -103,7 +103,9 @@ test-versions: install ## Run a part of the tests with each version of transform
 
 gpu: install ## Run the checks that need a GPU, in about ten minutes on one; they write docs/gpu.md.
 	@test "$(GPUS)" -gt 0 || { echo "make gpu: nvidia-smi finds no GPU" >&2; exit 1; }
-	@env -u DS_ACCELERATOR CUBOID_GPU_PAGE=docs/gpu.md $(BIN)/python -m pytest tests/gpu
+	@mkdir -p docs/data/gpu
+	@env -u DS_ACCELERATOR CUBOID_GPU_RECORD=docs/data/gpu/$$(date -u +%Y-%m-%d-%H%M).json $(BIN)/python -m pytest tests/gpu; \
+	outcome=$$?; PYTHONPATH=tests $(BIN)/python -m gpu.page docs/data/gpu/*.json > docs/gpu.md; exit $$outcome
 
 bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
 	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)

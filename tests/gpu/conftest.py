@@ -1,18 +1,17 @@
-"""What the checks share: the device, the time that they have, the figures that they measure, and the page of them.
+"""What the checks share: the device, the time that they have, the figures that they measure, and the record of them.
 
-The page is written anew after each check, so that a run that is killed leaves what it has found; its last words are
-then the check that didn't end. With ``CUBOID_GPU_TESTS_DEVICE=cpu`` those checks that make sense there run on a CPU,
+The record is written anew after each check, so that a run that is killed leaves what it has found; it then names the
+check that didn't end. With ``CUBOID_GPU_TESTS_DEVICE=cpu`` those checks that make sense there run on a CPU,
 with smaller sizes, to try themselves.
 """
 
 import faulthandler
-import json
 import os
 import platform
 import signal
 import subprocess
 import time
-from dataclasses import asdict
+from datetime import date
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,12 +20,12 @@ import pytest
 import torch
 
 from cuboid.verify import WorkerPool
-from gpu.page import Result, page
+from gpu.page import Record, Result
 
 FOLDER = Path(__file__).parent
 DEVICE = torch.device(os.environ.get("CUBOID_GPU_TESTS_DEVICE", "cuda"))
-#: Where to write the page; nowhere by default.
-PAGE = os.environ.get("CUBOID_GPU_PAGE")
+#: Where to write the record; nowhere by default.
+RECORD = os.environ.get("CUBOID_GPU_RECORD")
 #: What begins later than this is skipped, so that a run on a rented GPU ends in time.
 SECONDS = float(os.environ.get("CUBOID_GPU_SECONDS", "540"))
 #: Of one check, unless it is marked with another number.
@@ -101,6 +100,7 @@ class Run:
 
     def __init__(self):
         self._start = None
+        self._date = date.today().isoformat()
         self._results = {}
 
     def begin(self, item):
@@ -121,12 +121,8 @@ class Run:
 
     def _write(self, result):
         self._results[result.name] = result
-        if PAGE is not None:
-            results = list(self._results.values())
-            Path(PAGE).write_text(page(machine(), results) + "\n", encoding="utf-8")
-            Path(PAGE).with_suffix(".json").write_text(
-                json.dumps({"machine": machine(), "results": [asdict(result) for result in results]})
-            )
+        if RECORD is not None:
+            Record.of(self._date, _commit(), machine(), list(self._results.values())).write(Path(RECORD))
 
 
 RUN = pytest.StashKey[Run]()
@@ -187,9 +183,18 @@ def machine():
     found["environment"] = " ".join(
         f"`{name}={value}`"
         for name, value in sorted(os.environ.items())
-        if name.startswith(PREFIXES) and name != "CUBOID_GPU_PAGE"
+        if name.startswith(PREFIXES) and name != "CUBOID_GPU_RECORD"
     )
     return found
+
+
+@cache
+def _commit():
+    try:
+        query = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _version(package):
