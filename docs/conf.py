@@ -1,11 +1,17 @@
 """The site: Sphinx over these pages, which read the same on GitHub. `make site` builds it; warnings are errors."""
 
+import sys
 from pathlib import Path
 
 from docutils import nodes
+from docutils.statemachine import StringList
 from pygments.lexers.data import JsonLexer
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+sys.path.insert(0, str(Path(__file__).parent))
+from generators import errors
 
 project = "Cuboid"
 extensions = ["myst_parser"]
@@ -17,9 +23,21 @@ exclude_patterns = ["examples", "generators", "data", "figures"]
 
 
 def setup(app: Sphinx) -> None:
-    """Make known the comments of JSON, and links to folders."""
+    """Make known the comments of JSON, the list of errors, and links to folders."""
     app.add_lexer("jsonc", JsonLexer)
+    app.add_directive("errors", Errors)
     app.connect("doctree-read", show_folders)
+
+
+class Errors(SphinxDirective):
+    """The errors of the package's source, which would be out of date in a page after each change of a message."""
+
+    def run(self) -> list[nodes.Node]:
+        """The list, with a heading for each package."""
+        place = nodes.section()
+        place.document = self.state.document
+        self.state.nested_parse(StringList(errors.listed().splitlines(), "errors"), 0, place, match_titles=True)
+        return place.children
 
 
 def show_folders(app: Sphinx, page: nodes.document) -> None:

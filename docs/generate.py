@@ -21,8 +21,8 @@ from harness import freshness
 
 #: Modules of generators/.
 WRITTEN = (
-    *("architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "readme", "timeline"),
-    "traffic",
+    *("api", "architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "readme"),
+    *("timeline", "traffic"),
 )
 #: Cases of benchmarks/.
 MEASURED = (

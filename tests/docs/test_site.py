@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from generators import errors
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -12,3 +14,12 @@ def test_every_page_is_in_one_part_of_the_site():
     listed = [page for _, pages in parts for page in pages.split()]
     assert [name for name, _ in parts] == ["Tutorials", "How to", "Reference", "Explanations", "Benchmarks"]
     assert sorted(listed) == sorted(page.stem for page in DOCS.glob("*.md") if page.name != "index.md")
+
+
+def test_the_list_of_errors_has_them_as_they_are_worded():
+    by_text = {message.text: message for message in errors.messages()}
+    assert by_text["…: has no tensor …, which … says it has"].error == "CheckpointError"
+    assert len({message.area for message in by_text.values()}) > 8
+    # What Markdown would take for marks is shown as it stands.
+    assert "\\_" in errors.listed()
+    assert all(text == " ".join(text.split()) for text in re.findall(r"^\* (.*)$", errors.listed(), re.MULTILINE))

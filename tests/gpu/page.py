@@ -100,8 +100,8 @@ def page(records: list[Record]) -> str:
     lines = [
         "# What was run on a GPU",
         "",
-        "Written by `make gpu` from the records of its runs in `docs/data/gpu`; nothing on this page is written by hand. "
-        "Each figure is of the newest run that has measured it.",
+        "Written by `make gpu` from the records of its runs in `docs/data/gpu`; nothing on this page is written by "
+        "hand. Each figure is of the newest run that has measured it.",
         "",
         *_table(
             ("run", "of", "commit", "GPU", "passed", "failed", "skipped"),
