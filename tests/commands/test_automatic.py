@@ -122,7 +122,7 @@ def test_a_mesh_is_chosen_before_the_schedule_is(keys):
 
 
 def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypatch):
-    verdict = replace(mesh_verdict(type(model), model.config), whole=("mlp",))
+    verdict = replace(mesh_verdict(type(model), model.config), whole_blocks=("mlp",))
     monkeypatch.setattr(automatic, "mesh_verdict", lambda *_: verdict)
     config = config_of({"size": 2}, pipeline={"engine": "seq1f1b", "stages": 2}, cluster="4xH100")
     choice = segment_choice(model, config, Mesh(MeshShape(1, 2, 1), pipe=2, rank=0, world_size=4))

@@ -228,7 +228,7 @@ def test_blocks_that_a_mesh_computes_whole_are_recomputed_too(keeps):
         return loss.detach()
 
     alive = []
-    verdict = MeshVerdict(whole=("self_attn", "mlp"))
+    verdict = MeshVerdict(whole_blocks=("self_attn", "mlp"))
     Threaded(model, "1x2x2", verdict).run(step)
     assert max(alive) > 0
 

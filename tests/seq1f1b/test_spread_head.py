@@ -128,13 +128,13 @@ class Rows(HeadRows):
         self._mesh, self._name, self._sums, self.rank = stage.cuboid.mesh, "lm_head", {}, rank
         weight, bias = blocks["weight"], blocks.get("bias")
         self._shape, self.parts = tuple(weight.shape), parts_of(weight.shape[0], ranks)
-        rows = slice(*self.own)
+        rows = slice(*self.local_rows)
         self.part = linear(weight[rows], None if bias is None else bias[rows], trains=(True, True), mesh=self._mesh)
         self.dtype = self.hidden_dtype = weight.dtype
         self.head = Head(stage, stage.staging.plan.outline, stage.cuboid.base.forward)
 
     @property
-    def own(self):
+    def local_rows(self):
         return self.parts[self.rank]
 
 

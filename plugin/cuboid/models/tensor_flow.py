@@ -58,10 +58,10 @@ class Flow(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         _check_writes(func, args)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         marks: frozenset[str] = frozenset()
         if func.overloadpacket not in _SHAPE_ONLY:
-            marks = marks.union(*(self.marks_of(tensor) for tensor in given))
+            marks = marks.union(*(self.marks_of(tensor) for tensor in inputs))
             if self.allowed is not None:
                 self.leaks += [(mark, self.place) for mark in sorted(marks - self.allowed)]
         result = _ANSWERS.get(func.overloadpacket, func)(*args, **kwargs)

@@ -191,7 +191,7 @@ def _names_ending(model: Any, ends: Sequence[str]) -> list[str]:
     """Names of the model's modules with one of these ends, as PEFT looks for them, but not those that it has made."""
     if isinstance(model, StageModel):
         # All stages must come to the same result, and a stage has other stages' modules as placeholders, or not at all.
-        owners = {name.rpartition(".")[0] for name in model.cuboid.whole.parameters}
+        owners = {name.rpartition(".")[0] for name in model.cuboid.whole_model.parameters}
         names = sorted({".".join(owner.split(".")[:end]) for owner in owners for end in range(1, owner.count(".") + 2)})
     else:
         names = [name for name, module in model.named_modules() if not isinstance(module, ModulesToSaveWrapper)]
@@ -222,8 +222,8 @@ def structure_changes(model: Any) -> Iterator[None]:
     counts = {
         name: math.prod(layouts[name].shape if name in layouts else p.shape) for name, p in model.named_parameters()
     }
-    others = {name: count for name, count in sharding.whole.parameters.items() if name not in before}
-    sharding.whole = dataclasses.replace(sharding.whole, parameters={**others, **counts})
+    others = {name: count for name, count in sharding.whole_model.parameters.items() if name not in before}
+    sharding.whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
     has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
     sharding.adapters, sharding.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
     collect_prefetched(model)

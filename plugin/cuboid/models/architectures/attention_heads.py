@@ -70,8 +70,8 @@ def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) ->
     ranks = mesh.of("sequence", "hidden")
     per_group = counts.query // counts.key_value
     if counts.key_value % ranks == 0:
-        own = counts.key_value // ranks
-        return KeyValuePlan(True, True, 0, counts.key_value // mesh.sequence, tuple(range(own)), per_group)
+        local_heads = counts.key_value // ranks
+        return KeyValuePlan(True, True, 0, counts.key_value // mesh.sequence, tuple(range(local_heads)), per_group)
     per_rank, per_sequence = counts.query // ranks, counts.query // mesh.sequence
     start = at.index(("sequence", "hidden"), mesh) * per_rank
     needed = [query // per_group for query in range(start, start + per_rank)]

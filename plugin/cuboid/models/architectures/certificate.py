@@ -149,13 +149,14 @@ class MeshVerdict:
 
     Args:
         refused: kinds of micro-batches with wrong results, and why. If whole rows are wrong, no mesh can be used.
-        whole: blocks that must be computed whole, by their names inside their layer; ``""`` for whole layers.
+        whole_blocks: blocks that must be computed whole, by their names inside their layer; ``""`` for whole layers.
         splits_late: whether activations stay whole up to the first layer and are split there, because the model's own
             code reads lengths from them.
         gathers_logits: whether every rank needs whole logits, because the model has a loss of its own.
         with_stages: the modes in which a mesh can't be combined with pipeline stages, and why.
         error: the largest relative error among the results that passed.
-        blocks: all blocks of layers that are computed whole, named as in ``whole``, including those without a rule.
+        blocks: all blocks of layers that are computed whole, named as in ``whole_blocks``, including those without a
+            rule.
         inputs: what the model is given; see :data:`Inputs`.
         head: how modules after the base model are computed; see :data:`HeadPlan`.
         counts_items: whether the loss is divided by ``num_items_in_batch`` where that is given.
@@ -164,7 +165,7 @@ class MeshVerdict:
     """
 
     refused: dict[BatchKind, str] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    whole_blocks: tuple[str, ...] = ()
     splits_late: bool = False
     gathers_logits: bool = False
     with_stages: dict[Mode, str] = field(default_factory=dict)
@@ -238,14 +239,14 @@ def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[BatchKind]) -
     kinds: list[BatchKind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     target_mask = batch.get("decoder_attention_mask")
-    for each in (mask, target_mask) if any("padding" in kind for kind in among) else ():
-        if each is None:
+    for padding_mask in (mask, target_mask) if any("padding" in kind for kind in among) else ():
+        if padding_mask is None:
             continue
-        paddings = _paddings_of(each.bool())
+        paddings = _paddings_of(padding_mask.bool())
         # Both at once, so that the host waits once.
         there = torch.stack([padding.any() for padding in paddings.values()]).tolist()
         # An encoder's padding has no labels.
-        has_labels = each is target_mask or target_mask is None
+        has_labels = padding_mask is target_mask or target_mask is None
         for kind, padding in itertools.compress(paddings.items(), there):
             kinds.append(kind)
             if LABELLED[kind] in among and has_labels and _has_label(batch, padding):

@@ -48,15 +48,15 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     The classes differ in name and in formula, so the module's own forward is run on a few numbers instead of trusting
     the name. Some of the numbers are small enough for eps to matter.
     """
-    own = dict(module.named_parameters())
-    if own.keys() - {"weight", "bias"} or any(parameter.dim() != 1 for parameter in own.values()):
+    parameters = dict(module.named_parameters())
+    if parameters.keys() - {"weight", "bias"} or any(parameter.dim() != 1 for parameter in parameters.values()):
         return None
     # Fixed numbers, so that the user's random generator isn't touched.
     exact: Any = {"dtype": torch.float32, "device": "cpu"}
-    size = next((len(parameter) for parameter in own.values()), _size_of(module))
+    size = next((len(parameter) for parameter in parameters.values()), _size_of(module))
     x = torch.stack([torch.linspace(-1.0, 2.0, size, **exact), torch.linspace(-1e-3, 2e-3, size, **exact)]).unsqueeze(0)
-    weight = torch.linspace(0.5, 1.5, size, **exact) if "weight" in own else None
-    bias = torch.linspace(-0.3, 0.4, size, **exact) if "bias" in own else None
+    weight = torch.linspace(0.5, 1.5, size, **exact) if "weight" in parameters else None
+    bias = torch.linspace(-0.3, 0.4, size, **exact) if "bias" in parameters else None
     try:
         expected = _asked(module, x, {"weight": weight, "bias": bias})
     except Exception:
@@ -109,7 +109,9 @@ def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | 
 
 
 def _candidates(module: nn.Module, *, has_weight: bool) -> list[NormFormula]:
-    found = [getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
+    module_eps = [getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
     offsets = _OFFSETS if has_weight else (0.0,)
-    return [NormFormula(kind, eps, offset) for eps in (*found, *_EPS_VALUES) for kind in kinds for offset in offsets]
+    return [
+        NormFormula(kind, eps, offset) for eps in (*module_eps, *_EPS_VALUES) for kind in kinds for offset in offsets
+    ]

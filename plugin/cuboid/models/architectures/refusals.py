@@ -17,11 +17,11 @@ def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         UnsupportedModelError: it does.
     """
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    given: str | Path | None = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    if given is None and path is not None and (Path(path) / "adapter_config.json").is_file():
-        given = path
-    if given is not None:
-        raise adapters_refused(f"{given} holds adapters of PEFT")
+    adapters: str | Path | None = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if adapters is None and path is not None and (Path(path) / "adapter_config.json").is_file():
+        adapters = path
+    if adapters is not None:
+        raise adapters_refused(f"{adapters} holds adapters of PEFT")
 
 
 def adapters_refused(what: str) -> UnsupportedModelError:

@@ -92,21 +92,21 @@ _HEADS: dict[str, Heads] = {
 
 
 def find_roles(
-    model: PreTrainedModel, whole: Collection[str] = (), *, splits_late: bool = False, head: HeadPlan = "split"
+    model: PreTrainedModel, whole_blocks: Collection[str] = (), *, splits_late: bool = False, head: HeadPlan = "split"
 ) -> dict[str, Role]:
     """Roles by module name: of all modules that own parameters or normalize, and of blocks that are computed whole.
 
     Args:
         model: on any device.
-        whole: blocks to compute whole in any case, by their names inside their layer, such as ``"self_attn"``; ``""``
-            for whole layers.
+        whole_blocks: blocks to compute whole in any case, by their names inside their layer, such as
+            ``"self_attn"``; ``""`` for whole layers.
         splits_late: whether activations are whole up to the first layer.
         head: how modules after the base model are computed.
 
     Raises:
         UnsupportedModelError: names a module that has no rule and can't be computed whole.
     """
-    finder = _Finder(model, frozenset(whole), splits_late, head)
+    finder = _Finder(model, frozenset(whole_blocks), splits_late, head)
     roles: dict[str, Role] = {}
     for block, members in finder.blocks().items():
         roles.update(finder.block_roles(block, members))
@@ -117,31 +117,31 @@ def find_roles(
 def split_blocks(model: PreTrainedModel) -> list[str]:
     """Names, inside their layer, of the blocks that are split, but could be computed whole."""
     finder = _Finder(model)
-    found: dict[str, None] = {}
+    blocks: dict[str, None] = {}
     for name, role in find_roles(model).items():
         if role.kind in ("up", "down", "experts") and not role.alone:
-            found.setdefault(finder.inside_of_layer(finder.block_of(name)), None)
-    return list(found)
+            blocks.setdefault(finder.inside_of_layer(finder.block_of(name)), None)
+    return list(blocks)
 
 
-def blocks_computed_whole(model: PreTrainedModel, whole: Collection[str] = ()) -> tuple[str, ...]:
+def blocks_computed_whole(model: PreTrainedModel, whole_blocks: Collection[str] = ()) -> tuple[str, ...]:
     """Names, inside their layer, of all blocks of layers that are computed whole; ``""`` for whole layers."""
-    finder = _Finder(model, frozenset(whole))
+    finder = _Finder(model, frozenset(whole_blocks))
     layers = layer_names(model)
-    found: dict[str, None] = {}
-    for name, role in find_roles(model, whole).items():
+    blocks: dict[str, None] = {}
+    for name, role in find_roles(model, whole_blocks).items():
         if role.kind == "whole" and (name in layers or any(name.startswith(f"{layer}.") for layer in layers)):
-            found.setdefault(finder.inside_of_layer(name), None)
-    return tuple(found)
+            blocks.setdefault(finder.inside_of_layer(name), None)
+    return tuple(blocks)
 
 
 def layer_names(model: nn.Module) -> list[str]:
     """Names of the children of the outermost module lists: decoder layers and the like."""
-    found: list[str] = []
+    layers: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
-            found += [f"{name}.{child}" for child, _ in module.named_children()]
-    return found
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers += [f"{name}.{child}" for child, _ in module.named_children()]
+    return layers
 
 
 def takes_pixels(model: PreTrainedModel) -> bool:
@@ -154,20 +154,20 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     if takes_pixels(model):
         # The module that embeds patches is no table.
         return []
-    own = _end_of(model.get_input_embeddings)
-    if own is None:
+    input_embeddings = _end_of(model.get_input_embeddings)
+    if input_embeddings is None:
         return []
-    found = {own: None}
+    embeddings = {input_embeddings: None}
     if model.config.is_encoder_decoder:
         for part in model.modules():
             with suppress(NotImplementedError):  # A part that has none.
                 if isinstance(part, PreTrainedModel):
-                    found[part.get_input_embeddings()] = None
+                    embeddings[part.get_input_embeddings()] = None
         # The embedding that their weights are tied to counts, even if no code calls it.
         ties: dict[str, str] = model.all_tied_weights_keys
         tied = [model.get_submodule(name.rpartition(".")[0]) for pair in ties.items() for name in pair]
-        found.update(dict.fromkeys(module for module in tied if isinstance(module, nn.Embedding)))
-    return list(found)
+        embeddings.update(dict.fromkeys(module for module in tied if isinstance(module, nn.Embedding)))
+    return list(embeddings)
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -185,11 +185,11 @@ class _Finder:
     def __init__(
         self,
         model: PreTrainedModel,
-        whole: frozenset[str] = frozenset(),
+        whole_blocks: frozenset[str] = frozenset(),
         splits_late: bool = False,
         head: HeadPlan = "split",
     ) -> None:
-        self._model, self._whole, self._splits_late, self._head = model, whole, splits_late, head
+        self._model, self._whole_blocks, self._splits_late, self._head = model, whole_blocks, splits_late, head
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
         self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
@@ -199,21 +199,21 @@ class _Finder:
 
     def blocks(self) -> dict[str, list[str]]:
         """The modules that need a role, by the name of the block that is computed as one."""
-        found: dict[str, list[str]] = {}
+        blocks: dict[str, list[str]] = {}
         for name, module in self._modules.items():
             if _owns(module) or _is_norm_without_parameters(module):
-                found.setdefault(self.block_of(name), []).append(name)
+                blocks.setdefault(self.block_of(name), []).append(name)
         # Modules inside a layer that is a block belong to it, and those beside a pooler's linear layer to the pooler.
-        outer = [block for block, members in found.items() if block in self._layers or block not in members]
+        outer = [block for block, members in blocks.items() if block in self._layers or block not in members]
         if takes_pixels(self._model):
             # Image embeddings own parameters, such as a class token, beside modules; the outermost module is the block.
             # It comes last in ``outer``, so that it wins in ``inner``.
-            beside = [block for block in found if block not in outer and not self._inside_layers(block)]
+            beside = [block for block in blocks if block not in outer and not self._inside_layers(block)]
             outer = sorted([*outer, *beside], key=len, reverse=True)
-        inner = {name: layer for layer in outer for name in found if name.startswith(f"{layer}.")}
+        inner = {name: layer for layer in outer for name in blocks if name.startswith(f"{layer}.")}
         for name, layer in inner.items():
-            found[layer] += found.pop(name)
-        return found
+            blocks[layer] += blocks.pop(name)
+        return blocks
 
     def block_of(self, name: str) -> str:
         """The block of a module: the child of a layer that contains it or is it, else the layer."""
@@ -221,7 +221,7 @@ class _Finder:
         layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
         if layer is None:
             return self._outside_of_layers(name)
-        if "" in self._whole:
+        if "" in self._whole_blocks:
             return layer
         for end in range(layer.count(".") + 2, len(parts) + 1):
             block = ".".join(parts[:end])
@@ -234,9 +234,9 @@ class _Finder:
         """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""
         if not name.rpartition(".")[2].isdigit():
             return False
-        own = [module for module in self._modules[name].children() if _owns_any(module)]
-        blocks = [module for module in own if not may_normalize(module)]
-        return len(own) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
+        children = [module for module in self._modules[name].children() if _owns_any(module)]
+        blocks = [module for module in children if not may_normalize(module)]
+        return len(children) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
     def _outside_of_layers(self, name: str) -> str:
         """The block of a module outside layers: itself or, if it has no rule, as in a pooler, its parent."""
@@ -272,7 +272,7 @@ class _Finder:
         if is_late and self._modules[block] not in self._ends:
             return {**dict.fromkeys(members, Role("inside")), block: Role("whole", late=True)}
         if block not in self._layers and not (
-            self._inside_layers(block) and self.inside_of_layer(block) in self._whole
+            self._inside_layers(block) and self.inside_of_layer(block) in self._whole_blocks
         ):
             roles = {name: self._role(name, is_block=name == block) for name in members}
             if any(role is not None and role.kind == "experts" for role in roles.values()):
@@ -291,12 +291,12 @@ class _Finder:
             # The block's own code multiplies each element of its input by a random number of its own: no rule for that.
             return dict.fromkeys(roles)
         width = self._model.config.get_text_config().hidden_size
-        found: dict[str, Role | None] = {}
+        with_routers: dict[str, Role | None] = {}
         for name, role in roles.items():
-            own = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
-            is_router = role is None and any(len(shape) == 2 and shape[-1] == width for shape in own)
-            found[name] = Role("router", width=width) if is_router else role
-        return found
+            shapes = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
+            is_router = role is None and any(len(shape) == 2 and shape[-1] == width for shape in shapes)
+            with_routers[name] = Role("router", width=width) if is_router else role
+        return with_routers
 
     def _head_role(self, name: str) -> Role:
         if self._head == "whole":
@@ -322,13 +322,13 @@ class _Finder:
         """Roles in a layer's other blocks, without those that must be whole or have a module without a role."""
         for name, module in self._modules[layer].named_children():
             other = f"{layer}.{name}"
-            if other == block or self.inside_of_layer(other) in self._whole:
+            if other == block or self.inside_of_layer(other) in self._whole_blocks:
                 continue
-            inner = {f"{other}.{path}" if path else other: own for path, own in module.named_modules() if _owns(own)}
-            roles = {path: self._role(path, is_block=path == other) for path in inner}
-            found = {path: role for path, role in roles.items() if role is not None}
-            if len(found) == len(roles):
-                yield found
+            owners = [f"{other}.{path}" if path else other for path, inner in module.named_modules() if _owns(inner)]
+            roles = {path: self._role(path, is_block=path == other) for path in owners}
+            known = {path: role for path, role in roles.items() if role is not None}
+            if len(known) == len(roles):
+                yield known
 
     def _is_around_head(self, name: str) -> bool:
         head = output_embeddings(self._model)
@@ -340,8 +340,8 @@ class _Finder:
         ties: dict[str, str] = self._model.all_tied_weights_keys
         sources = [source for target, source in ties.items() if self._modules.get(target.rpartition(".")[0]) is head]
         heads |= {id(self._model.get_parameter(source)) for source in sources}
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        return bool(own) and own <= heads
+        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
+        return bool(parameters) and parameters <= heads
 
     def _inside_layers(self, name: str) -> bool:
         return any(name.startswith(f"{layer}.") for layer in self._layers)
@@ -421,9 +421,9 @@ class _Finder:
     def _has_per_head_parameters(self, module: nn.Module) -> bool:
         """Whether an attention module has parameters of its own, all with one number for each head."""
         heads = HeadCounts.of(self._model.config).query
-        own = [parameter.shape for parameter in module.parameters(recurse=False)]
+        shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
         has_queries = any(_HEADS.get(name) == "query" for name, _ in module.named_children())
-        return has_queries and set(own) == {(heads,)}
+        return has_queries and set(shapes) == {(heads,)}
 
     def _normed_heads(self, name: str) -> Heads | None:
         """The heads of which a norm inside a block spans all features; None if there are no such heads.
@@ -434,9 +434,9 @@ class _Finder:
         counts = HeadCounts.of(self._model.config)
         sizes: dict[Heads, int] = {"query": counts.query * counts.dim, "key_value": counts.key_value * counts.dim}
         beside = [child for child, _ in self._modules[parent].named_children() if child[0] == leaf[0]]
-        found = {_HEADS.get(child) for child in beside}
-        own = {len(parameter) for parameter in self._modules[name].parameters()}
-        return next((heads for heads, size in sizes.items() if heads in found and own == {size}), None)
+        projected = {_HEADS.get(child) for child in beside}
+        lengths = {len(parameter) for parameter in self._modules[name].parameters()}
+        return next((heads for heads, size in sizes.items() if heads in projected and lengths == {size}), None)
 
 
 def _projections(roles: Mapping[str, Role]) -> set[str]:
@@ -447,7 +447,9 @@ def _projections(roles: Mapping[str, Role]) -> set[str]:
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
     text = _text_config(config)
-    plans = [PLANS.get(own.model_type, {}) | (getattr(own, "base_model_tp_plan", None) or {}) for own in (text, config)]
+    plans = [
+        PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {}) for part in (text, config)
+    ]
     return {pattern: style for plan in plans for pattern, style in plan.items()}
 
 

@@ -65,8 +65,8 @@ def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
 
 def mask_function(name: str) -> Callable[..., Any]:
     """The mask function that is registered for an attention implementation, without our patch around it."""
-    found: Callable[..., Any] = masking_utils.AttentionMaskInterface._global_mapping[name]
-    return found
+    function: Callable[..., Any] = masking_utils.AttentionMaskInterface._global_mapping[name]
+    return function
 
 
 def within_packed(pattern: Pattern, positions: torch.Tensor, packed: torch.Tensor) -> Pattern:

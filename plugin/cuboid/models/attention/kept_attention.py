@@ -117,7 +117,7 @@ class AttentionCall:
             policy = _Policy(call.query.shape[2], call.key.shape[2], call.query.shape[3], call.value.shape[3])
             context, self._recomputing = create_selective_checkpoint_contexts(policy)
         with context:
-            found = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+            result = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
         if policy is not None and self.segment.keep is not OnDevice:
             self._move_results(context)
         if policy is not None and policy.kept == 0:
@@ -127,7 +127,7 @@ class AttentionCall:
             )
         if call.options.get("dropout"):
             self._advance_generator(call.query.device, is_first=policy is not None)
-        return found
+        return result
 
     def _move_results(self, context: Any) -> None:
         """Keep the results that torch's context has kept on the device as this call keeps tensors."""

@@ -24,16 +24,16 @@ def packed_indices(
     known = None if torch.compiler.is_compiling() and is_outside() else forward_context().packing
     if known is None:
         return search(position_ids)
-    whole = known.positions
-    if whole is None:
+    all_positions = known.positions
+    if all_positions is None:
         return None
     # A segment's positions are a view of the whole ones, so metadata is enough to recognize them, without a sync.
-    first = int(position_ids.storage_offset() - whole.storage_offset())
+    first = int(position_ids.storage_offset() - all_positions.storage_offset())
     is_part = (
-        position_ids.untyped_storage()._cdata == whole.untyped_storage()._cdata
-        and position_ids.dtype == whole.dtype
-        and position_ids.stride(1) == whole.stride(1)
-        and 0 <= first <= whole.shape[1] - position_ids.shape[1]
+        position_ids.untyped_storage()._cdata == all_positions.untyped_storage()._cdata
+        and position_ids.dtype == all_positions.dtype
+        and position_ids.stride(1) == all_positions.stride(1)
+        and 0 <= first <= all_positions.shape[1] - position_ids.shape[1]
     )
     if not is_part:
         return search(position_ids)

@@ -88,15 +88,15 @@ class SegmentCache:
                 f"{self._name} has no rule with segments: it doesn't tell its cache the length of its convolution"
             )
         unit = self._unit
-        found = inputs
+        extended = inputs
         if unit.start > 0:
-            found = torch.cat(
+            extended = torch.cat(
                 [read_state(unit.store.states, self._key(_CONVOLUTION, state_idx, unit.start)), inputs], -1
             )
-        missing = conv_kernel_size - found.shape[-1]
-        last = nn.functional.pad(found, (missing, 0)) if missing > 0 else found[..., -conv_kernel_size:]
+        missing = conv_kernel_size - extended.shape[-1]
+        last = nn.functional.pad(extended, (missing, 0)) if missing > 0 else extended[..., -conv_kernel_size:]
         self._keep(_CONVOLUTION, state_idx, last)
-        return found
+        return extended
 
     def get_recurrent_state(self, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor | None:
         """Return the state at the end of the previous segment; None for the first segment.

@@ -53,14 +53,16 @@ def check_call(call: Call, unit: Unit, module: nn.Module) -> None:
     Raises:
         UnsupportedModelError: it isn't.
     """
-    own = unit.stop - unit.start
+    length = unit.stop - unit.start
     reason = _obstacle(call, module)
-    if call.query.shape[2] != own or call.key.shape[2] != own:
-        reason = f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {own} positions"
+    if call.query.shape[2] != length or call.key.shape[2] != length:
+        reason = (
+            f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {length} positions"
+        )
     elif (
         reason is None
         and isinstance(call.mask, torch.Tensor)
-        and not own < call.mask.shape[-1] <= unit.stop
+        and not length < call.mask.shape[-1] <= unit.stop
         and unit.start > 0
     ):
         reason = f"it cut its mask to {call.mask.shape[-1]} keys, while there are {unit.stop}"
@@ -75,8 +77,8 @@ def _obstacle(call: Call, module: nn.Module) -> str | None:
         return "its positions see later ones"
     if isinstance(call.mask, torch.Tensor) and not call.mask.numel():
         return "its mask lets positions see later ones"
-    given = [name for name in _LOCAL if call.options.get(name) is not None]
-    return f"{given[0]} would have to reach back to earlier segments" if given else None
+    local_options = [name for name in _LOCAL if call.options.get(name) is not None]
+    return f"{local_options[0]} would have to reach back to earlier segments" if local_options else None
 
 
 def is_plain(name: str, call: Call, unit: Unit) -> bool:

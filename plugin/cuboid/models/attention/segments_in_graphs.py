@@ -47,5 +47,5 @@ class SegmentsInGraphs:
 
 
 def _records_in(layer: nn.Module) -> list[AttentionRecord]:
-    found = {id(record): record for record in map(find_record, layer.modules()) if record is not None}
-    return list(found.values())
+    records = {id(record): record for record in map(find_record, layer.modules()) if record is not None}
+    return list(records.values())

@@ -57,19 +57,19 @@ class Replay(CallCounter):
     """One segment's forward, which gets its part of what was computed for the whole sequence.
 
     Args:
-        whole: the record of the micro-batch.
+        whole_sequence: the record of the micro-batch.
         start, stop: the segment's positions. The last segment may reach beyond S into padding, which gets the values of
             the last position.
     """
 
-    whole: WholeSequence
+    whole_sequence: WholeSequence
     start: int
     stop: int
 
     def cut(self, x: torch.Tensor, dim: int, start: int | None = None) -> torch.Tensor:
         """Return the segment's part of a tensor along a dim of S positions; with ``start``, from there to its end."""
         start = self.start if start is None else start
-        last = self.whole.length - 1
+        last = self.whole_sequence.length - 1
         if self.stop - 1 <= last:
             return x.narrow(dim, start, self.stop - start)
         return x.index_select(dim, torch.arange(start, self.stop, device=x.device).clamp(max=last))

@@ -80,15 +80,15 @@ class Limits:
         """Names of the tensors that a micro-batch may have."""
         return self.kind.tensors if self.types is None else (*self.kind.tensors, TOKEN_TYPES)
 
-    def warn_of_length(self, given: Mapping[str, Any], mesh: Mesh) -> None:
+    def warn_of_length(self, tensors: Mapping[str, Any], mesh: Mesh) -> None:
         """Warn on the first rank if rotary embeddings are used beyond the positions that the model is made for.
 
         Args:
-            given: tensors of a micro-batch. If it has position ids, which may restart, there is no warning.
+            tensors: tensors of a micro-batch. If it has position ids, which may restart, there is no warning.
             mesh: this rank's mesh.
         """
-        length = 0 if given.get("input_ids") is None else given["input_ids"].shape[1]
-        counts = self.positions is None and given.get("position_ids") is None
+        length = 0 if tensors.get("input_ids") is None else tensors["input_ids"].shape[1]
+        counts = self.positions is None and tensors.get("position_ids") is None
         if self.longest is not None and length > self.longest and counts and mesh.rank == 0 and not mesh.in_threads:
             warnings.warn(
                 f"a micro-batch has sequences of {length} tokens, beyond the model's {self.longest} positions "
@@ -173,12 +173,12 @@ class BatchCheck:
             last = first + max(ids.shape[1], decoder_ids.shape[1])
             self._tensors["position_ids"] = torch.arange(first, last, device=device).unsqueeze(0)
         self._bounded: list[str] = []
-        found: list[torch.Tensor] = []
+        flags: list[torch.Tensor] = []
         for name, x in self._tensors.items():
             outside = limits.out_of_range(name, x, self._ignore_index)
             if outside is not None:
                 self._bounded.append(name)
-                found.append(outside.any())
+                flags.append(outside.any())
         #: Each rank's generators, and a number of the first one if they differ; known once the check has been read.
         self._states: torch.Tensor | None = None
         self._number: int | None = None
@@ -186,9 +186,9 @@ class BatchCheck:
             sums = all_gather(self._summary(arguments, modes, libraries, device), mesh.along(*AXES))
             # Threads of one process share their generators.
             self._states = None if mesh.in_threads else sums[:, -2:]
-            found += (sums != sums[0]).any(0).unbind()
-        # ``found`` is empty on one rank, which has nothing to compare, for images without classes.
-        self._verdict = _OnHost(torch.stack(found) if found else torch.zeros(0, dtype=torch.bool, device=device))
+            flags += (sums != sums[0]).any(0).unbind()
+        # ``flags`` is empty on one rank, which has nothing to compare, for images without classes.
+        self._verdict = _OnHost(torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device))
 
     def read_if_there(self) -> None:
         """Call :meth:`read` if the host doesn't have to wait for the result, which is on a CPU."""
@@ -267,8 +267,8 @@ def _places(count: int, device: torch.device) -> torch.Tensor:
 def _checksum(x: torch.Tensor, places: torch.Tensor, *, is_mask: bool) -> torch.Tensor:
     numbers = x != 0 if is_mask and x.is_floating_point() else x
     # The labels of a regression are compared by their bits.
-    whole = numbers.double().view(torch.int64) if numbers.is_floating_point() else numbers.to(torch.int64)
-    return (whole.flatten() * places[: x.numel()]).sum()
+    integers = numbers.double().view(torch.int64) if numbers.is_floating_point() else numbers.to(torch.int64)
+    return (integers.flatten() * places[: x.numel()]).sum()
 
 
 class _OnHost:

@@ -54,16 +54,16 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
             f"a micro-batch must be a dict with input_ids and labels, or a pair (input_ids, labels), not a "
             f"{type(batch).__name__}"
         )
-    given = _without_packing({name: value for name, value in batch.items() if value is not None})
-    unknown = [name for name in given if name not in limits.names]
+    entries = _without_packing({name: value for name, value in batch.items() if value is not None})
+    unknown = [name for name in entries if name not in limits.names]
     if unknown:
         raise CuboidError(
             f"{unknown[0]} has no rule in a pipeline's micro-batch for {limits.kind.words}; known: "
             + ", ".join(limits.names)
         )
-    if "input_ids" not in given:
+    if "input_ids" not in entries:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
-    tensors = {name: _as_tensor(name, value) for name, value in given.items()}
+    tensors = {name: _as_tensor(name, value) for name, value in entries.items()}
     limits.kind.check_micro_batch(tensors)
     if "attention_mask" in tensors:
         # A mask may have any dtype, since only zero or nonzero matters, but is broadcast with the integers.
@@ -71,16 +71,16 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
     return tensors
 
 
-def _without_packing(given: dict[str, Any]) -> dict[str, Any]:
+def _without_packing(entries: dict[str, Any]) -> dict[str, Any]:
     """Leave out what collators of padding-free rows say twice, for kernels: positions say where sequences begin.
 
     Raises:
         CuboidError: it contradicts the positions.
     """
-    said = {name: value for name, value in given.items() if name in _PACKING}
+    said = {name: value for name, value in entries.items() if name in _PACKING}
     if not said:
-        return given
-    rest = {name: value for name, value in given.items() if name not in said}
+        return entries
+    rest = {name: value for name, value in entries.items() if name not in said}
     positions = None if "position_ids" not in rest else _as_tensor("position_ids", rest["position_ids"])
     if positions is None or positions.dim() != 2 or positions.shape[0] != 1:
         raise CuboidError(
@@ -165,9 +165,9 @@ def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> 
     count = torch.ones((), dtype=torch.int64, device=device)
     if mesh.rank == mesh.copy_ranks[0] and batches is not None:
         try:
-            found = list(batches)
-            batches = iter(found)
-            count.fill_(max(len(found), 1))
+            micro_batches = list(batches)
+            batches = iter(micro_batches)
+            count.fill_(max(len(micro_batches), 1))
         except BaseException as error:
             # Even a KeyboardInterrupt is kept until the micro-batches are read: the other ranks wait for the number.
             batches = _failing(error)
@@ -290,14 +290,16 @@ class ReplicasInStep:
         """Raise the first failed replica's failure; return if ``error`` is that failure and should propagate itself."""
         reader = self._mesh.copy_ranks[0]
         # Data that ended is no failure: what failed on another replica is what users must know.
-        own = None if error is None or isinstance(error, StopIteration) else RankFailure.of(error, reader, _READING)
-        text = None if own is None else own.encode()
+        local_failure = (
+            None if error is None or isinstance(error, StopIteration) else RankFailure.of(error, reader, _READING)
+        )
+        text = None if local_failure is None else local_failure.encode()
         texts = [text] * self._mesh.topology.data
         if len(texts) > 1:
             dist.all_gather_object(texts, text, group=self._mesh.data_parallel_group)
         failures = [failure for text in texts if text is not None and (failure := RankFailure.decode(text.encode()))]
         first, alike = failures[0], len(failures) == len(texts) and len({failure.text for failure in failures}) == 1
-        if isinstance(error, CuboidError) and (alike or first == own):
+        if isinstance(error, CuboidError) and (alike or first == local_failure):
             return
         if error is not None and not isinstance(error, Exception):
             return

@@ -75,8 +75,8 @@ class StepGenerators:
             # The ranks are threads of one process, which has one generator.
             return None
         if self._states is None:
-            own = torch.tensor(generator_numbers(self._libraries), device=self._device)
-            self._states = all_gather(own, self._mesh.along(*AXES)).tolist()
+            numbers = torch.tensor(generator_numbers(self._libraries), device=self._device)
+            self._states = all_gather(numbers, self._mesh.along(*AXES)).tolist()
         return shared_number(self._states)
 
     def require_equal(self) -> None:

@@ -123,14 +123,16 @@ class Case:
 def thresholds(config: PretrainedConfig) -> tuple[Threshold, ...]:
     """Return the lengths at which a config's model changes, shortest first."""
     text = config.get_text_config(decoder=True)
-    found = [Threshold(key, value) for key in _LENGTHS if (value := _tokens(text, key))]
+    all_thresholds = [Threshold(key, value) for key in _LENGTHS if (value := _tokens(text, key))]
     ropes = dict(_ropes(text))
-    found += [Threshold(f"{name}.{_ORIGINAL}", value) for name, r in ropes.items() if (value := _tokens(r, _ORIGINAL))]
+    all_thresholds += [
+        Threshold(f"{name}.{_ORIGINAL}", value) for name, r in ropes.items() if (value := _tokens(r, _ORIGINAL))
+    ]
     scaled = any(_rope_type(rope) not in _UNSCALED_ROPE for rope in ropes.values())
     if scaled or not ropes:
         # Without rotary embeddings, the maximum number of positions is the size of a position table.
-        found += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
-    return tuple(sorted(found, key=lambda threshold: threshold.tokens))
+        all_thresholds += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
+    return tuple(sorted(all_thresholds, key=lambda threshold: threshold.tokens))
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
@@ -190,18 +192,18 @@ def cases(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
     last position of a table, each without padding and padded on either side; and there are packed rows. Thresholds
     that ``longest`` doesn't cross aren't covered; see :func:`shrunk`.
     """
-    whole = [Case("longest", _longest(config, longest)), Case("short", _short(config, longest))]
+    unpadded = [Case("longest", _longest(config, longest)), Case("short", _short(config, longest))]
     for threshold in thresholds(config):
         if threshold.is_end:
-            whole.append(_to_the_end(threshold, longest))
+            unpadded.append(_to_the_end(threshold, longest))
         elif threshold.tokens + 1 < longest:
-            whole += [Case(f"{threshold.key} reached", threshold.tokens), _crossing(threshold)]
+            unpadded += [Case(f"{threshold.key} reached", threshold.tokens), _crossing(threshold)]
     sides: tuple[Padding, ...] = ("none", "right", "left")
-    found = [_padded(case, side) for case in whole for side in sides]
+    all_cases = [_padded(case, side) for case in unpadded for side in sides]
     packed = _packed(config, longest)
-    found += [packed, replace(packed, name="packed, short ones first", packed=packed.packed[::-1])]
+    all_cases += [packed, replace(packed, name="packed, short ones first", packed=packed.packed[::-1])]
     # Thresholds with the same length give one case. Reversed twice, so that the first one's name is kept.
-    return tuple({(c.length, c.padding, c.packed, c.first_position): c for c in reversed(found)}.values())[::-1]
+    return tuple({(c.length, c.padding, c.packed, c.first_position): c for c in reversed(all_cases)}.values())[::-1]
 
 
 def covering(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:

@@ -95,20 +95,20 @@ def take_local_batch(
         UnsupportedModelError: an argument isn't supported by sharded models.
         CuboidError: the shapes contradict each other.
     """
-    whole = given_tensors(arguments, token_types=token_types)
-    _reject({name: value for name, value in arguments.items() if name not in whole or name == "input_ids"})
+    tensors = given_tensors(arguments, token_types=token_types)
+    _reject({name: value for name, value in arguments.items() if name not in tensors or name == "input_ids"})
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REJECTED)}
-    check_tensors(whole)
-    rows, length = whole["input_ids"].shape
-    if "position_ids" not in whole and inputs != "only ids":
-        whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
+    check_tensors(tensors)
+    rows, length = tensors["input_ids"].shape
+    if "position_ids" not in tensors and inputs != "only ids":
+        tensors["position_ids"] = torch.arange(length, device=tensors["input_ids"].device).unsqueeze(0)
     more = padded_length(rows, mesh.size("batch")) - rows
     target = padded_length(max(length, at_least), granule(mesh))
     local = {}
-    for name, tensor in whole.items():
+    for name, tensor in tensors.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
-        own = tensor if given_once else own_slice(with_rows(name, tensor, more), 0, mesh.along("batch"))
-        local[name] = _pad(name, own, target - length, config, inputs)
+        local_rows = tensor if given_once else own_slice(with_rows(name, tensor, more), 0, mesh.along("batch"))
+        local[name] = _pad(name, local_rows, target - length, config, inputs)
     return LocalBatch(local, rows, length, options)
 
 
@@ -141,19 +141,19 @@ def check_ids(ids: torch.Tensor, name: str = "input_ids") -> None:
         raise CuboidError(f"{name} must be [batch, sequence], not {list(ids.shape)}")
 
 
-def check_tensors(whole: dict[str, torch.Tensor], ids_name: str = "input_ids") -> None:
+def check_tensors(tensors: dict[str, torch.Tensor], ids_name: str = "input_ids") -> None:
     """Check that a micro-batch's tensors have the shape of its ids, and hold integers (masks: any numbers).
 
     Args:
-        whole: the tensors by name.
+        tensors: the tensors by name.
         ids_name: the name of the ids among them.
 
     Raises:
         CuboidError: they don't, or the ids aren't ``[B, S]`` or are empty.
     """
-    ids = whole[ids_name]
+    ids = tensors[ids_name]
     check_ids(ids, ids_name)
-    for name, tensor in whole.items():
+    for name, tensor in tensors.items():
         # Positions are often given once for all rows.
         rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
         if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:

@@ -179,7 +179,7 @@ class CodeCheck:
         """
         code = Question.of(self._cls, self._config).code
         # Only what has a name: classes may also remember something of themselves at a first call.
-        changes = tuple(sorted(each for each in {*code.changes} ^ self._changes if not _is_of_framework(each)))
+        changes = tuple(sorted(change for change in {*code.changes} ^ self._changes if not _is_of_framework(change)))
         if changes:
             raise UnsupportedModelError(
                 f"the code of {self._cls.__name__} isn't what was certified when it was sharded"
@@ -332,9 +332,9 @@ def found_once(
         remembered = _from_cache(file, read)
         if remembered is not None:
             return remembered
-        found = find()
-        _to_cache(file, written(found))
-    return found
+        result = find()
+        _to_cache(file, written(result))
+    return result
 
 
 def _from_cache(file: Path, read: Callable[[Any], T]) -> T | None:

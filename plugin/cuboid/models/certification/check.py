@@ -138,7 +138,7 @@ def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) ->
             return largest_error(cut.run(batch, "whole"), expected)
 
     left_out: set[BatchKind] = set() if head.labels_each_token else set(LABELLED.values())
-    groups: list[Cases] = [() if each[0] in left_out else (each,) for each in probe_cases(model.config)]
+    groups: list[Cases] = [() if kind in left_out else ((kind, case),) for kind, case in probe_cases(model.config)]
     refused, error = Trials(groups, batch_of, run, attempt.tolerance).refusals(compare, says_length=False)
     segments: dict[BatchKind, str] = {"whole rows": f"it is for {head.words}, whose loss is one of whole sequences"}
     return Verdict({"whole": refused, "segments": segments}, error)
@@ -205,11 +205,11 @@ def random_model(
     cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt
 ) -> PreTrainedModel:
     try:
-        own = copy.deepcopy(config)
+        copied = copy.deepcopy(config)
         # The default, "sdpa", is probed in place of flash attention, which has no float64.
         wanted = "eager" if attention == "eager" else None
         with plain_construction():
-            model: PreTrainedModel = cls._from_config(own, dtype=attempt.dtype, attn_implementation=wanted)
+            model: PreTrainedModel = cls._from_config(copied, dtype=attempt.dtype, attn_implementation=wanted)
     except Exception as error:
         raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
     for module in model.modules():
@@ -244,18 +244,18 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict
     verdict = _compare(model, outline, attempt, reference, gives_cache=False)
     if verdict.reason_against("segments") is None:
         return verdict
-    given = _compare(model, outline, attempt, reference, gives_cache=True)
-    if any(given.reason_against(mode) for mode in ("whole", "segments")):
+    with_cache = _compare(model, outline, attempt, reference, gives_cache=True)
+    if any(with_cache.reason_against(mode) for mode in ("whole", "segments")):
         return verdict
     # A model that is set up for segments gets a cache also for a short sequence that is a single segment.
-    segments = {**given.refused["whole"], **given.refused["segments"]}
-    filled = {**given.refused["filled"], **verdict.refused["filled"]}
+    segments = {**with_cache.refused["whole"], **with_cache.refused["segments"]}
+    filled = {**with_cache.refused["filled"], **verdict.refused["filled"]}
     refused: dict[Mode, dict[BatchKind, str]] = {
         "whole": verdict.refused["whole"],
         "segments": segments,
         "filled": filled,
     }
-    return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
+    return Verdict(refused, max(verdict.error, with_cache.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
 
 
 class _Reference:
@@ -383,13 +383,13 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
         The loss.
     """
     kind = stages[0].cuboid.kind
-    own = batch if kind.runs_own_head else probe_labels(batch)
-    items = max(int(kind.items(own)), 1)
+    labelled = batch if kind.runs_own_head else probe_labels(batch)
+    items = max(int(kind.items(labelled)), 1)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
         mesh, inputs = stage.cuboid.mesh, stage.cuboid.verdict.inputs
-        cut = SegmentedBatch.of(own, lengths, stage.config, mesh, kind, inputs)
+        cut = SegmentedBatch.of(labelled, lengths, stage.config, mesh, kind, inputs)
         (chunk,) = stage.staging.chunks
         runners.append(
             make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)
@@ -431,8 +431,8 @@ def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:
     """Lengths of a micro-batch's segments, each a multiple of ``multiple``, which a mesh needs."""
     if multiple > 1:
         units = -(-length // multiple)
-        own = _lengths(units, "whole" if mode == "filled" else mode)
-        return tuple(multiple * each for each in own)
+        counts = _lengths(units, "whole" if mode == "filled" else mode)
+        return tuple(multiple * count for count in counts)
     return _lengths(length, mode)
 
 

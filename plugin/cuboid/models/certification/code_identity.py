@@ -437,7 +437,7 @@ class _Walk:
                         self._attribute(base, name, value)
             if root not in ("transformers", "torch", *_OURS):
                 self.is_foreign |= root not in _FIXED
-                bases = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in base.__bases__)
+                bases = ", ".join(f"{parent.__module__}.{parent.__qualname__}" for parent in base.__bases__)
                 self.parts.add(f"class {base.__module__}.{base.__qualname__}({bases})")
 
     def _attribute(self, cls: type, name: str, value: Any) -> None:
@@ -521,17 +521,17 @@ class _Walk:
             return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
         inner = _inner(value)
         if inner:
-            return f"{type(value).__name__}({', '.join(self._value(each, place, depth + 1) for each in inner)})"
+            return f"{type(value).__name__}({', '.join(self._value(function, place, depth + 1) for function in inner)})"
         if isinstance(value, functools.partial | functools.partialmethod):
             state: Any = (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
             state = (value.__func__, value.__self__)
         elif isinstance(value, Mapping) and isinstance(value, dict | types.MappingProxyType):
-            state = [each for pair in value.items() for each in pair]
+            state = [item for pair in value.items() for item in pair]
         elif isinstance(value, list | tuple | collections.deque):
             state = value
         elif isinstance(value, set | frozenset):
-            return f"set {sorted(self._value(each, place, depth + 1) for each in value)}"
+            return f"set {sorted(self._value(item, place, depth + 1) for item in value)}"
         elif isinstance(value, logging.Logger | typing.TypeVar) or typing.get_origin(value) is not None:
             return "no code"
         elif _has_plain_state(value):
@@ -542,7 +542,7 @@ class _Walk:
         if depth > 8:
             self.unknown[f"{place}, which is nested too deeply"] = value
             return "deep"
-        return f"{type(value).__name__} [{', '.join(self._value(each, place, depth + 1) for each in state)}]"
+        return f"{type(value).__name__} [{', '.join(self._value(item, place, depth + 1) for item in state)}]"
 
     def _identify_function(self, function: FunctionType, place: str, depth: int) -> str:
         self._pending.append((function, place))
@@ -559,7 +559,7 @@ class _Walk:
         inside["contexts"] = tuple(context for context in contexts if context is not None)
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
         if is_library:
-            defaults = tuple(each if _is_identifiable(each) else None for each in defaults)
+            defaults = tuple(default if _is_identifiable(default) else None for default in defaults)
             keywords = {name: value for name, value in keywords.items() if _is_identifiable(value)}
         else:
             label += f" {_digest_of(function.__code__)}"
@@ -622,7 +622,7 @@ def _is_torchs(value: Any, name: str) -> bool:
         # `torch.linalg.norm` is `linalg_norm` in C. Neither partial functions nor objects that are called have a name.
         return name.replace("_", "") in getattr(value, "__name__", "").replace("_", "")
     names = {name, _ALIASES.get(name)}
-    return all(map(_is_of_library, functions)) and any(each.__name__ in names for each in functions)
+    return all(map(_is_of_library, functions)) and any(function.__name__ in names for function in functions)
 
 
 def _is_written(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
@@ -637,8 +637,10 @@ def _is_written(value: Any, statements: list[Statement], name: str, owner: type 
     functions = _functions_in(value)
     if not functions:
         # A function of C under its own name, or one that torch compiled.
-        own = getattr(value, "__name__", None)
-        return own == name or any("jit" in statement.names or "script" in statement.names for statement in statements)
+        actual_name = getattr(value, "__name__", None)
+        return actual_name == name or any(
+            "jit" in statement.names or "script" in statement.names for statement in statements
+        )
     if not all(map(_is_of_library, functions)):
         return False
     around = _decorators_of(owner)
@@ -667,7 +669,9 @@ def _makes(statement: Statement, functions: list[FunctionType], codes: list[Code
 def _has_written_defaults(function: FunctionType, source: ModuleSource) -> bool:
     """Whether a function has the defaults that its source gives it, as far as these can be evaluated."""
     positional, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
-    if not keywords and (not positional or any(_same(each, positional) for each in source.literals(function.__code__))):
+    if not keywords and (
+        not positional or any(_same(literals, positional) for literals in source.literals(function.__code__))
+    ):
         return True
     header = source.header(function.__code__)
     if header is None:
@@ -693,23 +697,23 @@ def _is_called_as_written(wrapper: FunctionType, inner: FunctionType) -> bool:
     """
     maker = _maker(wrapper) or ""
     cells = {name: value for name, value in _closure(wrapper).items() if isinstance(value, _CONSTANTS)}
-    contexts = [each for each in _closure(wrapper).values() if _context_in(each) is not None]
+    contexts = [value for value in _closure(wrapper).values() if _context_in(value) is not None]
     source = source_of(inner.__globals__.get("__name__", ""))
     header = None if source is None or not (cells or contexts) else source.header(inner.__code__)
     decorators = [] if header is None else header.decorators
     if contexts and decorators:
-        return all(_context_in(each) in {name for name, *_ in decorators} for each in contexts)
-    made = [(given, keys) for name, given, keys in decorators if name == maker]
+        return all(_context_in(context) in {name for name, *_ in decorators} for context in contexts)
+    made = [(args, keys) for name, args, keys in decorators if name == maker]
     takes = wrapper.__globals__.get(maker)
     if not made or not cells or not isinstance(takes, FunctionType):
         return True
-    return any(_may_hold(takes, given, keys, cells) for given, keys in made)
+    return any(_may_hold(takes, args, keys, cells) for args, keys in made)
 
 
-def _may_hold(maker: FunctionType, given: tuple[Any, ...], keys: Mapping[str, Any], cells: Mapping[str, Any]) -> bool:
+def _may_hold(maker: FunctionType, args: tuple[Any, ...], keys: Mapping[str, Any], cells: Mapping[str, Any]) -> bool:
     """Whether a decorator that is called so leaves these values in its wrapper's closure."""
     try:
-        bound = inspect.signature(maker).bind_partial(*given, **keys)
+        bound = inspect.signature(maker).bind_partial(*args, **keys)
     except TypeError:
         return True
     bound.apply_defaults()
@@ -725,12 +729,12 @@ def _context_in(value: Any) -> str | None:
 
 def _closure(function: FunctionType) -> dict[str, Any]:
     """What a function's closure holds, by name."""
-    found = {}
+    contents = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         # Empty for a function that calls itself and is being made.
         with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+            contents[name] = cell.cell_contents
+    return contents
 
 
 def _decorators_of(owner: type | ModuleType) -> set[str]:
@@ -791,24 +795,24 @@ def _is_generated(code: CodeType) -> bool:
 
 def _functions_in(value: Any) -> list[FunctionType]:
     """A function and those that it wraps; none if it isn't one of Python."""
-    found: list[FunctionType] = []
+    functions: list[FunctionType] = []
     pending, seen = [value], set()
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        candidate = pending.pop()
+        if id(candidate) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, FunctionType):
-            found.append(each)
-            pending += [vars(each)["__wrapped__"]] if "__wrapped__" in vars(each) else []
-            for cell in each.__closure__ or ():
+        seen.add(id(candidate))
+        if isinstance(candidate, FunctionType):
+            functions.append(candidate)
+            pending += [vars(candidate)["__wrapped__"]] if "__wrapped__" in vars(candidate) else []
+            for cell in candidate.__closure__ or ():
                 try:
                     pending += [cell.cell_contents] if callable(cell.cell_contents) else []
                 except ValueError:
                     continue
-        elif not isinstance(each, type | ModuleType):
-            pending += _inner(each)
-    return found
+        elif not isinstance(candidate, type | ModuleType):
+            pending += _inner(candidate)
+    return functions
 
 
 def _inner(value: Any) -> list[Any]:
@@ -816,7 +820,7 @@ def _inner(value: Any) -> list[Any]:
     if isinstance(value, staticmethod | classmethod):
         return [value.__func__]
     if isinstance(value, property):
-        return [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+        return [accessor for accessor in (value.fget, value.fset, value.fdel) if accessor is not None]
     if isinstance(value, functools.cached_property):
         return [value.func]
     if isinstance(value, functools._lru_cache_wrapper):
@@ -894,8 +898,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
 
 
 @functools.cache
@@ -909,12 +913,12 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _digest_of(code: CodeType) -> str:
     """Digest of what a function does, the same in all processes."""
     constants = [
-        _digest_of(each)
-        if isinstance(each, CodeType)
-        else repr(sorted(map(repr, each)))
-        if isinstance(each, frozenset)
-        else repr(each)
-        for each in code.co_consts
+        _digest_of(constant)
+        if isinstance(constant, CodeType)
+        else repr(sorted(map(repr, constant)))
+        if isinstance(constant, frozenset)
+        else repr(constant)
+        for constant in code.co_consts
     ]
     parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)
     return hashlib.sha256(repr((parts, code.co_kwonlyargcount, constants)).encode()).hexdigest()[:16]

@@ -115,10 +115,10 @@ def _classes(mapping: Any, config: PretrainedConfig) -> tuple[type[PreTrainedMod
     if type(config) not in mapping:
         return ()
     try:
-        found = mapping[type(config)]
+        classes = mapping[type(config)]
     except ValueError:  # some of the tables' names are of no class
         return ()
-    return found if isinstance(found, tuple) else (found,)
+    return classes if isinstance(classes, tuple) else (classes,)
 
 
 def own_part(config: PretrainedConfig, cls: type[PreTrainedModel]) -> PretrainedConfig:

@@ -50,11 +50,11 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, l
     count = layer_count(config)
     try:
         real = _kinds_of(cls, small_config(config, range(count)))
-        found = _kinds_of(cls, small)
+        small_kinds = _kinds_of(cls, small)
     except Exception:
         # The probe's error says why no model can be made.
         return small
-    if _missing(real, found) is None and layer_count(small) >= min(least, count):
+    if _missing(real, small_kinds) is None and layer_count(small) >= min(least, count):
         return small
     least = max(least, _LEAST_LAYERS)
     firsts = sorted({kinds.index(kind) for kinds in real.values() for kind in kinds})
@@ -67,7 +67,7 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, l
             continue
         if missing is None:
             return small
-    name, index = _missing(real, found) or ("", 0)
+    name, index = _missing(real, small_kinds) or ("", 0)
     raise NoSmallModel(
         f"{name}.{index} is of a kind that no small model of up to {_MOST_LAYERS} layers has with this config"
     )
@@ -97,12 +97,12 @@ def _kinds_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str,
 
 def layer_kinds(model: nn.Module) -> dict[str, tuple[LayerKind, ...]]:
     """The kinds of the layers in a model's outermost lists, by the name of the list."""
-    found: dict[str, tuple[LayerKind, ...]] = {}
+    by_list: dict[str, tuple[LayerKind, ...]] = {}
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer in by_list)
         if isinstance(module, nn.ModuleList) and len(module) > 0 and not is_inside:
-            found[name] = tuple(map(_kind_of, module))
-    return found
+            by_list[name] = tuple(map(_kind_of, module))
+    return by_list
 
 
 def _kind_of(layer: nn.Module) -> LayerKind:
@@ -119,14 +119,14 @@ def _kind_of(layer: nn.Module) -> LayerKind:
 
 def _flags_of(module: nn.Module) -> Mapping[str, Any]:
     """A module's flags and names, and which of its numbers and tables it hasn't."""
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for key, value in vars(module).items():
         if key.startswith("_") or key in _NO_FLAGS:
             continue
         if isinstance(value, bool | str | torch.dtype):
-            found[key] = value
+            flags[key] = value
         elif value is None or isinstance(value, int | float | torch.Tensor):
-            found[key] = value is None
+            flags[key] = value is None
         elif inspect.isfunction(value):
-            found[key] = value.__qualname__
-    return found
+            flags[key] = value.__qualname__
+    return flags

@@ -88,10 +88,10 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     known = question.known(MESH_TABLE)
     if known is not None:
         return read_verdict(known)
-    found = _found(question)
-    if isinstance(found, MeshVerdict):
-        return replace(found, changes=question.code.changes)
-    raise _cannot_probe(cls, found, question.code.changes)
+    outcome = _found(question)
+    if isinstance(outcome, MeshVerdict):
+        return replace(outcome, changes=question.code.changes)
+    raise _cannot_probe(cls, outcome, question.code.changes)
 
 
 def _cannot_probe(cls: type[PreTrainedModel], obstacle: str, changes: tuple[str, ...] = ()) -> UnsupportedModelError:
@@ -114,8 +114,8 @@ def _find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdi
         return str(error)
 
 
-def _written(found: MeshVerdict | str) -> dict[str, Any]:
-    return {"obstacle": found} if isinstance(found, str) else written_verdict(found)
+def _written(outcome: MeshVerdict | str) -> dict[str, Any]:
+    return {"obstacle": outcome} if isinstance(outcome, str) else written_verdict(outcome)
 
 
 def _read(entry: Any) -> MeshVerdict | str:
@@ -126,7 +126,7 @@ def written_verdict(verdict: MeshVerdict) -> dict[str, Any]:
     """A verdict as an entry of the table or the cache."""
     return {
         "refused": verdict.refused,
-        "whole": list(verdict.whole),
+        "whole": list(verdict.whole_blocks),
         "splits_late": verdict.splits_late,
         "gathers_logits": verdict.gathers_logits,
         "with_stages": verdict.with_stages,
@@ -147,9 +147,9 @@ def read_verdict(entry: Any) -> MeshVerdict:
     if len(refused) != len(entry["refused"]) or len(stages) != len(entry["with_stages"]):
         # What isn't known must not be taken for what isn't refused.
         raise ValueError(f"unknown: {entry['refused']}, {entry['with_stages']}")
-    whole = tuple(str(name) for name in entry["whole"])
+    whole_blocks = tuple(str(name) for name in entry["whole"])
     flags = entry["splits_late"] is True, entry["gathers_logits"] is True
-    verdict = MeshVerdict(refused, whole, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
+    verdict = MeshVerdict(refused, whole_blocks, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
     newer = {name: entry[name] for name in _NEWER if name in entry}
     if any(value not in values for value, values in ((value, _NEWER[name]) for name, value in newer.items())):
         raise ValueError(f"unknown: {newer}")

@@ -61,7 +61,7 @@ from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 #: Each axis by itself, and all together. Grouped key/value heads divide by all of these meshes but the last.
 MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
 #: The attempts that keep float64, in which small differences can't hide.
-_EXACT = tuple(replace(each, tolerance=1e-9) for each in ATTEMPTS if each.precision is KeepFloat64)
+_EXACT = tuple(replace(attempt, tolerance=1e-9) for attempt in ATTEMPTS if attempt.precision is KeepFloat64)
 #: The mesh for other kinds of micro-batches, without `batch`: along it, they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
 
@@ -134,7 +134,7 @@ class _Probe:
             left_out.add("packed sequences")
         if not self.kind.labels_each_token:
             left_out.update(LABELLED.values())
-        return tuple(each for each in group if each[0] not in left_out)
+        return tuple((kind, case) for kind, case in group if kind not in left_out)
 
     def _batch_of(self, group: Cases, number: int) -> MicroBatch:
         return batch_of_kind(self.kind, self.model, group, has_types=self.takes_types and number % 2 == 1)
@@ -154,15 +154,15 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
     reason: str | None = None
     for way in probe.kind.mesh_choices(has_own_loss=probe.has_own_loss):
-        found = replace(way, token_types=probe.takes_types)
-        choice, reason = _checked(probe, found)
+        candidate = replace(way, token_types=probe.takes_types)
+        choice, reason = _checked(probe, candidate)
         if reason is None:
             return _verdict(probe, choice, gives_cache=gives_cache)
         # A choice that is wrong even with whole layers can't be right with fewer whole blocks.
-        layers, reason = _checked(probe, replace(found, whole=("",)))
+        layers, reason = _checked(probe, replace(candidate, whole_blocks=("",)))
         if reason is None:
-            fewer = (replace(layers, whole=whole) for whole in some)
-            least = next((each for each in fewer if _reason_against(probe, each) is None), layers)
+            fewer = (replace(layers, whole_blocks=names) for names in some)
+            least = next((verdict for verdict in fewer if _reason_against(probe, verdict) is None), layers)
             return _verdict(probe, least, gives_cache=gives_cache)
     # The last choice assumes the least about the model, so its reason is the most informative.
     assert reason is not None
@@ -206,11 +206,11 @@ def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVe
     """The verdict over all micro-batches, for a choice that is right on the longest one."""
     split = _Split(probe, _OTHER_KINDS, choice)
     refused, error = probe.trials.refusals(split.largest_error)
-    blocks = blocks_computed_whole(probe.model, choice.whole)
-    found = replace(choice, refused=refused, error=error, blocks=blocks)
+    blocks = blocks_computed_whole(probe.model, choice.whole_blocks)
+    verdict = replace(choice, refused=refused, error=error, blocks=blocks)
     if "whole rows" in refused:
-        return found
-    return replace(found, with_stages=_reasons_against_stages(probe, found, gives_cache=gives_cache))
+        return verdict
+    return replace(verdict, with_stages=_reasons_against_stages(probe, verdict, gives_cache=gives_cache))
 
 
 def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> dict[Mode, str]:
@@ -220,13 +220,13 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
         return dict.fromkeys(modes, f"it is for {probe.kind.words}, for which a pipeline has no rules")
     if not probe.kind.is_causal:
         reason = _reason_against_whole_stages(probe, choice)
-        found: dict[Mode, str] = {"segments": f"it is for {probe.kind.words}, and needs whole sequences"}
-        return found if reason is None else {"whole": reason, **found}
+        against_segments: dict[Mode, str] = {"segments": f"it is for {probe.kind.words}, and needs whole sequences"}
+        return against_segments if reason is None else {"whole": reason, **against_segments}
     trials = [probe.trials.all[0], *(_padded(probe, choice) if choice.splits_late else ())]
     try:
-        outline, own = draw_outline(type(probe.model), probe.model.config), copy.deepcopy(probe.model)
+        outline, reference = draw_outline(type(probe.model), probe.model.config), copy.deepcopy(probe.model)
         with probe.attempt.precision():
-            expected = [run_plain(own, trial.batch, probe.attempt.tolerance) for trial in trials]
+            expected = [run_plain(reference, trial.batch, probe.attempt.tolerance) for trial in trials]
     except Exception as error:
         return dict.fromkeys(modes, words_of(error))
     if expected[0].shifts_labels is None:
@@ -242,8 +242,8 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
 
 def _padded(probe: _Probe, choice: MeshVerdict) -> list[Trial]:
     """A padded micro-batch that is right on a mesh without stages, if there is one."""
-    found = (trial for trial in probe.trials.all if trial.cases[0][0] == "padding on the right")
-    right = (trial for trial in found if isinstance(trial.expected, ProbeOutcome))
+    padded = (trial for trial in probe.trials.all if trial.cases[0][0] == "padding on the right")
+    right = (trial for trial in padded if isinstance(trial.expected, ProbeOutcome))
     return [trial for trial in right if all(kind not in choice.refused for kind, _ in trial.cases)]
 
 
@@ -271,11 +271,11 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
     """What is wrong with a micro-batch on a mesh with stages, for a model that needs whole sequences."""
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
-        split, own = _SplitStages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
+        split, reference = _SplitStages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
         for trial in _accepted(probe, choice):
             assert isinstance(trial.expected, ProbeOutcome)
             with probe.attempt.precision():
-                expected = trial.expected if probe.kind.runs_own_head else run_plain(own, trial.batch)
+                expected = trial.expected if probe.kind.runs_own_head else run_plain(reference, trial.batch)
             if expected.shifts_labels is None and not probe.kind.runs_own_head:
                 return OTHER_LOSS
             error, name = split.largest_error(trial.batch, expected, "whole")
@@ -343,8 +343,8 @@ class _SplitStages:
         losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
         gradients: dict[str, torch.Tensor] = {}
         for stage in range(self._ranks.meshes[0].topology.pipe):
-            own = slice(stage * _OTHER_KINDS.size, (stage + 1) * _OTHER_KINDS.size)
-            ranks = zip(self._ranks.meshes[own], self._stages[own], strict=True)
+            stage_ranks = slice(stage * _OTHER_KINDS.size, (stage + 1) * _OTHER_KINDS.size)
+            ranks = zip(self._ranks.meshes[stage_ranks], self._stages[stage_ranks], strict=True)
             for name, gradient in _put_together(self._plan, ranks).items():
                 # A parameter that two stages share has a part of its gradient on each.
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
@@ -361,11 +361,11 @@ class _SplitStages:
 def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedModel]]) -> dict[str, torch.Tensor]:
     """Full gradients by name, from all ranks' shards."""
     layouts = plan.by_parameter
-    wholes: dict[str, torch.Tensor] = {}
+    full_gradients: dict[str, torch.Tensor] = {}
     for mesh, model in ranks:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                own = model.all_tied_weights_keys.get(name, name)
-                whole = wholes.setdefault(own, parameter.new_zeros(layouts[name].shape))
-                put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
-    return wholes
+                owner = model.all_tied_weights_keys.get(name, name)
+                full = full_gradients.setdefault(owner, parameter.new_zeros(layouts[name].shape))
+                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+    return full_gradients

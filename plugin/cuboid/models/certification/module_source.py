@@ -91,10 +91,10 @@ class ModuleSource:
     @cached_property
     def codes(self) -> Mapping[str, list[CodeType]]:
         """All functions and class bodies by their qualified names, of which there may be several definitions."""
-        found: dict[str, list[CodeType]] = {}
+        codes: dict[str, list[CodeType]] = {}
         for code in _inside(self._code):
-            found.setdefault(code.co_qualname, []).append(code)
-        return found
+            codes.setdefault(code.co_qualname, []).append(code)
+        return codes
 
     def has(self, code: CodeType) -> bool:
         """Whether a code object is one of this file."""
@@ -103,11 +103,11 @@ class ModuleSource:
     def statements(self, name: str, scope: str = "") -> list[Statement]:
         """The statements that bind a name in the module, or in the body of one of its classes."""
         if scope not in self._statements:
-            found: dict[str, list[Statement]] = {}
+            statements: dict[str, list[Statement]] = {}
             for code in self.codes.get(scope, ()) if scope else (self._code,):
                 for bound, statement in _statements(code, self.module.__package__ or ""):
-                    found.setdefault(bound, []).append(statement)
-            self._statements[scope] = found
+                    statements.setdefault(bound, []).append(statement)
+            self._statements[scope] = statements
         return self._statements[scope].get(name, [])
 
     def literals(self, code: CodeType) -> list[Any]:
@@ -115,8 +115,8 @@ class ModuleSource:
         scope = code.co_qualname.rpartition(".")[0]
         if scope.endswith("<locals>"):
             return []
-        made = (each for each in self.statements(code.co_name, scope) if code in each.codes)
-        return next((each.constants for each in made), [])
+        made = (statement for statement in self.statements(code.co_name, scope) if code in statement.codes)
+        return next((statement.constants for statement in made), [])
 
     def header(self, code: CodeType) -> Header | None:
         """The defaults and decorators of a function as the source has them; None if they can't be read."""
@@ -125,7 +125,7 @@ class ModuleSource:
         return self._headers[code]
 
     def _header(self, code: CodeType) -> Header | None:
-        last = max((end for each in (code, *_inside(code)) for _, end, *_ in each.co_positions() if end), default=0)
+        last = max((end for part in (code, *_inside(code)) for _, end, *_ in part.co_positions() if end), default=0)
         text = "".join(linecache.getlines(str(self._file))[code.co_firstlineno - 1 : last])
         try:
             # Lines of strings may be indented less than the function.
@@ -140,7 +140,7 @@ class ModuleSource:
         return Header(
             tuple(map(self._evaluated, arguments.defaults)),
             {name.arg: self._evaluated(value) for name, value in keywords if value is not None},
-            [self._decorator(each) for each in node.decorator_list],
+            [self._decorator(decorator) for decorator in node.decorator_list],
         )
 
     def _decorator(self, node: ast.expr) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
@@ -148,11 +148,11 @@ class ModuleSource:
         name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
         if not isinstance(node, ast.Call):
             return name, (), {}
-        keywords = {str(each.arg): self._evaluated(each.value) for each in node.keywords}
+        keywords = {str(keyword.arg): self._evaluated(keyword.value) for keyword in node.keywords}
         return name, tuple(map(self._evaluated, node.args)), keywords
 
     def _evaluated(self, node: ast.expr) -> Any:
-        if not all(isinstance(each, _PLAIN) for each in ast.walk(node)):
+        if not all(isinstance(part, _PLAIN) for part in ast.walk(node)):
             return UNKNOWN
         try:
             return eval(compile(ast.Expression(node), str(self._file), "eval"), vars(self.module))

@@ -152,7 +152,7 @@ def fields_read(config: PretrainedConfig) -> dict[str, Any]:
 def layer_count(config: PretrainedConfig) -> int:
     """The largest number of layers in a config and those inside it; 0 if none has one."""
     inner = (getattr(config, name, None) for name in config.sub_configs)
-    counts = [layer_count(each) for each in inner if isinstance(each, PretrainedConfig)]
+    counts = [layer_count(part) for part in inner if isinstance(part, PretrainedConfig)]
     return max(
         [*counts, *(value for name in _LAYERS if isinstance(value := getattr(config, name, None), int))], default=0
     )
@@ -239,10 +239,10 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
     if not lists and period > 1:
         return list(range(min(count, max(4, period), _MOST_LAYERS)))
     first, second = ([index for places in kinds.values() for index in places[n : n + 1]] for n in (0, 1))
-    found = [*first, *second][:_MOST_LAYERS]
-    more = [index for index in range(count) if index not in found]
+    kept = [*first, *second][:_MOST_LAYERS]
+    more = [index for index in range(count) if index not in kept]
     again = [0] * 3 if len(kinds) == 1 else []
-    return sorted([*found, *[*more, *again][: max(0, 3 - len(found))]])
+    return sorted([*kept, *[*more, *again][: max(0, 3 - len(kept))]])
 
 
 def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:

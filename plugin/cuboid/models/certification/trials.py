@@ -175,18 +175,18 @@ def batch_of_kind(kind: ModelKind, model: PreTrainedModel, group: Cases, *, has_
 
 def joined(batches: Iterable[MicroBatch]) -> MicroBatch:
     """Micro-batches of the same tensors, as one."""
-    each = list(batches)
-    return {name: torch.cat([batch[name] for batch in each]) for name in each[0]}
+    micro_batches = list(batches)
+    return {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
 
 
 def probe_cases(config: PretrainedConfig) -> Iterator[tuple[BatchKind, Case]]:
     """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
-    found = cases(config, LONGEST)
-    longest = max(case.length for case in found if not case.packed)
-    for case in found:
+    all_cases = cases(config, LONGEST)
+    longest = max(case.length for case in all_cases if not case.packed)
+    for case in all_cases:
         if case.padding == "none" and not case.packed:
             yield "whole rows", case
-    for case in found:
+    for case in all_cases:
         if case.packed:
             yield "packed sequences", case
         elif case.padding != "none" and case.length == longest and not case.first_position:
@@ -239,17 +239,17 @@ def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
     return total
 
 
-def largest_error(found: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
+def largest_error(actual: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
     """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
-    errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
+    errors = {"the loss": float((actual.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
     norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
     floor = 1e-6 * max(norms.values(), default=1.0)
     for name, norm in norms.items():
-        own = found.gradients.get(name)
-        difference = norm if own is None else float((own - expected.gradients[name]).norm())
+        gradient = actual.gradients.get(name)
+        difference = norm if gradient is None else float((gradient - expected.gradients[name]).norm())
         errors[name] = difference / max(norm, floor)
-    for name in found.gradients.keys() - norms.keys():
-        errors[name] = float(found.gradients[name].norm()) / floor
+    for name in actual.gradients.keys() - norms.keys():
+        errors[name] = float(actual.gradients[name].norm()) / floor
     # NaN compares unequal to itself, and counts as infinite.
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst

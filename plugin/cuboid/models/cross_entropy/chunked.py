@@ -59,7 +59,8 @@ class ChunkedCrossEntropy:
         """
         with torch.no_grad():
             return self._total(
-                hidden, (self._loss(hidden[:, own], labels, own) for own, labels in self._chunks(hidden))
+                hidden,
+                (self._loss(hidden[:, positions], labels, positions) for positions, labels in self._chunks(hidden)),
             )
 
     def value_and_gradients(
@@ -79,14 +80,14 @@ class ChunkedCrossEntropy:
         chunks = list(self._chunks(leaf))
 
         def losses() -> Iterator[torch.Tensor]:
-            for own, labels in chunks:
-                part = leaf[:, own].requires_grad_(gradient is not None)
+            for positions, labels in chunks:
+                part = leaf[:, positions].requires_grad_(gradient is not None)
                 yield self._differentiate(
-                    self._loss(part, labels, own) * factor, part, unsharded, alone=len(chunks) == 1
+                    self._loss(part, labels, positions) * factor, part, unsharded, alone=len(chunks) == 1
                 )
                 if gradient is not None:
                     assert part.grad is not None
-                    gradient[:, own] = part.grad
+                    gradient[:, positions] = part.grad
 
         # Hide what chunks save for backward from outer saved-tensor hooks, such as activation offloading: each chunk
         # runs backward at once.
@@ -97,20 +98,20 @@ class ChunkedCrossEntropy:
         self, loss: torch.Tensor, part: torch.Tensor, unsharded: Sequence[UnshardedParam], *, alone: bool
     ) -> torch.Tensor:
         """Run a chunk's backward into ``part.grad`` and ``unsharded``, and return the detached loss."""
-        self._check_leaves(loss, [part, *(each.block for each in unsharded)])
+        self._check_leaves(loss, [part, *(param.block for param in unsharded)])
         loss.backward()  # type: ignore[no-untyped-call]
-        for each in unsharded:
-            if each.block.grad is not None:
-                each.add(each.block.grad, alone=alone)
-                each.block.grad = None
+        for param in unsharded:
+            if param.block.grad is not None:
+                param.add(param.block.grad, alone=alone)
+                param.block.grad = None
         return loss.detach()
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, own: slice) -> torch.Tensor:
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, positions: slice) -> torch.Tensor:
         """A chunk's scaled loss; on a mesh this rank's part of it."""
         logits = self.head.logits(hidden)
         if self.observe is not None:
             self.observe(logits.detach(), labels)
-        weights = None if self.weights is None else self._by_rank(self.weights)[:, :, own].flatten(1)
+        weights = None if self.weights is None else self._by_rank(self.weights)[:, :, positions].flatten(1)
         if self.mesh is None:
             losses = whole_token_sum(logits, labels, self.ignore_index, weights=weights)
         else:
@@ -140,14 +141,14 @@ class ChunkedCrossEntropy:
         rows, length, _ = hidden.shape
         position_bytes = 4 * rows * sequence * math.ceil(self.vocabulary / sequence) / spread
         grain = least_positions(self.mesh)
-        positions = (CHUNK_BYTES if self.chunk_bytes is None else self.chunk_bytes) / position_bytes
+        count = (CHUNK_BYTES if self.chunk_bytes is None else self.chunk_bytes) / position_bytes
         if self.chunk_bytes is None and hidden.device.type != "cpu":
-            positions = max(positions, math.ceil(CHUNK_TOKENS / (rows * sequence)))
-        step = max(1, int(positions) // grain) * grain
+            count = max(count, math.ceil(CHUNK_TOKENS / (rows * sequence)))
+        step = max(1, int(count) // grain) * grain
         by_rank = self._by_rank(self.labels.to(hidden.device))
         for start in range(0, length, step):
-            own = slice(start, min(start + step, length))
-            yield own, by_rank[:, :, own].flatten(1)
+            positions = slice(start, min(start + step, length))
+            yield positions, by_rank[:, :, positions].flatten(1)
 
     def _by_rank(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, s, L/s]`` of ``[B, L]``, by the ranks along `sequence`."""
@@ -201,10 +202,10 @@ def chunked_loss(
         if not torch.is_grad_enabled():
             return loss.value(hidden), None
         value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), unsharded)
-        gradients = [(each.parameter, each.gradient()) for each in unsharded]
-    for parameter, own in gradients:
-        if own is not None:
-            torch.autograd.backward(parameter, own)
+        gradients = [(param.parameter, param.gradient()) for param in unsharded]
+    for parameter, parameter_gradient in gradients:
+        if parameter_gradient is not None:
+            torch.autograd.backward(parameter, parameter_gradient)
     return value, gradient
 
 

@@ -126,7 +126,7 @@ class _Ending:
         loss = ChunkedCrossEntropy(self.head, targets, scale, vocab_size, self.mesh, self.chunk_bytes, ignore_index)
         if not torch.is_grad_enabled():
             return loss.value(self.hidden)
-        parameters = [each.parameter for each in self.unsharded]
+        parameters = [param.parameter for param in self.unsharded]
         return _DifferentiableLoss.apply(loss, self.unsharded, self.hidden, *parameters)
 
 
@@ -151,7 +151,7 @@ class _DifferentiableLoss(torch.autograd.Function):
             ctx.save_for_backward(hidden, *parameters)
             return loss.value(hidden)
         value, gradient = loss.value_and_gradients(hidden, unsharded)
-        ctx.save_for_backward(gradient, *(each.gradient() for each in unsharded))
+        ctx.save_for_backward(gradient, *(param.gradient() for param in unsharded))
         return value
 
     @staticmethod
@@ -162,7 +162,7 @@ class _DifferentiableLoss(torch.autograd.Function):
         hidden, *_ = ctx.saved_tensors
         with ctx.precision.again(), ctx.loss.head.unsharded() as unsharded:
             _, gradient = ctx.loss.value_and_gradients(hidden, unsharded, factor)
-            return None, None, gradient, *(each.gradient() for each in unsharded)
+            return None, None, gradient, *(param.gradient() for param in unsharded)
 
 
 class _Precision(NamedTuple):

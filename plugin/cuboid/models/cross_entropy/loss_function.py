@@ -45,16 +45,17 @@ def check_loss_in_pipeline(model: PreTrainedModel, ordinary: str | None) -> None
     Raises:
         UnsupportedModelError: it doesn't.
     """
-    own = own_loss_of(model, ordinary)
-    if own is not None:
-        raise own_loss_refused(own)
+    own_loss = own_loss_of(model, ordinary)
+    if own_loss is not None:
+        raise own_loss_refused(own_loss)
 
 
-def own_loss_refused(own: Any) -> UnsupportedModelError:
+def own_loss_refused(own_loss: Any) -> UnsupportedModelError:
     """The error for a loss function of one's own in a pipeline."""
-    name = getattr(own, "__qualname__", type(own).__qualname__)
+    name = getattr(own_loss, "__qualname__", type(own_loss).__qualname__)
     return UnsupportedModelError(
-        f"loss_function is {getattr(own, '__module__', None)}.{name}, but a pipeline has rules for transformers' own "
-        "losses only: it sums a loss over segments and micro-batches, and divides by the number of all labels. Leave "
-        "the pipeline section out: on a mesh (tensor_parallel.mesh), a loss function of your own gets whole logits"
+        f"loss_function is {getattr(own_loss, '__module__', None)}.{name}, but a pipeline has rules for transformers' "
+        "own losses only: it sums a loss over segments and micro-batches, and divides by the number of all labels. "
+        "Leave the pipeline section out: on a mesh (tensor_parallel.mesh), a loss function of your own gets whole "
+        "logits"
     )

@@ -50,9 +50,9 @@ class TokenRecorder:
             length: S, without padding.
         """
         segments = [self._joined(chunks) for chunks in self._chunks.pop(micro_batch)]
-        whole = torch.cat(segments, dim=2)[..., :length]
+        values = torch.cat(segments, dim=2)[..., :length]
         # [B/b, 5, S], whose rows are the ranks' along `batch`.
-        return gather_rows(whole.transpose(0, 1).contiguous(), self._mesh, rows=rows).transpose(0, 1)
+        return gather_rows(values.transpose(0, 1).contiguous(), self._mesh, rows=rows).transpose(0, 1)
 
     def _joined(self, chunks: list[torch.Tensor]) -> torch.Tensor:
         """A segment's values ``[3, B/b, L]`` in the order of its positions, from those of its chunks."""

@@ -73,8 +73,8 @@ def gathering_logits(sharding: Sharding, batch: LocalBatch) -> Iterator[None]:
 def _gather_logits(mesh: Mesh, batch: LocalBatch, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
     """A forward hook of the head that gathers logits, for code that computes the loss from whole ones."""
     size = head.out_features
-    whole = gather_logits(logits, mesh, rows=batch.rows, length=batch.length, vocabulary=size)
-    return whole.contiguous()
+    gathered = gather_logits(logits, mesh, rows=batch.rows, length=batch.length, vocabulary=size)
+    return gathered.contiguous()
 
 
 def whole_for_head(sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
@@ -135,7 +135,8 @@ def whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: S
         if name != "hidden_states" or not _are_split(x, model, batch):
             raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
         output[name] = tuple(
-            None if own is None else gather_hidden(own, mesh, rows=batch.rows, length=batch.length) for own in x
+            None if hidden is None else gather_hidden(hidden, mesh, rows=batch.rows, length=batch.length)
+            for hidden in x
         )
 
 
@@ -147,7 +148,7 @@ def _are_split(states: Any, model: Any, batch: LocalBatch) -> bool:
         return False
     rows, length = batch.tensors["input_ids"].shape
     wanted = (rows, length // sharding.mesh.size("sequence"), width // sharding.mesh.size("hidden"))
-    return all(own is None or tuple(own.shape) == wanted for own in states)
+    return all(hidden is None or tuple(hidden.shape) == wanted for hidden in states)
 
 
 @contextmanager
@@ -169,13 +170,13 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     if verdict.refused:
         verdict.check_batch(given_tensors(arguments), type(model).__name__)
     batch = kind.local_batch(arguments, model.config, sharding.mesh, verdict)
-    sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
+    sharding.whole_model.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
     modes = (model.training, torch.is_grad_enabled(), own_loss is not None, *asked)
     assert sharding.draws is not None
     libraries = sharding.draws.libraries
-    given = arguments if around is None else {**arguments, **around.targets}
-    check = BatchCheck(given, sharding.whole.limits, sharding.mesh, modes, libraries)
+    with_targets = arguments if around is None else {**arguments, **around.targets}
+    check = BatchCheck(with_targets, sharding.whole_model.limits, sharding.mesh, modes, libraries)
     check.read_if_there()
     if around is not None:
         around.batch, around.check = batch, check

@@ -68,9 +68,9 @@ class _OfImages(ModelKind):
         images = tensors.get("pixel_values")
         wanted = image_shape(config)
         if images is None or images.dim() != 4 or len(images) == 0 or not images.is_floating_point():
-            found = "none" if images is None else f"{images.dtype} {list(images.shape)}"
+            received = "none" if images is None else f"{images.dtype} {list(images.shape)}"
             raise CuboidError(
-                f"a sharded model of images needs pixel_values, floats [batch, channels, height, width], not {found}"
+                f"a sharded model of images needs pixel_values, floats [batch, channels, height, width], not {received}"
             )
         if wanted is None or tuple(images.shape[2:]) != wanted:
             size = getattr(config, "image_size", None)

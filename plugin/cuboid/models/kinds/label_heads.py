@@ -62,10 +62,10 @@ class RowClassifier(LabelHead):
         is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
         return cls(outputs, outputs if outputs > 1 and is_single else None)
 
-    def _shapes(self, given: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:
+    def _shapes(self, input_shape: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:
         if self.outputs == 1 or (is_integer and self.classes is not None):
-            return shapes_of_rows(given)
-        return [(given[0], self.outputs)]
+            return shapes_of_rows(input_shape)
+        return [(input_shape[0], self.outputs)]
 
     def random_labels(self, rows: int, generator: torch.Generator) -> torch.Tensor:
         """Random labels of rows."""
@@ -123,8 +123,8 @@ class QuestionAnswering(LabelHead):
     targets = ("start_positions", "end_positions")
     tensors = (*TENSORS, "start_positions", "end_positions")
 
-    def _shapes(self, given: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:  # noqa: ARG002
-        return shapes_of_rows(given)
+    def _shapes(self, input_shape: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:  # noqa: ARG002
+        return shapes_of_rows(input_shape)
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
         """See :meth:`ModelKind.micro_batch`."""
@@ -143,8 +143,8 @@ def without_padding(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits[: head.batch.rows, : head.batch.length].contiguous()
 
 
-def shapes_of_rows(given: torch.Size) -> list[tuple[int, ...]]:
+def shapes_of_rows(input_shape: torch.Size) -> list[tuple[int, ...]]:
     """The shapes of a number for each row of an input."""
     # An input of images is checked later, so it may have any number of dims here.
-    rows = tuple(given[:1])
+    rows = tuple(input_shape[:1])
     return [rows, (*rows, 1)]

@@ -135,7 +135,7 @@ def loss_in_place(
 ) -> torch.Tensor:
     """The loss for labels that aren't shifted."""
     items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
-    vocabulary = sharding.whole.limits.labels
+    vocabulary = sharding.whole_model.limits.labels
     assert vocabulary is not None
     return sharded_cross_entropy(logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
 

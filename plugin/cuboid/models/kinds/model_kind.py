@@ -122,12 +122,12 @@ class ModelKind:
         if tuple(x.shape) not in shapes:
             raise CuboidError(
                 f"{name} is {list(x.shape)}, but {main} is {list(shape)}: {self.words} needs "
-                + " or ".join(str(list(each)) for each in shapes)
+                + " or ".join(str(list(expected)) for expected in shapes)
             )
 
-    def _shapes(self, given: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:  # noqa: ARG002
+    def _shapes(self, input_shape: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:  # noqa: ARG002
         """The shapes that a target may have for an input of this shape."""
-        return [tuple(given[:2])]
+        return [tuple(input_shape[:2])]
 
     def check_micro_batch(self, tensors: dict[str, torch.Tensor]) -> None:
         """Check the shapes and dtypes of a pipeline's micro-batch.

@@ -93,7 +93,7 @@ class SequenceToSequence(LanguageModel):
         )
         inputs = {name: x for name, x in arguments.items() if name not in _TARGET_TENSORS}
         names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
-        target = {own: arguments[name] for own, name in names.items() if arguments.get(name) is not None}
+        target = {key: arguments[name] for key, name in names.items() if arguments.get(name) is not None}
         source = take_local_batch(inputs, config, mesh, inputs="only ids")
         batch = take_local_batch(target, config, mesh, inputs="only ids")
         if source.rows != batch.rows:
@@ -116,13 +116,18 @@ class SequenceToSequence(LanguageModel):
                 encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
             labels = batch.tensors.pop("labels", None)
             seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
-            own = {f"decoder_{name}": x for name, x in batch.tensors.items()}
+            decoder_inputs = {f"decoder_{name}": x for name, x in batch.tensors.items()}
             gathers = own_loss is not None
             if gathers:
-                own["labels"] = arguments["labels"]
+                decoder_inputs["labels"] = arguments["labels"]
             with gathering_logits(sharding, batch) if gathers else _vocabulary_parts(model):
                 output = base_forward(
-                    encoder_outputs=encoded, **seen, **own, **source.options, use_cache=False, return_dict=True
+                    encoder_outputs=encoded,
+                    **seen,
+                    **decoder_inputs,
+                    **source.options,
+                    use_cache=False,
+                    return_dict=True,
                 )
             if labels is not None and not gathers:
                 output = type(output)(**{**output, "loss": loss_in_place(sharding, output.logits, labels, arguments)})
@@ -189,16 +194,16 @@ def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _vocabulary_parts(model: Any) -> Iterator[None]:
     """In the ``with`` block, buffers with one element per logit (BART's logit bias) are cut to the rank's part."""
-    size, along = model.cuboid.whole.limits.tokens, model.cuboid.mesh.along("sequence")
+    size, along = model.cuboid.whole_model.limits.tokens, model.cuboid.mesh.along("sequence")
     rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
-    whole = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
-    for name, x in whole.items():
+    buffers = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
+    for name, x in buffers.items():
         padded = nn.functional.pad(x, (0, rows * along.size - size))
         model._buffers[name] = padded.narrow(-1, rows * along.index, rows)
     try:
         yield
     finally:
-        model._buffers.update(whole)
+        model._buffers.update(buffers)
 
 
 def target_case(case: Case) -> Case:

@@ -57,7 +57,7 @@ class WholeModel:
             shapes: whole shapes by parameter name, if parameters are already shards.
         """
         shapes = shapes or {}
-        counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
+        counts = {name: math.prod(shapes.get(name, parameter.shape)) for name, parameter in model.named_parameters()}
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
@@ -129,7 +129,7 @@ class Sharding:
     config: TensorParallelConfig
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
-    whole: WholeModel
+    whole_model: WholeModel
     kind: ModelKind
     #: The model after sharding, to detect what a script changes on it later.
     made: Any = field(init=False)

@@ -57,16 +57,16 @@ class GivenLoss:
         return torch.stack([self.loss.detach().double(), terms.sum(), terms.abs().sum()])
 
 
-def check_same_values(expected: torch.Tensor, found: torch.Tensor, magnitude: torch.Tensor) -> None:
+def check_same_values(expected: torch.Tensor, actual: torch.Tensor, magnitude: torch.Tensor) -> None:
     """Check that the units of a step computed what the losses were differentiated at. All ranks give the same.
 
     Raises:
         CuboidError: they didn't.
     """
-    if abs(float(found - expected)) > _TOLERANCE * float(magnitude):
+    if abs(float(actual - expected)) > _TOLERANCE * float(magnitude):
         raise CuboidError(
             "compute_loss was given other outputs of the model than the pipeline then trained: "
-            f"{float(found):.6g} in place of {float(expected):.6g}; the model must compute the same twice, so switch "
+            f"{float(actual):.6g} in place of {float(expected):.6g}; the model must compute the same twice, so switch "
             "off dropout and whatever else draws random numbers"
         )
 

@@ -97,9 +97,9 @@ def _try_parts(model: PreTrainedModel, outline: Outline, head: nn.Linear, ranks:
         with _in_place_of(model, outline.head[0], part), torch.no_grad():
             return Head(model, outline).logits(hidden)
 
-    whole = logits(0, head.out_features)
+    full_logits = logits(0, head.out_features)
     parts = [logits(*ends) for ends in parts_of(head.out_features, ranks)]
-    if not torch.allclose(torch.cat(parts, -1), whole, rtol=1e-5, atol=0):
+    if not torch.allclose(torch.cat(parts, -1), full_logits, rtol=1e-5, atol=0):
         raise _refused(type(model).__name__, "the logits of one entry of the vocabulary depend on others or its number")
 
 
@@ -173,7 +173,7 @@ class HeadRows:
         self.part = linear(rows["weight"], rows.get("bias"), trains=trains, mesh=mesh)
 
     @property
-    def own(self) -> tuple[int, int]:
+    def local_rows(self) -> tuple[int, int]:
         """The first of this rank's rows, and the end of them, in its block."""
         return self.parts[self._mesh.coordinate.pipe]
 
@@ -185,7 +185,7 @@ class HeadRows:
     @property
     def first_column(self) -> int:
         """The entry of the vocabulary that this rank's first row is of."""
-        return int(self._mesh.index("sequence")) * self._shape[0] + self.own[0]
+        return int(self._mesh.index("sequence")) * self._shape[0] + self.local_rows[0]
 
     def placed_in(self, model: PreTrainedModel) -> Any:
         """In the ``with`` block, the model has these rows as its head."""
@@ -218,12 +218,12 @@ class HeadRows:
 
     def _named(self, unsharded: Sequence[UnshardedParam]) -> dict[str, UnshardedParam]:
         """The head's parameters by name, on the last stage."""
-        found = {}
+        named = {}
         for name in self._names if unsharded else ():
             # Inside ``unsharded``, the module has the blocks as its parameters.
             block = getattr(self._module, name)
-            found[name] = next(each for each in unsharded if each.block is block)
-        return found
+            named[name] = next(param for param in unsharded if param.block is block)
+        return named
 
     def _agreed(
         self, blocks: dict[str, UnshardedParam]
@@ -254,21 +254,21 @@ class HeadRows:
 
     def _scattered(self, name: str, blocks: dict[str, UnshardedParam]) -> torch.Tensor:
         """This rank's rows of a parameter."""
-        own = torch.empty((self.most, *self._widths(name)), dtype=self.dtype, device=self._device)
+        rows = torch.empty((self.most, *self._widths(name)), dtype=self.dtype, device=self._device)
         pieces = None
         if self._is_root:
             block = blocks[name].block.detach()
             pieces = [self._padded(block[start:stop]) for start, stop in self.parts]
-        dist.scatter(own, pieces, self._root, group=self._group)
-        start, stop = self.own
-        return own[: stop - start]
+        dist.scatter(rows, pieces, self._root, group=self._group)
+        start, stop = self.local_rows
+        return rows[: stop - start]
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """All ranks' rows, on the last stage; elsewhere the rank's own."""
-        pieces = [own.new_empty((self.most, *own.shape[1:])) for _ in self.parts] if self._is_root else None
-        dist.gather(self._padded(own), pieces, self._root, group=self._group)
+        pieces = [rows.new_empty((self.most, *rows.shape[1:])) for _ in self.parts] if self._is_root else None
+        dist.gather(self._padded(rows), pieces, self._root, group=self._group)
         if pieces is None:
-            return own
+            return rows
         return torch.cat([piece[: stop - start] for piece, (start, stop) in zip(pieces, self.parts, strict=True)])
 
     def _widths(self, name: str) -> tuple[int, ...]:
@@ -292,13 +292,13 @@ class _Chunk:
     """Some positions of a unit between H and G.
 
     Attributes:
-        own: slice of the rank's own positions.
+        positions: which of the rank's.
         hidden: of these, a leaf.
         logits: of the positions of this share; on a mesh those that the head computes for this rank.
         labels: of the same positions.
     """
 
-    own: slice
+    positions: slice
     hidden: torch.Tensor
     logits: torch.Tensor
     labels: torch.Tensor
@@ -322,8 +322,8 @@ class VocabularyShare:
         self._rows, self._batches, self._scale = rows, batches, scale
         self._mesh: Mesh = self._model.cuboid.mesh
         self._width = model.staging.plan.outline.final_width // self._mesh.size("hidden")
-        whole: Any = model.staging.ends["head"]
-        self._vocabulary: int = whole.weight.shape[0]
+        head: Any = model.staging.ends["head"]
+        self._vocabulary: int = head.weight.shape[0]
         self._chunk_bytes: int | None = self._model.cuboid.chunk_bytes
         self._open: dict[tuple[int, int], list[_Chunk]] = {}
         #: The sum of the scaled losses of all units' tokens; on a mesh, of this rank's tokens.
@@ -347,9 +347,9 @@ class VocabularyShare:
         # Hide what is saved here for backward from outer hooks, such as activation offloading: it is used soon.
         hiding = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
         with torch.enable_grad(), hiding, self._rows.placed_in(self._model):
-            for own, labels in self._chunks(self._batches[micro_batch], segment, hidden):
-                part = hidden[:, own].detach().requires_grad_()
-                chunk = _Chunk(own, part, self._rows.head.logits(part), labels)
+            for positions, labels in self._chunks(self._batches[micro_batch], segment, hidden):
+                part = hidden[:, positions].detach().requires_grad_()
+                chunk = _Chunk(positions, part, self._rows.head.logits(part), labels)
                 chunks.append(chunk)
                 wide, (local, elsewhere) = self._wide(chunk), self._local(labels)
                 label_logits = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
@@ -379,7 +379,7 @@ class VocabularyShare:
             softmax *= ((chunk.labels != IGNORE_INDEX).to(softmax.dtype) * self._scale).unsqueeze(-1)
             torch.autograd.backward(chunk.logits, softmax.to(chunk.logits.dtype))
             assert chunk.hidden.grad is not None
-            gradient[:, chunk.own] = chunk.hidden.grad
+            gradient[:, chunk.positions] = chunk.hidden.grad
             self._rows.take_gradients()
         return gradient
 
@@ -400,7 +400,7 @@ class VocabularyShare:
 
     def _local(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Labels as rows of this share, 0 for others; and which those are."""
-        start, stop = self._rows.own
+        start, stop = self._rows.local_rows
         local = labels - self._rows.first_column
         elsewhere = (local < 0) | (local >= stop - start)
         return local.masked_fill(elsewhere, 0), elsewhere
@@ -420,11 +420,11 @@ class VocabularyShare:
         chunk_bytes = CHUNK_BYTES if self._chunk_bytes is None else self._chunk_bytes
         # Of the largest part, not of this rank's: a mesh's head takes positions of each chunk in its own order, so all
         # ranks of the pipeline must cut alike, or they exchange statistics of different positions.
-        positions = chunk_bytes * spread // (4 * rows * sequence * self._rows.most)
+        count = chunk_bytes * spread // (4 * rows * sequence * self._rows.most)
         if self._chunk_bytes is None and hidden.device.type != "cpu":
-            positions = max(positions, math.ceil(CHUNK_TOKENS / (rows * sequence)))
-        step = max(1, positions // grain) * grain
+            count = max(count, math.ceil(CHUNK_TOKENS / (rows * sequence)))
+        step = max(1, count // grain) * grain
         for begin in range(0, length, step):
-            own = slice(begin, min(begin + step, length))
-            labels = by_rank[:, :, own].flatten(1)
-            yield own, own_slice(labels, 1, self._mesh.along("hidden")) if spread > 1 else labels
+            positions = slice(begin, min(begin + step, length))
+            labels = by_rank[:, :, positions].flatten(1)
+            yield positions, own_slice(labels, 1, self._mesh.along("hidden")) if spread > 1 else labels

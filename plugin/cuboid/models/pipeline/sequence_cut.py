@@ -82,8 +82,8 @@ class Cutter:
     def note(self, trace: StepTrace, lengths: list[tuple[int, ...]]) -> None:
         """Use a step's measured times for the cuts of all following steps."""
         assert self._measured is not None
-        for micro_batch, own in enumerate(lengths):
-            self._measured.add(own, trace.segment_times_s(micro_batch, own))
+        for micro_batch, segment_lengths in enumerate(lengths):
+            self._measured.add(segment_lengths, trace.segment_times_s(micro_batch, segment_lengths))
         self._known.clear()
 
     def _cut(self, length: int, segments: int) -> tuple[int, ...]:

@@ -64,13 +64,17 @@ class StepTrace:
                     weights_s += span.end_s - span.start_s
                 else:
                     seconds[span.action.segment] += span.end_s - span.start_s
-        return tuple(own + weights_s * length / sum(lengths) for own, length in zip(seconds, lengths, strict=True))
+        return tuple(
+            time_s + weights_s * length / sum(lengths) for time_s, length in zip(seconds, lengths, strict=True)
+        )
 
     def simulated(self, lengths: list[tuple[int, ...]], stages: StagePlan) -> Timeline:
         """Simulate the same step by FLOPs, at the speed (seconds per FLOP) measured on the busiest rank."""
         assert stages.sizes is not None
         counts, head_ranks = stages.layout.counts, self.shape.head_ranks
-        costs = [unit_flops(stages.sizes, counts, own, head_ranks=head_ranks) for own in lengths]
+        costs = [
+            unit_flops(stages.sizes, counts, segment_lengths, head_ranks=head_ranks) for segment_lengths in lengths
+        ]
         flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
         busiest = max(range(len(flops)), key=flops.__getitem__)
         s_per_flop = self.timeline.busy_s[busiest] / flops[busiest]
@@ -90,7 +94,7 @@ class StepTrace:
             "step": step,
             "simulated_bubble": simulated.bubble,
             "layers": list(stages.layout.counts),
-            "segment_lengths": [list(own) for own in lengths],
+            "segment_lengths": [list(segment_lengths) for segment_lengths in lengths],
         }
         write_chrome_trace(self.timeline, folder / f"step_{step}.json", details=details)
         draw_timelines(

@@ -181,12 +181,12 @@ class Pipeline:
             self._model.cuboid.made.check(self._model)
             if training:
                 self._check_ties()
-            given = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
-            step, replicas.items = self._prepare_own(given, training=training)
-            replicas.out_of_range = self._out_of_range(given)
+            shared = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
+            step, replicas.items = self._prepare_own(shared, training=training)
+            replicas.out_of_range = self._out_of_range(shared)
         if replicas.total_out_of_range:
             # Only the ranks of the replica that has such numbers can say where they are.
-            raise_on_all_ranks(self._range_error(given), self.mesh, what="a check of the micro-batches")
+            raise_on_all_ranks(self._range_error(shared), self.mesh, what="a check of the micro-batches")
         # Without any label tokens, divide by 1 so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
@@ -200,11 +200,11 @@ class Pipeline:
             self._check_length(batch["input_ids"].shape[1])
             self.limits.warn_of_length(batch, self.mesh)
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
-        for batch, own in zip(micro_batches, lengths, strict=True):
-            self._check_kind(batch, own)
+        for batch, segment_lengths in zip(micro_batches, lengths, strict=True):
+            self._check_kind(batch, segment_lengths)
         cut = [
-            SegmentedBatch.of(batch, own, self._model.config, self.mesh, kind, inputs)
-            for batch, own in zip(micro_batches, lengths, strict=True)
+            SegmentedBatch.of(batch, segment_lengths, self._model.config, self.mesh, kind, inputs)
+            for batch, segment_lengths in zip(micro_batches, lengths, strict=True)
         ]
         if training and self.given_losses is not None:
             for micro_batch, loss in zip(cut, self.given_losses, strict=True):
@@ -277,7 +277,7 @@ class Pipeline:
     @property
     def limits(self) -> Limits:
         """The valid ranges of a micro-batch's numbers."""
-        limits: Limits = self._model.cuboid.whole.limits
+        limits: Limits = self._model.cuboid.whole_model.limits
         return limits
 
     @property
@@ -293,18 +293,18 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _out_of_range(self, given: list[MicroBatch]) -> torch.Tensor:
+    def _out_of_range(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Count, as a scalar tensor, the numbers out of range in this replica's micro-batches.
 
         It stays on the device, to be all-reduced together with the number of label tokens.
         """
         limits = self.limits
-        out_of_range = [limits.out_of_range(name, x) for batch in given for name, x in batch.items()]
+        out_of_range = [limits.out_of_range(name, x) for batch in micro_batches for name, x in batch.items()]
         return torch.stack([outside.sum() for outside in out_of_range if outside is not None]).sum()
 
-    def _range_error(self, given: list[MicroBatch]) -> CuboidError | None:
+    def _range_error(self, micro_batches: list[MicroBatch]) -> CuboidError | None:
         limits = self.limits
-        for number, batch in enumerate(given):
+        for number, batch in enumerate(micro_batches):
             for name, x in batch.items():
                 outside = limits.out_of_range(name, x)
                 if outside is not None and bool(outside.any()):
@@ -335,7 +335,7 @@ class Pipeline:
                 'computes a loss of them, which no rank computes then; write "head": "last"'
             )
         for chunk in self._staging.chunks:
-            stores = [self._store(sum(own)) for own in step.lengths]
+            stores = [self._store(sum(segment_lengths)) for segment_lengths in step.lengths]
             runners[chunk.cut.stage] = make_runner(
                 self._model,
                 chunk,
@@ -390,11 +390,11 @@ class Pipeline:
         """Micro-batches of all replicas."""
         return step.shape.micro_batches * self.mesh.topology.data
 
-    def _checked(self, loss: torch.Tensor | None, given: Sequence[GivenLoss], scale: float) -> torch.Tensor | None:
+    def _checked(self, loss: torch.Tensor | None, losses: Sequence[GivenLoss], scale: float) -> torch.Tensor | None:
         """The losses that the script computed, on the ranks that have the last stage."""
-        total, expected, magnitude = total_sums(given).to(self._device) * scale
-        found = None if loss is None else loss.detach()
-        check_same_values(*(self._total(None if loss is None else x) for x in (expected, found, magnitude)))
+        total, expected, magnitude = total_sums(losses).to(self._device) * scale
+        actual = None if loss is None else loss.detach()
+        check_same_values(*(self._total(None if loss is None else x) for x in (expected, actual, magnitude)))
         return None if loss is None else total
 
     def _told(self, recorder: Recorder, step: _Step) -> list[torch.Tensor]:

@@ -38,10 +38,10 @@ def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_s
             f"output_router_logits: the routers of {type(base).__name__} are in blocks that are computed whole, where "
             "a rank doesn't know which tokens their logits are of; set it to false, or use a mesh of one rank"
         )
-    whole = _WholeLogits(batch, mesh)
+    gatherer = _WholeLogits(batch, mesh)
     hooks = [
-        base.register_forward_pre_hook(whole.give_own_mask, with_kwargs=True),
-        base.register_forward_hook(whole.gather),
+        base.register_forward_pre_hook(gatherer.give_own_mask, with_kwargs=True),
+        base.register_forward_hook(gatherer.gather),
     ]
     try:
         yield
@@ -56,8 +56,8 @@ class _WholeLogits:
 
     def give_own_mask(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook of the base model that replaces the whole mask by the rank's own rows."""
-        own = self._batch.tensors.get("attention_mask")
-        return None if own is None else (args, {**kwargs, "attention_mask": own})
+        mask = self._batch.tensors.get("attention_mask")
+        return None if mask is None else (args, {**kwargs, "attention_mask": mask})
 
     def gather(self, base: nn.Module, _: Any, output: Any) -> Any:
         """A forward hook of the base model: ``[B/b · S/s, E]`` of each layer to ``[B · S, E]``."""
@@ -66,15 +66,15 @@ class _WholeLogits:
             return output
         rows, padded = self._batch.tensors["input_ids"].shape
         length = padded // self._mesh.size("sequence")
-        if any(own.dim() != 2 or len(own) != rows * length for own in logits):
+        if any(x.dim() != 2 or len(x) != rows * length for x in logits):
             raise UnsupportedModelError(
-                f"the router logits of {type(base).__name__} are {[list(own.shape) for own in logits]}, where "
+                f"the router logits of {type(base).__name__} are {[list(x.shape) for x in logits]}, where "
                 f"{rows * length} tokens were given; set output_router_logits to false"
             )
         stacked = torch.stack(list(logits)).unflatten(1, (rows, length))
-        whole: torch.Tensor = _GatherRouters.apply(stacked, self._mesh)
-        whole = whole[:, : self._batch.rows, : self._batch.length]
-        output.router_logits = whole.flatten(1, 2).unbind()
+        gathered: torch.Tensor = _GatherRouters.apply(stacked, self._mesh)
+        gathered = gathered[:, : self._batch.rows, : self._batch.length]
+        output.router_logits = gathered.flatten(1, 2).unbind()
         return output
 
 
@@ -88,6 +88,6 @@ class _GatherRouters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        own = own_slice(own_slice(gradient, 2, ctx.mesh.along("sequence")), 1, ctx.mesh.along("batch"))
+        local = own_slice(own_slice(gradient, 2, ctx.mesh.along("sequence")), 1, ctx.mesh.along("batch"))
         # Gradients of logits are summed over `hidden`, and each of its ranks has this one completely.
-        return own / ctx.mesh.size("hidden"), None
+        return local / ctx.mesh.size("hidden"), None

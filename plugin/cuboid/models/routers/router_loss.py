@@ -60,10 +60,14 @@ class RouterLoss:
         Raises:
             UnsupportedModelError: the model's loss isn't known; the message names the reason.
         """
-        own: Any = model
+        attributes: Any = model
         # The attributes from which the model's own code computes the loss.
         try:
-            coefficient, experts, top_k = own.router_aux_loss_coef, own.num_experts, own.num_experts_per_tok
+            coefficient, experts, top_k = (
+                attributes.router_aux_loss_coef,
+                attributes.num_experts,
+                attributes.num_experts_per_tok,
+            )
         except AttributeError as error:
             raise _unknown(model, f"the model has no {error.name}") from error
         return cls(float(coefficient), experts, top_k, _follow(model, base, layers, experts))
@@ -77,14 +81,14 @@ def _unknown(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 
 
 def _follow(model: PreTrainedModel, base: str, layers: str, experts: int) -> dict[str, int | None]:
-    given: dict[int, tuple[str, int | None]] = {}
+    origins: dict[int, tuple[str, int | None]] = {}
     kept: list[Any] = []
 
     def note(name: str, output: Any) -> None:
         for place, one in enumerate(output) if isinstance(output, tuple | list) else [(None, output)]:
             if isinstance(one, torch.Tensor):
                 # Hooks of inner modules run first, so the innermost module that returned the tensor is kept.
-                given.setdefault(id(one), (name, place))
+                origins.setdefault(id(one), (name, place))
                 # Keep the tensor alive, so that no other gets its id.
                 kept.append(one)
 
@@ -105,9 +109,9 @@ def _follow(model: PreTrainedModel, base: str, layers: str, experts: int) -> dic
     logits = getattr(output, "router_logits", None)
     if not isinstance(logits, tuple) or not logits:
         raise _unknown(model, "its base model returns no router_logits")
-    if any(one is None or one.shape != (ids.numel(), experts) or id(one) not in given for one in logits):
+    if any(one is None or one.shape != (ids.numel(), experts) or id(one) not in origins for one in logits):
         raise _unknown(model, f"not all of its router_logits are what a module returns, [tokens, {experts}]")
-    return dict(given[id(one)] for one in logits)
+    return dict(origins[id(one)] for one in logits)
 
 
 def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None) -> torch.Tensor:
@@ -123,7 +127,7 @@ def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torc
     if mask is not None:
         weights = mask.reshape(-1, 1).repeat(len(router_logits), 1).to(probabilities.dtype)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k).indices, 1.0)
-    means = [(weights * each).sum(dim=0) / weights.sum() for each in (chosen, probabilities)]
+    means = [(weights * x).sum(dim=0) / weights.sum() for x in (chosen, probabilities)]
     loss: torch.Tensor = probabilities.shape[1] * (means[0] * means[1]).sum()
     return loss
 
@@ -180,20 +184,20 @@ class RouterSums:
     def routers_in(self, model: nn.Module, first: int, stop: int, layers: str) -> list[tuple[nn.Module, int | None]]:
         """The routers of the layers [first, stop), with the index of the logits in what they return."""
         names = tuple(f"{layers}.{index}." for index in range(first, stop))
-        found = [(name, place) for name, place in self._loss.routers.items() if name.startswith(names)]
-        return [(model.get_submodule(name), place) for name, place in found]
+        routers = [(name, place) for name, place in self._loss.routers.items() if name.startswith(names)]
+        return [(model.get_submodule(name), place) for name, place in routers]
 
     @contextmanager
     def collecting(self, routers: Sequence[tuple[nn.Module, int | None]]) -> Iterator[list[torch.Tensor]]:
         """In the ``with`` block, the list collects the logits of each router that runs."""
-        found: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
 
         def collect(place: int | None, router: nn.Module, _: Any, output: Any) -> None:
-            found.append(self._logits_of(router, output if place is None else output[place]))
+            logits.append(self._logits_of(router, output if place is None else output[place]))
 
         hooks = [router.register_forward_hook(functools.partial(collect, place)) for router, place in routers]
         try:
-            yield found
+            yield logits
         finally:
             for hook in hooks:
                 hook.remove()

@@ -135,9 +135,9 @@ def _has_other_bias(module: nn.Module, wanted: nn.Module) -> bool:
 def _other_module(
     name: str, module: nn.Module, wanted: nn.Module | None, cls: type[PreTrainedModel]
 ) -> UnsupportedModelError:
-    own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
+    parameters = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
     what = f"where {cls.__name__} has a {type(wanted).__name__}" if wanted else f"which {cls.__name__} hasn't"
-    has = f" (parameters: {own})" if own else ""
+    has = f" (parameters: {parameters})" if parameters else ""
     remedy = "only what was seen to be right is sharded; make it a part of a class of your own, which is certified"
     if "parametri" in type(module).__name__.lower():
         remedy = "torch.nn.utils.parametrize.remove_parametrizations leaves a plain weight"
@@ -146,22 +146,22 @@ def _other_module(
 
 def _check_parameters(name: str, module: nn.Module, wanted: nn.Module) -> None:
     """Check a module's own parameters. Pruning and ``weight_norm`` have put others in their place."""
-    own, expected = dict(module._parameters), dict(wanted._parameters)
-    for key in sorted(own.keys() ^ expected.keys()):
-        if own.get(key) is None and expected.get(key) is None:
+    parameters, expected = dict(module._parameters), dict(wanted._parameters)
+    for key in sorted(parameters.keys() ^ expected.keys()):
+        if parameters.get(key) is None and expected.get(key) is None:
             continue
-        side = "has a parameter" if key in own else "has no parameter"
+        side = "has a parameter" if key in parameters else "has no parameter"
         raise UnsupportedModelError(
             f"{name!r} ({type(module).__name__}) {side} {key!r}, unlike what its class makes: its weight is computed "
             "from others in a hook, as pruning, weight_norm and spectral_norm do, for which shards have no rule. Make "
             "it permanent (torch.nn.utils.prune.remove, remove_weight_norm, …) before the model is sharded"
         )
-    for key, parameter in own.items():
-        whole = expected[key]
-        if (parameter is None) is not (whole is None) or (
-            parameter is not None and whole is not None and parameter.shape != whole.shape
+    for key, parameter in parameters.items():
+        made = expected[key]
+        if (parameter is None) is not (made is None) or (
+            parameter is not None and made is not None and parameter.shape != made.shape
         ):
-            shapes = " and ".join("none" if x is None else str(tuple(x.shape)) for x in (parameter, whole))
+            shapes = " and ".join("none" if x is None else str(tuple(x.shape)) for x in (parameter, made))
             raise UnsupportedModelError(
                 f"{name}.{key} and what the config implies differ in shape: {shapes}; set the config's sizes to the "
                 "model's, so that what is certified is what runs"
@@ -200,18 +200,18 @@ def _is_same_code(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, functools.partial) and isinstance(other, functools.partial):
         return _is_same_code(value.func, other.func)
-    own, others = (getattr(x, "__func__", x) for x in (value, other))
-    if own is others:
+    function, other_function = (getattr(x, "__func__", x) for x in (value, other))
+    if function is other_function:
         return True
-    codes = [getattr(x, "__code__", None) for x in (own, others)]
+    codes = [getattr(x, "__code__", None) for x in (function, other_function)]
     # Objects with a ``__call__``, such as modules of functions.
-    return codes[0] is codes[1] if codes[0] is not None else type(own) is type(others) and codes[1] is None
+    return codes[0] is codes[1] if codes[0] is not None else type(function) is type(other_function) and codes[1] is None
 
 
 def _check_state_hooks(name: str, module: nn.Module, wanted: nn.Module) -> None:
     for kind in _OF_STATE:
-        own, expected = getattr(module, kind), getattr(wanted, kind)
-        if len(own) > len(expected) and any(_package_of(hook) not in _KNOWN_PACKAGES for hook in own.values()):
+        hooks, expected = getattr(module, kind), getattr(wanted, kind)
+        if len(hooks) > len(expected) and any(_package_of(hook) not in _KNOWN_PACKAGES for hook in hooks.values()):
             raise UnsupportedModelError(
                 f"{name} has a hook of its state dict ({kind}), which isn't called where shards are saved and loaded; "
                 "remove it, and change the checkpoint itself"
@@ -220,9 +220,9 @@ def _check_state_hooks(name: str, module: nn.Module, wanted: nn.Module) -> None:
 
 def _check_ties(model: PreTrainedModel, reference: PreTrainedModel) -> None:
     """Check that the same parameters are one, since saving and stages go by the config."""
-    own, expected = _tied_names(model), _tied_names(reference)
-    for names in sorted(own ^ expected, key=sorted):
-        what = "are one parameter" if names in own else "aren't one parameter, as its config says"
+    ties, expected = _tied_names(model), _tied_names(reference)
+    for names in sorted(ties ^ expected, key=sorted):
+        what = "are one parameter" if names in ties else "aren't one parameter, as its config says"
         raise UnsupportedModelError(
             f"{' and '.join(sorted(names))} {what} in this {type(reference).__name__}, unlike in what its class makes; "
             "set tie_word_embeddings in the config to what the model has"
@@ -438,9 +438,9 @@ class AsSharded:
         """
         # Loops without calls of Python functions: this runs in every forward.
         for module, part in self._parts.items():
-            own = module.__dict__
+            attributes = module.__dict__
             same = True
-            for key, parameter in own["_parameters"].items():
+            for key, parameter in attributes["_parameters"].items():
                 same &= part.parameters.get(key) is parameter
                 if parameter is None:
                     continue
@@ -450,10 +450,10 @@ class AsSharded:
             if (
                 not same
                 or type(module) is not part.cls
-                or ("forward" in own and "forward" not in part.methods and part.name and self.is_cut)
-                or list(own["_modules"].values()) != part.children
-                or not part.options.isdisjoint(own)
-                or (part.stays_causal and own.get("is_causal") is not True)
+                or ("forward" in attributes and "forward" not in part.methods and part.name and self.is_cut)
+                or list(attributes["_modules"].values()) != part.children
+                or not part.options.isdisjoint(attributes)
+                or (part.stays_causal and attributes.get("is_causal") is not True)
             ):
                 self._check_part(model, module, part)
         if self.code is not None and self.code.seen is not None:

@@ -49,7 +49,7 @@ class WholeInterface:
         Raises:
             CuboidError: more rows are requested.
         """
-        present = self.cuboid.whole.limits.tokens
+        present = self.cuboid.whole_model.limits.tokens
         wanted = present if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
@@ -107,13 +107,13 @@ class WholeInterface:
         Raises:
             CuboidError: ``only_trainable`` in a pipeline, since a stage can't see which parameters others train.
         """
-        whole = self.cuboid.whole
-        left_out = whole.embeddings if exclude_embeddings else ()
-        counts = {name: count for name, count in whole.parameters.items() if name not in left_out}
+        whole_model = self.cuboid.whole_model
+        left_out = whole_model.embeddings if exclude_embeddings else ()
+        counts = {name: count for name, count in whole_model.parameters.items() if name not in left_out}
         if only_trainable:
             if self.cuboid.mesh.topology.pipe > 1:
                 raise CuboidError("num_parameters(only_trainable=True): a stage knows only which parameters it trains")
-            frozen = {name for name, own in self.named_parameters() if not own.requires_grad}
+            frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
             counts = {name: count for name, count in counts.items() if name not in frozen}
         return sum(counts.values())
 

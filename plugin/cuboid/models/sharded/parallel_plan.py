@@ -38,13 +38,17 @@ class ParallelPlan:
     @property
     def by_parameter(self) -> dict[str, ShardingSpec]:
         """Sharding specs by the parameters' full names."""
-        return {f"{module}.{name}": layout for module, own in self.layouts.items() for name, layout in own.items()}
+        return {
+            f"{module}.{name}": layout
+            for module, module_layouts in self.layouts.items()
+            for name, layout in module_layouts.items()
+        }
 
     def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, ShardingSpec]]:
         """Yield for each parameter its module in ``model``, its name in the module, and its sharding spec."""
-        for path, own in self.layouts.items():
+        for path, module_layouts in self.layouts.items():
             module = model.get_submodule(path)
-            for name, layout in own.items():
+            for name, layout in module_layouts.items():
                 yield module, name, layout
 
 
@@ -65,7 +69,7 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
     misfits = _misfits(modules, heads, mesh)
     if misfits:
         raise MeshError(_misfit_message(model, _distinct(modules), heads, mesh, misfits))
-    layouts = {each.name: _module_layouts(each, heads, mesh) for each in modules}
+    layouts = {module.name: _module_layouts(module, heads, mesh) for module in modules}
     return ParallelPlan(mesh, heads, roles, layouts, verdict)
 
 
@@ -118,7 +122,7 @@ class _Module:
     @classmethod
     def of(cls, name: str, module: nn.Module, role: Role) -> _Module:
         """A module of a model."""
-        shapes = tuple((own, tuple(parameter.shape)) for own, parameter in module.named_parameters(recurse=False))
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False))
         features = 0
         if role.experts is not None:
             # The inputs of "down", since "up" may have a gate's features as well.
@@ -136,16 +140,16 @@ def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str
     """
     check_attention(model.config)
     _check_stacks(model)
-    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
+    roles = find_roles(model, verdict.whole_blocks, splits_late=verdict.splits_late, head=verdict.head)
     return roles, [_Module.of(name, model.get_submodule(name), role) for name, role in roles.items()]
 
 
 def _distinct(modules: list[_Module]) -> list[_Module]:
     """One of all modules that any mesh cuts alike: layers have the same ones."""
-    found: dict[_Module, _Module] = {}
-    for each in modules:
-        found.setdefault(replace(each, name=""), each)
-    return list(found.values())
+    distinct: dict[_Module, _Module] = {}
+    for module in modules:
+        distinct.setdefault(replace(module, name=""), module)
+    return list(distinct.values())
 
 
 def _check_stacks(model: PreTrainedModel) -> None:
@@ -172,19 +176,19 @@ def _check_stacks(model: PreTrainedModel) -> None:
 def _misfits(modules: list[_Module], heads: HeadCounts, mesh: MeshShape) -> list[str]:
     """Descriptions of what the mesh can't cut; empty if it fits the modules."""
     head_ranks = mesh.of("sequence", "hidden")
-    if heads.query % head_ranks and any(each.role.heads for each in modules):
+    if heads.query % head_ranks and any(module.role.heads for module in modules):
         # Return at once, since key/value heads can't be planned for such a mesh either.
         return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
     misfits: list[str] = []
-    for each in modules:
-        if each.features % head_ranks:
-            of = " of each expert" if each.role.experts is not None else ""
+    for module in modules:
+        if module.features % head_ranks:
+            of = " of each expert" if module.role.experts is not None else ""
             misfits.append(
-                f"{each.name}: {each.features} features{of} don't divide by sequence × hidden = {head_ranks}"
+                f"{module.name}: {module.features} features{of} don't divide by sequence × hidden = {head_ranks}"
             )
-        for parameter, layout in _module_layouts(each, heads, mesh).items():
+        for parameter, layout in _module_layouts(module, heads, mesh).items():
             misfits += [
-                f"{each.name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
+                f"{module.name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
                 for size, pieces in layout.indivisible(mesh)
             ]
     return misfits
@@ -235,8 +239,8 @@ def _layout(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCount
     if role.kind in ("labels", "latent"):
         return ShardingSpec(shape, ((), ("hidden",)) if name == "weight" else ((),))
     if role.kind == "from latent":
-        own: tuple[tuple[Axis, ...], ...] = (("sequence", "hidden"), ())
-        return ShardingSpec(shape, own[: len(shape)])
+        axes: tuple[tuple[Axis, ...], ...] = (("sequence", "hidden"), ())
+        return ShardingSpec(shape, axes[: len(shape)])
     if role.kind in ("embedding", "head", "tied"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)

@@ -109,8 +109,8 @@ def parallelize_modules(
     images = late if isinstance(late, ImageSplit) else None
     for name in blocks:
         role = parallel_plan.roles[name]
-        own = late if role.late else None
-        compute_whole(model.get_submodule(name), mesh, own, everywhere=role.everywhere, images=images)
+        split = late if role.late else None
+        compute_whole(model.get_submodule(name), mesh, split, everywhere=role.everywhere, images=images)
     if images is not None:
         _split_images(model, images)
     elif isinstance(late, LateSplit):
@@ -137,16 +137,16 @@ class _Shards:
 
     def take(self, module: nn.Module, name: str, layout: ShardingSpec) -> nn.Parameter:
         """The shard of a module's parameter. The module's own parameter is replaced by one on the meta device."""
-        whole = getattr(module, name)
-        if id(whole) in self._shared:
-            return self._shared[id(whole)]
+        parameter = getattr(module, name)
+        if id(parameter) in self._shared:
+            return self._shared[id(parameter)]
         with torch.no_grad():
-            shard = nn.Parameter(self._shard_of(whole, layout), requires_grad=whole.requires_grad)
-        carry_over_parameter_hooks(whole, shard)
-        if self._uses[id(whole)] > 1:
+            shard = nn.Parameter(self._shard_of(parameter, layout), requires_grad=parameter.requires_grad)
+        carry_over_parameter_hooks(parameter, shard)
+        if self._uses[id(parameter)] > 1:
             # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
-            self._shared[id(whole)] = shard
-        module.register_parameter(name, nn.Parameter(torch.empty_like(whole, device="meta")))
+            self._shared[id(parameter)] = shard
+        module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="meta")))
         return shard
 
 
@@ -218,8 +218,8 @@ def _norm_over_heads(
         plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
         rows = None if plan.scattered else _bias_rows(plan, heads.dim)
         # The norm sums squares over all ranks, in which a KV head that several ranks keep must count once.
-        found = copies_of_key_value_heads(heads, mesh.shape, mesh.coordinate)
-        copies = torch.tensor(found).repeat_interleave(heads.dim) if max(found) > 1 else None
+        copy_counts = copies_of_key_value_heads(heads, mesh.shape, mesh.coordinate)
+        copies = torch.tensor(copy_counts).repeat_interleave(heads.dim) if max(copy_counts) > 1 else None
     assert role.norm is not None
     options = {"eps": role.norm.eps, "offset": role.norm.offset, "layouts": parallel_plan.layouts[name]}
     return HeadsRMSNorm(weight, None, rows=rows, copies=copies, features=features, mesh=mesh, **options)
@@ -306,7 +306,7 @@ def _fused(
     """The hook that fuses a block's projections; cross-attention has queries of another sequence than its keys."""
     parameters = inspect.signature(block.forward).parameters
     source = next((name for name in _SOURCES if name in parameters), None)
-    queries = [each for each in projections if each not in keys_and_values]
+    queries = [projection for projection in projections if projection not in keys_and_values]
     if source is None or not keys_and_values or not queries:
         return FusedProjections(projections, down_projections)
     return CrossProjections(queries, keys_and_values, down_projections, source)
@@ -318,7 +318,9 @@ def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages
     layers = [layer for layer in layer_names(model) if any(name.startswith(f"{layer}.") for name in attention)]
     if not layers:
         return
-    runs = [[model.get_submodule(name) for name in layers if name in own] for own in stages or [layers]]
+    runs = [
+        [model.get_submodule(name) for name in layers if name in stage_layers] for stage_layers in stages or [layers]
+    ]
     runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
     runner.register_forward_pre_hook(ModelPrefetcher(runs))
 
@@ -333,14 +335,14 @@ def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh:
     ranks = mesh.size("sequence", "hidden")
     for name in attention:
         module = model.get_submodule(name)
-        for names, whole, own in (
+        for names, count, local_count in (
             (_QUERY_HEADS, heads.query, heads.query // ranks),
             (_KEY_VALUE_HEADS, heads.key_value, len(plan.keep)),
             (_FEATURES, heads.query * heads.dim, heads.query * heads.dim // ranks),
         ):
             for attribute in names:
-                if getattr(module, attribute, None) == whole:
-                    setattr(module, attribute, own)
+                if getattr(module, attribute, None) == count:
+                    setattr(module, attribute, local_count)
 
 
 def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:

@@ -37,7 +37,7 @@ def libraries_drawn_from(cls: type[nn.Module]) -> frozenset[Library]:
         # Of torch's own modules, only dropouts and the like draw, in their forward itself.
         if forward is not None and (base is cls or not _is_known(base)):
             reader.read(forward)
-    return frozenset(reader.found)
+    return frozenset(reader.libraries)
 
 
 def _is_known(x: Any) -> bool:
@@ -54,7 +54,7 @@ class _Reader:
     def __init__(self, cls: type) -> None:
         self._cls = cls
         self._seen: set[types.FunctionType] = set()
-        self.found: set[Library] = set()
+        self.libraries: set[Library] = set()
 
     def read(self, called: Any) -> None:
         """Read a function, or what a decorator made of one."""
@@ -77,14 +77,16 @@ class _Reader:
             self.read(_content(cell))
 
     def _read_code(self, code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> None:
-        own = code.co_varnames[0] if code.co_argcount else None
+        self_name = code.co_varnames[0] if code.co_argcount else None
         for chain in _chains(code):
-            self._follow(chain, own, names, cells)
+            self._follow(chain, self_name, names, cells)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._read_code(constant, names, cells)
 
-    def _follow(self, chain: tuple[str, ...], own: str | None, names: dict[str, Any], cells: dict[str, Any]) -> None:
+    def _follow(
+        self, chain: tuple[str, ...], self_name: str | None, names: dict[str, Any], cells: dict[str, Any]
+    ) -> None:
         """Follow ``a.b.c``, whose first name has a prefix that tells where it is looked up."""
         (scope, _, first), attributes = chain[0].partition(":"), chain[1:]
         x: Any = _UNKNOWN
@@ -94,7 +96,7 @@ class _Reader:
             x = names.get(first, _UNKNOWN)
         elif scope == "cell" and first in cells:
             x = _content(cells[first])
-        elif scope == "local" and first == own and attributes:
+        elif scope == "local" and first == self_name and attributes:
             self.read(_static(self._cls, attributes[0]))
             if len(attributes) == 1:
                 # ``self.dropout`` is a submodule, a number or a method.
@@ -104,7 +106,7 @@ class _Reader:
                 x = _UNKNOWN
             if x is _UNKNOWN:
                 if attribute in _METHODS:
-                    self.found.add("torch")
+                    self.libraries.add("torch")
                 continue
             x = getattr(x, attribute, _UNKNOWN)
         self._note(x)
@@ -112,15 +114,15 @@ class _Reader:
     def _note(self, x: Any) -> None:
         owner = getattr(x, "__self__", None)
         if owner is random._inst:  # type: ignore[attr-defined]
-            self.found.add("random")
+            self.libraries.add("random")
         elif owner is np.random.mtrand._rand:
-            self.found.add("numpy")
+            self.libraries.add("numpy")
         elif callable(x) and _is_known(x):
             if getattr(x, "__name__", None) in RANDOM_FUNCTIONS:
-                self.found.add("torch")
+                self.libraries.add("torch")
         elif getattr(x, "__name__", None) in RANDOM_FUNCTIONS and owner is not None:
             # Functions of C, such as ``torch.rand``, have no module.
-            self.found.add("torch")
+            self.libraries.add("torch")
         else:
             self.read(x)
 
@@ -140,7 +142,7 @@ def _content(cell: types.CellType) -> Any:
 @cache
 def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     """Every ``a.b.c`` of a function, as names; the first has where it is looked up before it."""
-    found: list[tuple[str, ...]] = []
+    chains: list[tuple[str, ...]] = []
     chain: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         name, operation = instruction.argval, instruction.opname
@@ -148,7 +150,7 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
             chain = (*(chain or ("result:",)), name)
             continue
         if chain:
-            found.append(chain)
+            chains.append(chain)
         chain = ()
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
             chain = (f"global:{name}",)
@@ -157,4 +159,4 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         elif operation.startswith("LOAD_FAST"):
             # Some versions of Python load two variables at once, of which the last may have attributes.
             chain = (f"local:{name[-1] if isinstance(name, tuple) else name}",)
-    return tuple(dict.fromkeys([*found, chain] if chain else found))
+    return tuple(dict.fromkeys([*chains, chain] if chain else chains))

@@ -56,7 +56,7 @@ def seed_random_modules(
     draws, places = ModelDraws(mesh, width), _Places(model, parallel_plan, late)
     if mesh.shape.size == 1:
         return draws
-    found: dict[type[nn.Module], frozenset[Library]] = {}
+    by_class: dict[type[nn.Module], frozenset[Library]] = {}
     for name, module in list(model.named_modules()):
         cls = type(module)
         if isinstance(module, MeshDropout):
@@ -67,9 +67,9 @@ def seed_random_modules(
             carry_over(module, new)
             model.set_submodule(name, new.train(module.training))
             continue
-        if cls not in found:
-            found[cls] = libraries_drawn_from(cls)
-        libraries = found[cls]
+        if cls not in by_class:
+            by_class[cls] = libraries_drawn_from(cls)
+        libraries = by_class[cls]
         draws.libraries |= libraries
         if libraries:
             draws.has_modules = True
@@ -124,21 +124,21 @@ class _Places:
 
 
 @functools.cache
-def _drawing(own: Any, *, from_host: bool) -> type[nn.Module]:
+def _drawing(cls: Any, *, from_host: bool) -> type[nn.Module]:
     # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
-    @functools.wraps(own.forward)
+    @functools.wraps(cls.forward)
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return own.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
         draws, place, libraries = self.cuboid_draws
         with draws.inside(place), _drawing_from_host(place, libraries):
-            return own.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
 
-    members = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     if not from_host:
-        members[UNDRAWN] = own
-    return type(own.__name__, (own,), members)
+        members[UNDRAWN] = cls
+    return type(cls.__name__, (cls,), members)
 
 
 @contextmanager
@@ -180,6 +180,6 @@ def _host_states() -> tuple[Any, ...]:
 
 
 def _restore_host(states: tuple[Any, ...]) -> None:
-    own, (kind, key, *rest) = states
-    random.setstate(own)
+    python_state, (kind, key, *rest) = states
+    random.setstate(python_state)
     np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))

@@ -96,8 +96,8 @@ def shard_modules(
     """
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     kind = kind_of(type(model), model.config)
-    whole = WholeModel.of(model, kind, learned_positions(model), shapes)
-    whole = replace(whole, limits=_limits_on_mesh(whole.limits, model, kind, parallel_plan.verdict))
+    whole_model = WholeModel.of(model, kind, learned_positions(model), shapes)
+    whole_model = replace(whole_model, limits=_limits_on_mesh(whole_model.limits, model, kind, parallel_plan.verdict))
     late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
@@ -108,7 +108,7 @@ def shard_modules(
         # A block that is computed whole has all heads, and sets its own random number generator.
         use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention, whole, kind, verdict=parallel_plan.verdict, late=late)
+    model.cuboid = Sharding(mesh, config, base, attention, whole_model, kind, verdict=parallel_plan.verdict, late=late)
     model.cuboid.draws = draws
     model.cuboid.head = model.get_output_embeddings()
     callers = (*attention.values(), *map(model.get_submodule, whole_blocks(parallel_plan)))

@@ -135,13 +135,13 @@ class _DeferredProduct:
         left, right = self._factors
         if others and left.dtype != statistics_dtype(left.dtype):
             # As one product, whose sum is rounded to 16 bits once.
-            lefts, rights = zip(*(each._factors for each in (self, *others)), strict=True)
+            lefts, rights = zip(*(product._factors for product in (self, *others)), strict=True)
             left, right, others = torch.cat(lefts), torch.cat(rights), ()
         # The same product as autograd's own, so that the gradient of one unit is bitwise equal.
         gradient = left.t().mm(right)
-        for each in others:
+        for product in others:
             # Joining the units' rows would copy them, which takes a fifth as long as the product.
-            left, right = each._factors
+            left, right = product._factors
             gradient.addmm_(left.t(), right)
         return [(self.layer.weight, gradient.to(self.layer.weight.dtype))]
 

@@ -20,13 +20,13 @@ from cuboid.tensor3d.layers.norm import rms_norm
 
 def rms_norms(model: nn.Module) -> dict[str, NormFormula]:
     """The formulas of a model's RMSNorms that have a weight and no bias, by name; running them shows what they are."""
-    formulas, found = FormulasByKind(), {}
+    formulas, norms = FormulasByKind(), {}
     for name, module in model.named_modules():
-        if "forward" not in vars(module) and [own for own, _ in module.named_parameters()] == ["weight"]:
+        if "forward" not in vars(module) and [parameter for parameter, _ in module.named_parameters()] == ["weight"]:
             formula = formulas.of(module)
             if formula is not None and formula.kind == "rms":
-                found[name] = formula
-    return found
+                norms[name] = formula
+    return norms
 
 
 def fuse_norms(model: nn.Module, norms: Mapping[str, NormFormula], mesh: Mesh) -> None:

@@ -14,5 +14,5 @@ def layer_list(model: PreTrainedModel) -> str | None:
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     # In an encoder-decoder's config, the number may be the encoder's. A list inside a layer is never the largest.
-    found = {name: module for name, module in lists.items() if len(module) == count} or lists
-    return max(found, key=lambda name: sum(p.numel() for p in found[name].parameters()), default=None)
+    candidates = {name: module for name, module in lists.items() if len(module) == count} or lists
+    return max(candidates, key=lambda name: sum(p.numel() for p in candidates[name].parameters()), default=None)

@@ -113,14 +113,14 @@ class ForwardLog:
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index != self._begun:
                 self._complain(f"layer {index} runs as number {self._begun}")
-            given: dict[int | str, Any] = dict(enumerate(args[:1]))
-            given.update(kwargs)
-            place = next((key for key, value in given.items() if self._is_hidden(value)), None)
+            inputs: dict[int | str, Any] = dict(enumerate(args[:1]))
+            inputs.update(kwargs)
+            place = next((key for key, value in inputs.items() if self._is_hidden(value)), None)
             if place is None or (index and place != self.argument):
                 self._complain(f"layer {index} isn't given what the layer before it returned")
             else:
                 self.argument = place
-                self.flow.mark(given[place], f"the hidden state of layer {index}")
+                self.flow.mark(inputs[place], f"the hidden state of layer {index}")
             self.flow.allowed = frozenset({f"the hidden state of layer {index}"})
             self.flow.place = f"layer {index}"
             self._begun = index + 1

@@ -120,14 +120,14 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
 
 
 def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    own = copy.deepcopy(config)
+    traced = copy.deepcopy(config)
     with torch.device("meta"):
-        own.return_dict, own.use_cache = True, False
-        if getattr(own, "output_router_logits", False):
+        traced.return_dict, traced.use_cache = True, False
+        if getattr(traced, "output_router_logits", False):
             # Stages compute the router loss themselves, so the trace must not contain the model's own computation.
-            own.output_router_logits = False
+            traced.output_router_logits = False
         with plain_construction():
-            model: PreTrainedModel = cls._from_config(own, dtype=_TRACED_DTYPE, attn_implementation="eager")
+            model: PreTrainedModel = cls._from_config(traced, dtype=_TRACED_DTYPE, attn_implementation="eager")
     return model.eval()
 
 

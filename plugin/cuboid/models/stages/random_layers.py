@@ -33,9 +33,9 @@ def check_all_layers_run(model: PreTrainedModel, layers: str, ids: torch.Tensor)
     if not drawn_from:
         return
     ran: set[nn.Module] = set()
-    found = model.get_submodule(layers)
-    assert isinstance(found, nn.ModuleList)
-    hooks = [layer.register_forward_pre_hook(lambda layer, _: ran.add(layer)) for layer in found]
+    module_list = model.get_submodule(layers)
+    assert isinstance(module_list, nn.ModuleList)
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: ran.add(layer)) for layer in module_list]
     before = random.getstate(), str(np.random.get_state())
     model.train()
     try:
@@ -46,7 +46,7 @@ def check_all_layers_run(model: PreTrainedModel, layers: str, ids: torch.Tensor)
         for hook in hooks:
             hook.remove()
     cls, owner_cls = type(model).__name__, type(model.get_submodule(owner)).__name__
-    if len(ran) < len(found) or (random.getstate(), str(np.random.get_state())) != before:
+    if len(ran) < len(module_list) or (random.getstate(), str(np.random.get_state())) != before:
         raise UnsupportedModelError(
             f"a pipeline can't cut {cls}: {owner_cls} drops whole layers at random in training (layerdrop), which "
             "stages and segments would each decide by themselves; set its probability to 0, or use a mesh without a "

@@ -288,8 +288,8 @@ def _keep_tied(model: PreTrainedModel, unit: str, outline: Outline) -> None:
     for name in sorted({unit, *(parent for owner in owners for parent in _parents(owner, unit))}):
         model.set_submodule(name, PlaceholderModule(model.dtype))
     for name, module in kept.items():
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent).add_module(own, module)
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent).add_module(leaf, module)
 
 
 def _parents(name: str, unit: str) -> Iterator[str]:

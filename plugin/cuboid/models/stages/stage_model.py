@@ -92,7 +92,7 @@ class Staging:
     Attributes:
         plan: what was decided about them.
         chunks: what runs the stages in ``cuts``; set when the model is cut.
-        whole: facts about the model before it was cut.
+        whole_model: facts about the model before it was cut.
         ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
         shared: parameters that the ranks of the first and the last stage both have, by name.
         slot: holds the current unit, for the attention functions.
@@ -104,7 +104,7 @@ class Staging:
 
     plan: StagePlan
     chunks: tuple[Chunk, ...] = ()
-    whole: WholeModel | None = None
+    whole_model: WholeModel | None = None
     ends: dict[str, PlaceholderEnd] = field(default_factory=dict)
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
@@ -181,11 +181,11 @@ class StageModel(ShardedModel):
 
 def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.Module:
     try:
-        found = end()
+        module = end()
     except AttributeError:
         # The module that contains it is a placeholder on this stage.
         return absent
-    return absent if found is None or isinstance(found, PlaceholderModule) else found
+    return absent if module is None or isinstance(module, PlaceholderModule) else module
 
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
@@ -195,7 +195,7 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
         UnsupportedModelError: before the model is changed, if its loss isn't its kind's ordinary one.
     """
     check_loss_in_pipeline(model, staging.plan.outline.kind.ordinary_loss)
-    staging.whole = _whole_of(model, staging)
+    staging.whole_model = _whole_of(model, staging)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
     staging.chunks = cut_stages(model, staging.plan.outline, staging.plan.cuts)
@@ -203,17 +203,17 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
 
 def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
     outline = staging.plan.outline
-    whole = WholeModel.of(model, outline.kind, outline.longest)
+    whole_model = WholeModel.of(model, outline.kind, outline.longest)
     # Causal models' micro-batches are cut into segments: ids, mask and positions, but no token types.
     types = model.config.type_vocab_size if takes_token_types(model) and not outline.is_causal else None
     first = 0 if outline.is_causal else first_position(model)
     limits = replace(
-        whole.limits,
+        whole_model.limits,
         types=types,
         first_position=first,
         shifts_labels=staging.plan.shifts_labels,
     )
-    return replace(whole, limits=limits)
+    return replace(whole_model, limits=limits)
 
 
 def finish_stage(
@@ -245,27 +245,34 @@ def finish_stage(
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)
     indices = [index for cut in plan.cuts for index in range(cut.first, cut.stop)]
-    own = {plan.outline.layer(index): layers[index] for index in indices}
+    local_layers = {plan.outline.layer(index): layers[index] for index in indices}
     # Whole sequences have no earlier segment to continue from.
     gives_cache = plan.certificate.gives_cache and pipeline.segments != 1
-    use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
+    use_segment_attention(model.config, local_layers, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
         # A block that is computed whole has all heads, and sets its own random number generator.
         for module in model.get_submodule(name).modules() if name.startswith(f"{plan.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
     if is_generated(pipeline.schedule):
-        defer_weight_gradients(own.values(), staging.weight_gradients)
-    staging.recorder = WholeSequenceRecorder(model, plan.outline, own, staging.slot)
+        defer_weight_gradients(local_layers.values(), staging.weight_gradients)
+    staging.recorder = WholeSequenceRecorder(model, plan.outline, local_layers, staging.slot)
     # Register these hooks after the recorder's, which compare a layer's arguments with the whole sequence's: those
     # contain no cache.
-    for layer in own.values() if gives_cache else ():
+    for layer in local_layers.values() if gives_cache else ():
         give_cache(layer, staging.slot)
     staging.shared = shared_parameters(model, plan.outline, plan.cuts)
     base = type(model)
-    assert staging.whole is not None
+    assert staging.whole_model is not None
     verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
     model.cuboid = Sharding(
-        mesh, plan.config.tensor_parallel, base, own, staging.whole, plan.outline.kind, verdict=verdict, late=late
+        mesh,
+        plan.config.tensor_parallel,
+        base,
+        local_layers,
+        staging.whole_model,
+        plan.outline.kind,
+        verdict=verdict,
+        late=late,
     )
     model.cuboid.draws = draws
     hook_heads(model)
@@ -274,7 +281,7 @@ def finish_stage(
             splits = f'pipeline.schedule is "{pipeline.schedule}", whose backwards may be split'
             stay_uncompiled(model, f'{splits}, for which graphs have no form; "seq1f1b" has one')
         else:
-            compile_layers(model, list(own.values()), staging.slot)
+            compile_layers(model, list(local_layers.values()), staging.slot)
     model.staging = staging
     inner: Any = model.get_submodule(plan.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]

@@ -142,9 +142,9 @@ class StageRunner:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Dtype of hidden states between stages."""
-        own = self._staging.plan.outline.dtype
+        residual_dtype = self._staging.plan.outline.dtype
         # Some models keep the residual stream in float32; with float64 weights it is float64.
-        return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
+        return self._model.dtype if residual_dtype is None else torch.promote_types(residual_dtype, self._model.dtype)
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """``[B/b, L/s, H/h]``: the shape of a unit's hidden state on this rank."""
@@ -255,24 +255,31 @@ class StageRunner:
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
             # Whole sequences on one rank: pass the user's own arguments to the model's code.
-            return dict(batch.given)
-        if batch.whole is None:
-            batch.whole = self._whole_of_others(batch)
-        if batch.whole is None:
+            return dict(batch.optional_inputs)
+        if batch.whole_sequence is None:
+            batch.whole_sequence = self._whole_of_others(batch)
+        if batch.whole_sequence is None:
             # Record the sequence as the user gave it, without the padding that segments or the mesh need.
-            uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
+            uncut = {name: x[:, : batch.length] for name, x in batch.optional_inputs.items()}
             positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
             with knowing(packing=Packing(positions, batch.packed)):
-                batch.whole = self._staging.recorded(batch.ids.shape[0], batch.length, self.device, positions, mask)
-        return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
+                batch.whole_sequence = self._staging.recorded(
+                    batch.ids.shape[0], batch.length, self.device, positions, mask
+                )
+        return {
+            name: batch.cut(x, segment)
+            for name, x in {**batch.optional_inputs, "position_ids": batch.positions}.items()
+        }
 
     def _whole_of_others(self, batch: SegmentedBatch) -> WholeSequence | None:
         """The recorded whole sequence of another micro-batch of this shape, if neither has a mask or positions."""
-        if batch.given:
+        if batch.optional_inputs:
             return None
         size = batch.ids.shape[0], batch.length
-        alike = (each for each in self._batches if not each.given and (each.ids.shape[0], each.length) == size)
-        return next((each.whole for each in alike if each.whole is not None), None)
+        alike = (
+            other for other in self._batches if not other.optional_inputs and (other.ids.shape[0], other.length) == size
+        )
+        return next((other.whole_sequence for other in alike if other.whole_sequence is not None), None)
 
     def _run_head(self, micro_batch: int, segment: int, output: torch.Tensor) -> torch.Tensor | None:
         self._count("head")
@@ -336,8 +343,8 @@ class OwnHeadRunner(StageRunner):
         else:
             self._free_after(micro_batch, segment)
         # Reported in float32 at least, even if the model computes its loss in 16 bits.
-        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        self.loss = own if self.loss is None else self.loss + own
+        value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        self.loss = value if self.loss is None else self.loss + value
 
     def _run_chunk(self, **options: Any) -> Any:
         output, late = self._chunk.call(self._model, **options), self._model.cuboid.late
@@ -391,10 +398,10 @@ class RoutedStageRunner(StageRunner):
         """As on any stage, with packed messages; the last stage adds the router loss after the last segment."""
         hidden, sums = self._unpacked(micro_batch, segment, message)
         output = super().forward(micro_batch, segment, hidden)
-        whole = self._own if sums is None else sums + self._own
+        total = self._own if sums is None else sums + self._own
         if output is not None:
-            return self._sums.pack(output, whole)
-        self._sums.add(micro_batch, whole)
+            return self._sums.pack(output, total)
+        self._sums.add(micro_batch, total)
         if self._batches[micro_batch].ends_with(segment):
             assert self.loss is not None
             self.loss = self.loss + self._sums.finish(micro_batch)
@@ -413,12 +420,12 @@ class RoutedStageRunner(StageRunner):
 
     def _backward(self, micro_batch: int, segment: int, message: torch.Tensor | None) -> torch.Tensor | None:
         gradient, sums = self._unpacked(micro_batch, segment, message)
-        whole = self._sums.whole(micro_batch) if sums is None else sums
+        total = self._sums.whole(micro_batch) if sums is None else sums
         slot = self._probable.pop((micro_batch, segment), None)
         if slot is not None:
-            slot.append(self._sums.gradient(whole))
+            slot.append(self._sums.gradient(total))
         result = super()._backward(micro_batch, segment, gradient)
-        return None if result is None else self._sums.pack(result, whole)
+        return None if result is None else self._sums.pack(result, total)
 
     def _unpacked(
         self, micro_batch: int, segment: int, message: torch.Tensor | None

@@ -33,11 +33,12 @@ class SegmentedBatch:
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
         visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
         length: S, without padding.
-        given: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, those that the user gave.
+        optional_inputs: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, those that the user
+            gave.
         arguments: the whole micro-batch, for a model whose own forward computes the loss.
         items: number of tokens or rows that this loss is the mean of.
         local: this rank's part, as a sharded model's forward takes it.
-        whole: what the rank's base model computed for the whole sequence; None until recorded, or if not needed.
+        whole_sequence: what the rank's base model computed for it; None until recorded, or if not needed.
         weights: of a loss that a script computes: ``[B/b, S']`` of the labels' losses, or ``[B, outputs]`` of the
             outputs of a head that labels rows. None for the model's own loss.
     """
@@ -50,11 +51,11 @@ class SegmentedBatch:
     packed: torch.Tensor | None
     visible: int
     length: int
-    given: dict[str, torch.Tensor]
+    optional_inputs: dict[str, torch.Tensor]
     arguments: MicroBatch = field(default_factory=dict)
     items: int = 0
     local: LocalBatch | None = None
-    whole: WholeSequence | None = None
+    whole_sequence: WholeSequence | None = None
     weights: torch.Tensor | None = None
 
     @classmethod
@@ -82,10 +83,10 @@ class SegmentedBatch:
         Raises:
             CuboidError: shapes that contradict each other.
         """
-        own = kind.runs_own_head
-        given = {name: x for name, x in batch.items() if not own or name not in TARGETS}
+        runs_own_head = kind.runs_own_head
+        tensors = {name: x for name, x in batch.items() if not runs_own_head or name not in TARGETS}
         has_types = TOKEN_TYPES in batch
-        taken = take_local_batch(given, config, mesh, at_least=sum(lengths), inputs=inputs, token_types=has_types)
+        taken = take_local_batch(tensors, config, mesh, at_least=sum(lengths), inputs=inputs, token_types=has_types)
         local = taken.tensors
         length = local["input_ids"].shape[1]
         attention_mask, packed = prepare_masks(
@@ -105,9 +106,11 @@ class SegmentedBatch:
             packed=packed,
             visible=visible_to_all(attention_mask),
             length=taken.length,
-            given={name: local[name] for name in ("position_ids", "attention_mask", TOKEN_TYPES) if name in batch},
-            arguments=batch if own else {},
-            items=int(kind.items(batch)) if own else 0,
+            optional_inputs={
+                name: local[name] for name in ("position_ids", "attention_mask", TOKEN_TYPES) if name in batch
+            },
+            arguments=batch if runs_own_head else {},
+            items=int(kind.items(batch)) if runs_own_head else 0,
             local=taken,
         )
 
@@ -133,7 +136,7 @@ class SegmentedBatch:
     def unit(self, segment: int, store: KVCache) -> Unit:
         """The :class:`Unit` of a segment for attention, on the stage whose KV cache is ``store``."""
         start, stop = self.bounds[segment : segment + 2]
-        replay = None if self.whole is None else Replay(self.whole, start, stop)
+        replay = None if self.whole_sequence is None else Replay(self.whole_sequence, start, stop)
         return Unit(store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible)
 
     def token_weights(self, segment: int, mesh: Mesh) -> torch.Tensor:
@@ -142,10 +145,10 @@ class SegmentedBatch:
         start, stop = self.bounds[segment : segment + 2]
         positions = torch.arange(start, stop, device=self.ids.device) < self.length
         # Copies of the last row, which make the number of rows divisible, have no labels, but are routed all the same.
-        own, first = len(self.ids), mesh.along("batch").index * len(self.ids)
-        rows = torch.arange(first, first + own, device=self.ids.device) < self.local.rows
+        count, first = len(self.ids), mesh.along("batch").index * len(self.ids)
+        rows = torch.arange(first, first + count, device=self.ids.device) < self.local.rows
         weights = rows[:, None] & positions
-        mask = self.given.get("attention_mask")
+        mask = self.optional_inputs.get("attention_mask")
         weights = weights if mask is None else weights * self.cut(mask, segment)
         return own_slice(weights, 1, mesh.along("sequence")).flatten()
 

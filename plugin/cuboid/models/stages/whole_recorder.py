@@ -79,10 +79,10 @@ class WholeSequenceRecorder:
         Raises:
             UnsupportedModelError: the model's code doesn't run without token ids and hidden states.
         """
-        given = {"position_ids": position_ids, "attention_mask": attention_mask}
-        options: dict[str, Any] = {k: x for k, x in given.items() if x is not None and k in self._outline.options}
+        arguments = {"position_ids": position_ids, "attention_mask": attention_mask}
+        options: dict[str, Any] = {k: x for k, x in arguments.items() if x is not None and k in self._outline.options}
         options.update(self._outline.fixed_options)
-        self._slot.recording = whole = WholeSequence(length)
+        self._slot.recording = whole_sequence = WholeSequence(length)
         log = logging.getLogger(FakeTensor.__module__)  # would log each exception below on every rank
         # Setting its level instead would walk through all loggers of the process, which takes a millisecond.
         disabled, log.disabled = log.disabled, True
@@ -99,7 +99,7 @@ class WholeSequenceRecorder:
         finally:
             log.disabled = disabled
             self._slot.recording = None
-        return whole
+        return whole_sequence
 
 
 # --- the base model without layers and weights ---------------------------------------------------------------------
@@ -124,8 +124,8 @@ class _Unknown(PlaceholderModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The given hidden state, or a scalar without values."""
-        found = super().forward(*args, **kwargs)
-        return found if isinstance(found, FakeTensor) else without_values((), found.dtype, found.device)
+        hidden = super().forward(*args, **kwargs)
+        return hidden if isinstance(hidden, FakeTensor) else without_values((), hidden.dtype, hidden.device)
 
 
 class _WithoutHooks(nn.Module):
@@ -219,7 +219,7 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
                     # A list isn't called; its members are.
-                    yield from ((f"{full}.{each}", called) for each, called in module.named_children())
+                    yield from ((f"{full}.{member}", called) for member, called in module.named_children())
                 else:
                     yield full, module
 
@@ -270,7 +270,7 @@ class _LengthAware(_Aware):
             return outputs
         if replay is None:
             return super().forward(*args, **kwargs)
-        kept, number = replay.whole.outputs.get(self.cuboid_name, []), replay.next_call(self.cuboid_name)
+        kept, number = replay.whole_sequence.outputs.get(self.cuboid_name, []), replay.next_call(self.cuboid_name)
         if number >= len(kept) or kept[number] is None:
             return super().forward(*args, **kwargs)
         leaves, dims, spec = kept[number]
@@ -288,14 +288,15 @@ class _LengthAware(_Aware):
             return None
         assert self.cuboid_slot.recording is not None
         length = self.cuboid_slot.recording.length
-        found = [[dim for dim, size in enumerate(getattr(x, "shape", ())) if size == length] for x in leaves]
-        if any(len(dims) > 1 for dims in found) and length > 1:
+        candidates = [[dim for dim, size in enumerate(getattr(x, "shape", ())) if size == length] for x in leaves]
+        if any(len(dims) > 1 for dims in candidates) and length > 1:
             # Another dim happens to have size S too. Only the dim of positions changes for a sequence shorter by one.
             shorter = tree_leaves(self._of_shorter(length, args, kwargs))
-            found = [
-                [dim for dim in dims if short.shape[dim] != length] for dims, short in zip(found, shorter, strict=True)
+            candidates = [
+                [dim for dim in dims if short.shape[dim] != length]
+                for dims, short in zip(candidates, shorter, strict=True)
             ]
-        return leaves, [dims[0] if dims else None for dims in found], spec
+        return leaves, [dims[0] if dims else None for dims in candidates], spec
 
     def _of_shorter(self, length: int, args: Any, kwargs: Any) -> Any:
         def shorten(x: Any) -> Any:
@@ -309,15 +310,15 @@ class _LengthAware(_Aware):
 class _Lookups(TorchFunctionMode):
     """Records the indices that a table is looked up with, in place of the lookup."""
 
-    def __init__(self, weight: torch.Tensor, width: int, found: list[torch.Tensor]) -> None:
+    def __init__(self, weight: torch.Tensor, width: int, indices: list[torch.Tensor]) -> None:
         super().__init__()
-        self._weight, self._width, self._found = weight, width, found
+        self._weight, self._width, self._indices = weight, width, indices
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is nn.functional.embedding and args[1] is self._weight:
-            self._found.append(args[0])
+            self._indices.append(args[0])
             return without_values((*args[0].shape, self._width), self._weight.dtype, args[0].device)
         return func(*args, **(kwargs or {}))
 
@@ -334,7 +335,7 @@ class _PositionTable(_Aware):
         if recording is not None:
             with _Lookups(self.weight, self.embedding_dim, recording.lookups.setdefault(self.cuboid_name, [])):
                 return super().forward(*args, **kwargs)
-        kept = [] if replay is None else replay.whole.lookups.get(self.cuboid_name, [])
+        kept = [] if replay is None else replay.whole_sequence.lookups.get(self.cuboid_name, [])
         number = 0 if replay is None else replay.next_call(self.cuboid_name)
         if replay is None or number >= len(kept):
             return super().forward(*args, **kwargs)
@@ -350,40 +351,44 @@ def _give_whole(
     replay = None if slot.current is None else slot.current.replay
     if replay is None:
         return None
-    own, spec = tree_flatten((args, kwargs))
-    whole, whole_spec = replay.whole.layers[name]
-    if spec != whole_spec:
+    leaves, spec = tree_flatten((args, kwargs))
+    recorded, recorded_spec = replay.whole_sequence.layers[name]
+    if spec != recorded_spec:
         raise UnsupportedModelError(f"{name} isn't given the same things with a segment as with its whole sequence")
-    return tree_unflatten([_part(name, replay, *pair) for pair in zip(own, whole, strict=True)], spec)
+    return tree_unflatten([_part(name, replay, *pair) for pair in zip(leaves, recorded, strict=True)], spec)
 
 
-def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
-    """One argument of a layer: ``own`` if the recorded one has no values, such as masks, else a part of ``whole``."""
-    if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, FakeTensor):
-        numbers = isinstance(own, int | float) and isinstance(whole, int | float)
-        if numbers and own != whole:
+def _part(name: str, replay: Replay, argument: Any, recorded: Any) -> Any:
+    """A layer's argument: as given if the recorded one has no values, as masks have none; else a part of that."""
+    if (
+        not isinstance(argument, torch.Tensor)
+        or not isinstance(recorded, torch.Tensor)
+        or isinstance(recorded, FakeTensor)
+    ):
+        numbers = isinstance(argument, int | float) and isinstance(recorded, int | float)
+        if numbers and argument != recorded:
             raise UnsupportedModelError(
-                f"{name} is given the number {own} with a segment and {whole} with its whole sequence, for which there "
-                "is no rule"
+                f"{name} is given the number {argument} with a segment and {recorded} with its whole sequence, for "
+                "which there is no rule"
             )
-        return own
-    if own.dim() == whole.dim():
-        length, here = replay.whole.length, replay.stop - replay.start
-        differing = [dim for dim in range(own.dim()) if own.shape[dim] != whole.shape[dim]]
+        return argument
+    if argument.dim() == recorded.dim():
+        length, here = replay.whole_sequence.length, replay.stop - replay.start
+        differing = [dim for dim in range(argument.dim()) if argument.shape[dim] != recorded.shape[dim]]
         # Equal rows may be given once, in either of the two.
-        differing = [dim for dim in differing if 1 not in (own.shape[dim], whole.shape[dim]) or here == 1]
-        if all(whole.shape[dim] == length and own.shape[dim] == here for dim in differing):
-            first_row = whole[..., :1, -1:] if own.dim() > 2 else whole
+        differing = [dim for dim in differing if 1 not in (argument.shape[dim], recorded.shape[dim]) or here == 1]
+        if all(recorded.shape[dim] == length and argument.shape[dim] == here for dim in differing):
+            first_row = recorded[..., :1, -1:] if argument.dim() > 2 else recorded
             for dim in differing:
                 # A bias of attention scores ``[…, Q, K]``, such as ALiBi: a segment's keys start at position 0.
-                is_keys = own.dim() > 2 and dim == own.dim() - 1
-                whole = replay.cut(whole, dim, start=0 if is_keys else None)
+                is_keys = argument.dim() > 2 and dim == argument.dim() - 1
+                recorded = replay.cut(recorded, dim, start=0 if is_keys else None)
                 if is_keys and dim - 1 in differing and replay.stop > length:
                     # No position may see padding. ``replay.cut`` repeats the last key there, which the last position
                     # sees; use the first position's entry for that key, which is masked.
-                    whole[..., length:] = first_row
-            return whole
+                    recorded[..., length:] = first_row
+            return recorded
     raise UnsupportedModelError(
-        f"{name} is given a tensor {list(own.shape)} with a segment of {replay.stop - replay.start} positions and "
-        f"{list(whole.shape)} with its whole sequence of {replay.whole.length}, for which there is no rule"
+        f"{name} is given a tensor {list(argument.shape)} with a segment of {replay.stop - replay.start} positions and "
+        f"{list(recorded.shape)} with its whole sequence of {replay.whole_sequence.length}, for which there is no rule"
     )

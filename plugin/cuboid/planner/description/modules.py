@@ -63,7 +63,7 @@ def describe_modules(
                 f"{type(model).__name__} has no {name} in its config, so the planner can't describe it; name the axes "
                 "of the mesh yourself"
             )
-    sizes, roles = sizes_of(model), _roles(model, verdict.whole)
+    sizes, roles = sizes_of(model), _roles(model, verdict.whole_blocks)
     modules = {name: (model.get_submodule(name), role) for name, role in roles.items()}
     learned = sum(role.kind == "embedding" for role in roles.values()) > 1
     counts = HeadCounts.of(config)
