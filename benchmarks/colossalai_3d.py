@@ -89,12 +89,12 @@ class Colossalai3d(Case):
     packages = (*Case.packages, "colossalai")
     limit_s = 900.0
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
+    def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         if importlib.util.find_spec("colossalai") is None:
             error("colossalai isn't installed; `make colossalai` does that")
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        blocks = QUICK if given.quick else BLOCKS
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        blocks = QUICK if args.quick else BLOCKS
         result.update(mesh=[DEPTH] * 3, workload=[block.numbers() for block in blocks])
         for block in blocks:
             # Here, for all ranks that are forked.
@@ -102,8 +102,8 @@ class Colossalai3d(Case):
         with forked_ranks(Loopback(RANKS), _keep) as ranks:
             for block in blocks:
                 records = [_prepared(block, key, ranks) for key in NAMES]
-                watch = Watch(given.limit)
-                run_rounds(records, given.repeats, watch, partial(timed_step, ranks, watch, figures=lambda *_: {}))
+                watch = Watch(args.limit)
+                run_rounds(records, args.repeats, watch, partial(timed_step, ranks, watch, figures=lambda *_: {}))
                 result["rows"] += [_row(record, records) for record in records]
                 ranks.call("discard")
                 write()
@@ -120,13 +120,13 @@ class Colossalai3d(Case):
             "peak of live tensors, MiB": lambda row: _mib(row["peak_bytes"]),
             "largest error against float64": lambda row: f"{max(row['errors'].values()):.1e}",
         }
-        found = []
+        tables = []
         lines = [{"name": name, "of": of} for name, of in figures.items()]
         for (title,), rows in grouped(result["rows"], "title").items():
             columns = [Column(title, lambda line: line["name"], "l")]
             columns += [Column(row["name"], lambda line, row=row: line["of"](row)) for row in rows]
-            found.append(Table(columns, lines))
-        return found
+            tables.append(Table(columns, lines))
+        return tables
 
 
 def _keep(rank: int) -> Link:
@@ -177,8 +177,8 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
 def sent(collectives: Mapping[Collective, int]) -> int:
     """Bytes that a rank sends in these calls. Ranks send their slices of a reduce-scatter by an exchange, too."""
     return sum(
-        calls * round(sent_bytes(each.operation.replace("all_to_all", "reduce_scatter"), each.whole_bytes, each.ranks))
-        for each, calls in collectives.items()
+        count * round(sent_bytes(call.operation.replace("all_to_all", "reduce_scatter"), call.whole_bytes, call.ranks))
+        for call, count in collectives.items()
     )
 
 

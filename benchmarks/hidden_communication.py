@@ -61,7 +61,7 @@ class Call(NamedTuple):
     axes: tuple[Axis, ...]
     whole_bytes: int
 
-    def given(self, mesh: Mesh) -> torch.Tensor:
+    def inputs(self, mesh: Mesh) -> torch.Tensor:
         """Zeros of the size that a rank gives to the collective."""
         elements, ranks = self.whole_bytes // _ELEMENT_BYTES, mesh.size(*self.axes)
         if self.operation == "reduce_scatter":
@@ -86,7 +86,7 @@ class Replay(Contestant):
 
     def __init__(self, mesh: Mesh, calls: Sequence[Call]) -> None:
         self._mesh, self._calls = mesh, calls
-        self._buffers = {call: call.given(mesh) for call in calls}
+        self._buffers = {call: call.inputs(mesh) for call in calls}
 
     def begin(self) -> None:
         self._mesh.comm_counter.reset()
@@ -114,26 +114,28 @@ class HiddenRank(Link):
     def prepare(self, mesh: Hashable) -> tuple[str, float]:
         """Shard the model twice, and record what a step of it communicates; the mesh, and how far it is from float64.
         Refused where nothing is left out, or repeated other than recorded. Collective."""
-        whole, alone = self._build(mesh), self._build(mesh)
-        whole.step()
+        full, alone = self._build(mesh), self._build(mesh)
+        full.step()
         # The first step may do things once.
-        whole.begin()
-        calls = _record(whole.mesh, whole.step)
-        error = whole.error()
+        full.begin()
+        calls = _record(full.mesh, full.step)
+        error = full.error()
         _silence(alone.mesh)
         alone.step()
         if alone.error() <= AGREEMENT:
             raise CuboidError(f"mesh {mesh}: without communication everything is as with it, so nothing was left out")
-        replay = Replay(whole.mesh, calls)
+        replay = Replay(full.mesh, calls)
         sent = []
-        for contestant in (whole, replay):
+        for contestant in (full, replay):
             contestant.begin()
             contestant.step()
-            sent.append(whole.mesh.comm_counter.snapshot())
+            sent.append(full.mesh.comm_counter.snapshot())
         if sent[0] != sent[1]:
             raise CuboidError(f"mesh {mesh}: a step's collectives were recorded, but repeating them sends other bytes")
-        self.kept.update({(mesh, kind): own for kind, own in zip(KINDS, (whole, alone, replay), strict=True)})
-        return str(whole.mesh.shape), error
+        self.kept.update(
+            {(mesh, kind): contestant for kind, contestant in zip(KINDS, (full, alone, replay), strict=True)}
+        )
+        return str(full.mesh.shape), error
 
     def step(self, entry: Hashable, start_s: float) -> Step:
         """As every rank's, with how long it waited for messages among the figures."""
@@ -197,22 +199,22 @@ class HiddenCommunication(Case):
     networks = ("loopback", "shaped")
     unit = "rounds"
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        workload = QUICK if given.quick else WORKLOAD
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        workload = QUICK if args.quick else WORKLOAD
         model = workload.model()
         meshes = distinct(MESHES, RANKS, workload, model)
         result.update(workload=workload.numbers(), ranks=RANKS)
         build = partial(ShardedLayers, workload, model, compute_reference(workload, model))
-        watch, cores = Watch(given.limit), min(RANKS, os.cpu_count() or 1)
+        watch, cores = Watch(args.limit), min(RANKS, os.cpu_count() or 1)
         with (
-            open_network(given.network, RANKS) as network,
+            open_network(args.network, RANKS) as network,
             forked_ranks(network, lambda _: HiddenRank(network, build)) as ranks,
         ):
             for mesh, shape in meshes.items():
                 name, error = check_error(ranks.call("prepare", mesh))
                 trio = [Record((mesh, kind), name, error) for kind in KINDS]
                 sent = workload.formula_bytes(shape, model)
-                rates = _measure_mesh(ranks, trio, sent, given, watch)
+                rates = _measure_mesh(ranks, trio, sent, args, watch)
                 row = {"mesh": mesh, "shape": name, "error": error, "formula_bytes": sent, **rates}
                 last = {key: trio[0].samples[-1].figures[key] for key in ("counted_bytes", "interface_bytes")}
                 result["rows"].append({**row, **links.interface_numbers(last), **_times(trio, cores)})
@@ -250,17 +252,17 @@ def _figures(record: Record, steps: Sequence[Step]) -> Row:
     return {**traffic(record, steps), "waited_s": max(step.figures["waited_s"] for step in steps)}
 
 
-def _measure_mesh(ranks: Ranks, trio: list[Record], sent_bytes: int, given: argparse.Namespace, watch: Watch) -> Row:
+def _measure_mesh(ranks: Ranks, trio: list[Record], sent_bytes: int, args: argparse.Namespace, watch: Watch) -> Row:
     """Find the rate at which what is sent takes as long as what is computed, set it, and have the rounds."""
     step = partial(timed_step, ranks, watch, figures=_figures)
     wanted = rate = measured = None
-    if given.network == "shaped":
+    if args.network == "shaped":
         run_rounds([trio[1]], _COMPUTING_STEPS, watch, step, floor=True)
         # Noise only adds to the shortest step.
         wanted = sent_bytes * 8 / min(sample.step_s for sample in undisturbed(trio[1].floor)) / 1e6
-        rate = min(wanted, _QUICK_MOST_MBIT if given.quick else _MOST_MBIT)
+        rate = min(wanted, _QUICK_MOST_MBIT if args.quick else _MOST_MBIT)
         measured = set_rate(ranks, rate)
-    run_rounds(trio, given.repeats, watch, step)
+    run_rounds(trio, args.repeats, watch, step)
     ranks.call("set_rate", None)
     return {"wanted_mbit": wanted, "rate_mbit": rate, "measured_mbit": measured}
 
@@ -281,7 +283,7 @@ def _times(trio: list[Record], cores: int) -> Row:
         return spread([value(*samples) for samples in rounds])
 
     return {
-        "seconds": {kind: spread([sample.step_s for sample in own]) for kind, own in columns.items()},
+        "seconds": {kind: spread([sample.step_s for sample in column]) for kind, column in columns.items()},
         "exposed": over_rounds(lambda t, c, m: (t.step_s - c.step_s) / m.step_s),
         "waited": over_rounds(lambda t, _, m: t.figures["waited_s"] / m.step_s),
         "to_perfect": over_rounds(lambda t, c, m: t.step_s / max(c.step_s, m.step_s)),
@@ -290,7 +292,9 @@ def _times(trio: list[Record], cores: int) -> Row:
             lambda t, c, m: t.step_s / max(c.step_s, m.step_s, (c.computing_s + m.computing_s) / cores)
         ),
         **count_disturbed(trio),
-        "samples": {kind: [own.numbers() for own in each.samples] for kind, each in zip(KINDS, trio, strict=True)},
+        "samples": {
+            kind: [sample.numbers() for sample in record.samples] for kind, record in zip(KINDS, trio, strict=True)
+        },
     }
 
 

@@ -53,8 +53,8 @@ class LayerWorkload(Llama):
         """The first layer's input and the last one's output gradient, ``[B, S, H]`` both, in float64."""
         generator = torch.Generator().manual_seed(_SEED)
         shape = (self.batch, self.length, self.hidden)
-        given, gradient = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
-        return given, gradient
+        hidden, gradient = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
+        return hidden, gradient
 
     def formula_bytes(self, mesh: MeshShape, model: LlamaForCausalLM) -> int:
         """What a rank sends in forward and backward, by the closed count."""
@@ -65,23 +65,23 @@ class LayerWorkload(Llama):
 class Reference(NamedTuple):
     """What one process computes in float64, whole: ``[B, S, H]``, and gradients by parameters' names."""
 
-    given: torch.Tensor
+    inputs: torch.Tensor
     gradient: torch.Tensor
     output: torch.Tensor
-    given_gradient: torch.Tensor
+    input_gradient: torch.Tensor
     gradients: dict[str, torch.Tensor]  # of the layers' parameters, by their names in the model
 
 
 def compute_reference(workload: LayerWorkload, model: LlamaForCausalLM) -> Reference:
     """The plain Hugging Face layers in float64."""
-    whole = copy.deepcopy(model).double()
-    given, gradient = workload.inputs()
-    given.requires_grad_()
+    exact = copy.deepcopy(model).double()
+    inputs, gradient = workload.inputs()
+    inputs.requires_grad_()
     with precision(keep_float64=True):
-        output = run_layers(whole, given, rotary_tables(whole, workload.length))
+        output = run_layers(exact, inputs, rotary_tables(exact, workload.length))
         output.backward(gradient)
-    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    return Reference(given.detach(), gradient, output.detach(), given.grad, gradients)
+    gradients = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    return Reference(inputs.detach(), gradient, output.detach(), inputs.grad, gradients)
 
 
 def rotary_tables(model: LlamaForCausalLM, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,11 +90,13 @@ def rotary_tables(model: LlamaForCausalLM, length: int) -> tuple[torch.Tensor, t
     return model.model.rotary_emb(weight, torch.arange(length)[None])
 
 
-def run_layers(model: LlamaForCausalLM, given: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def run_layers(
+    model: LlamaForCausalLM, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """All of the model's layers, on ``[B, S, H]`` or a rank's part of it."""
     for layer in model.model.layers:
-        given = layer(given, position_embeddings=tables)
-    return given
+        hidden = layer(hidden, position_embeddings=tables)
+    return hidden
 
 
 class ShardedLayers(Contestant):
@@ -107,15 +109,15 @@ class ShardedLayers(Contestant):
         self.mesh.connect()
         self._tables = rotary_tables(self.model, workload.length)
         self._reference = reference
-        self._given = self._part(reference.given).float().requires_grad_()
+        self._inputs = self._part(reference.inputs).float().requires_grad_()
         self._gradient = self._part(reference.gradient).float()
         self._output: torch.Tensor | None = None
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's ``[B/b, S/s, H/h]`` of a ``[B, S, H]``."""
         for dim, axis in enumerate(AXES):
-            whole = own_slice(whole, dim, self.mesh.along(axis))
-        return whole.contiguous()
+            x = own_slice(x, dim, self.mesh.along(axis))
+        return x.contiguous()
 
     def first(self) -> tuple[str, float]:
         """The mesh that it is, and how far it is from float64 on this rank."""
@@ -123,12 +125,12 @@ class ShardedLayers(Contestant):
         return str(self.mesh.shape), self.error()
 
     def begin(self) -> None:
-        self._output = self._given.grad = None
+        self._output = self._inputs.grad = None
         self.model.zero_grad(set_to_none=True)
         self.mesh.comm_counter.reset()
 
     def step(self) -> None:
-        output = run_layers(self.model, self._given, self._tables)
+        output = run_layers(self.model, self._inputs, self._tables)
         output.backward(self._gradient)
         self._output = output.detach()
 
@@ -140,11 +142,11 @@ class ShardedLayers(Contestant):
         """The largest difference of any tensor of the last step from float64, as a part of its largest element."""
         pairs = [
             (self._output, self._part(self._reference.output)),
-            (self._given.grad, self._part(self._reference.given_gradient)),
+            (self._inputs.grad, self._part(self._reference.input_gradient)),
         ]
-        layouts, own = sharded_layouts(self.model), dict(self.model.named_parameters())
-        for name, whole in self._reference.gradients.items():
-            pairs.append((own[name].grad, take_shard(whole, layouts[name], self.mesh)))
+        layouts, parameters = sharded_layouts(self.model), dict(self.model.named_parameters())
+        for name, gradient in self._reference.gradients.items():
+            pairs.append((parameters[name].grad, take_shard(gradient, layouts[name], self.mesh)))
         return max(relative_error(right, ours) for ours, right in pairs)
 
 
@@ -195,19 +197,19 @@ class LayerMeshes(Case):
         parser.add_argument("--ranks", type=int, choices=sorted(_MESHES), default=8)
         parser.add_argument("--meshes", nargs="+", metavar="BxSxH", help="meshes, or auto; ratios are to the first two")
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
-        given.meshes = given.meshes or _MESHES[given.ranks]
-        if given.rate_mbit == self.rate_mbit:
-            given.rate_mbit = _RATES_MBIT[given.ranks]
+    def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
+        args.meshes = args.meshes or _MESHES[args.ranks]
+        if args.rate_mbit == self.rate_mbit:
+            args.rate_mbit = _RATES_MBIT[args.ranks]
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        workload = QUICK if given.quick else WORKLOAD
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        workload = QUICK if args.quick else WORKLOAD
         model = workload.model()
-        meshes = distinct(given.meshes, given.ranks, workload, model)
-        result.update(workload=workload.numbers(), ranks=given.ranks)
+        meshes = distinct(args.meshes, args.ranks, workload, model)
+        result.update(workload=workload.numbers(), ranks=args.ranks)
         build = partial(ShardedLayers, workload, model, compute_reference(workload, model))
         with (
-            open_network(given.network, given.ranks) as network,
+            open_network(args.network, args.ranks) as network,
             forked_ranks(network, lambda _: Link(network, build)) as ranks,
         ):
             records = [Record(mesh, *check_error(ranks.call("prepare", mesh))) for mesh in meshes]
@@ -215,10 +217,10 @@ class LayerMeshes(Case):
                 record.facts["formula_bytes"] = workload.formula_bytes(meshes[record.entry], model)
 
             def write_rows() -> None:
-                result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
+                result["rows"] = [_row(record, records, args.rate_mbit) for record in records]
                 write()
 
-            measure(ranks, records, given, result, write_rows)
+            measure(ranks, records, args, result, write_rows)
 
     def facts(self, result: Row) -> list[str]:
         model = f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}."

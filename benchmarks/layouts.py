@@ -40,13 +40,13 @@ class Layouts(TrainingStep):
     contestants = [*(f"cuboid-{layout}" for layout in LAYOUTS), "autotp-2", "autotp-2-head"]
     repeats, limit_s, rate_mbit, dtype = 5, 60.0, 50.0, "bfloat16"
 
-    def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, given: argparse.Namespace) -> Row:
-        found = super().facts_of(entry, workload, model, given)
+    def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, args: argparse.Namespace) -> Row:
+        facts = super().facts_of(entry, workload, model, args)
         if entry.family != "cuboid":
-            return {**found, "predicted_s": None}
-        cost = estimate(describe_modules(model), entry.layout(workload, model), cluster(given.rate_mbit),
+            return {**facts, "predicted_s": None}
+        cost = estimate(describe_modules(model), entry.layout(workload, model), cluster(args.rate_mbit),
                         workload.length)  # fmt: skip
-        return {**found, "predicted_s": cost.time.total_s, "terms": dataclasses.asdict(cost.time)}
+        return {**facts, "predicted_s": cost.time.total_s, "terms": dataclasses.asdict(cost.time)}
 
     def remarks(self, result: Row) -> list[str]:
         return [*judged(result["rows"]), *super().remarks(result)]
@@ -73,14 +73,14 @@ def cluster(rate_mbit: float | None) -> Cluster:
 
 def judged(rows: Sequence[Row]) -> list[str]:
     """How good the planner's choice and its order are, in sentences."""
-    own = [row for row in rows if row["predicted_s"] is not None]
-    if len(own) < 2:
+    ours = [row for row in rows if row["predicted_s"] is not None]
+    if len(ours) < 2:
         return []
-    chosen, fastest = (min(own, key=key) for key in (lambda row: row["predicted_s"], _measured_s))
+    chosen, fastest = (min(ours, key=key) for key in (lambda row: row["predicted_s"], _measured_s))
     behind = _measured_s(chosen) / _measured_s(fastest) - 1
-    said = [f"The planner's first choice of {len(own)} layouts is {chosen['name']}: {behind:.1%} behind the fastest, "
+    said = [f"The planner's first choice of {len(ours)} layouts is {chosen['name']}: {behind:.1%} behind the fastest, "
             f"{fastest['name']}. The rank correlation of its order with the measured one is "
-            f"{rank_correlation([row['predicted_s'] for row in own], list(map(_measured_s, own))):.2f}."]  # fmt: skip
+            f"{rank_correlation([row['predicted_s'] for row in ours], list(map(_measured_s, ours))):.2f}."]  # fmt: skip
     peers = [row for row in rows if row["family"] == "autotp"]
     if peers:
         best = min(peers, key=_measured_s)

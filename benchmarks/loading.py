@@ -208,18 +208,18 @@ class Loading(Case):
         stored = "what the checkpoint holds; bfloat16 is converted while it is loaded (default float32)"
         parser.add_argument("--stored", choices=STORED, default="float32", help=stored)
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], object]) -> None:  # noqa: ARG002
+    def check(self, args: argparse.Namespace, error: Callable[[str], object]) -> None:  # noqa: ARG002
         if not sys.platform.startswith("linux"):
             error("loads are measured by what Linux says of its processes, and this isn't Linux")
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        workload = QUICK if given.quick else WORKLOAD
-        watch, records = Watch(given.limit), []
-        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=given.out) as folder:
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        workload = QUICK if args.quick else WORKLOAD
+        watch, records = Watch(args.limit), []
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.out) as folder:
             checkpoint = Path(folder)
-            expected, held_bytes = _in_a_process(_write, workload, given.stored, checkpoint)
+            expected, held_bytes = _in_a_process(_write, workload, args.stored, checkpoint)
             files_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-            sizes = {**workload.numbers(), "stored": given.stored, "loaded": "float32"}
+            sizes = {**workload.numbers(), "stored": args.stored, "loaded": "float32"}
             result.update(workload=sizes, files_bytes=files_bytes, weights_bytes=held_bytes, page_cache="warm")
             _warm_up()
             load = partial(_load, checkpoint=checkpoint, ids=workload.tokens(), watch=watch, expected=expected)
@@ -228,13 +228,13 @@ class Loading(Case):
                 result["rows"] = [_row(record, records, files_bytes, held_bytes) for record in records]
                 write()
 
-            for count in (4,) if given.quick else (4, 8):
+            for count in (4,) if args.quick else (4, 8):
                 able = []
                 for way in ways(count):
                     left_out = _too_large(way, count, held_bytes)
                     records.append(Record((count, way), way.name, facts={"left_out": left_out}))
                     able += [records[-1]] if left_out is None else []
-                run_rounds(able, given.repeats, watch, load, write_rows)
+                run_rounds(able, args.repeats, watch, load, write_rows)
 
     def facts(self, result: Row) -> list[str]:
         sizes = result["workload"]
@@ -252,11 +252,11 @@ class Loading(Case):
         return self.busy(result) + said
 
     def tables(self, result: Row) -> list[Table]:
-        found = []
-        for (count,), own in grouped(result["rows"], "ranks").items():
-            first, held_bytes = own[0]["name"], own[0]["ideal_held_bytes"]
+        tables = []
+        for (count,), rows in grouped(result["rows"], "ranks").items():
+            first, held_bytes = rows[0]["name"], rows[0]["ideal_held_bytes"]
             ideal = {"peak_bytes": held_bytes, "peak_sum_bytes": held_bytes * count}
-            ideal["touched_bytes"] = own[0]["ideal_file_bytes"]
+            ideal["touched_bytes"] = rows[0]["ideal_file_bytes"]
             last = {"name": "*size ÷ ranks*", **{key: {"median": size} for key, size in ideal.items()}}
             columns = [
                 Column(f"{count} ranks; memory in MiB", lambda row: row["name"], "l"),
@@ -268,8 +268,8 @@ class Loading(Case):
                 Column("PSS of all after", lambda row: _mib(row, "proportional_sum_bytes")),
                 Column("file pages of a rank", lambda row: _mib(row, "touched_bytes")),
             ]
-            found.append(Table(columns, [*(row for row in own if row["samples"]), last]))
-        return found
+            tables.append(Table(columns, [*(row for row in rows if row["samples"]), last]))
+        return tables
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['workload']['stored']}"
@@ -318,9 +318,9 @@ def _load(record: Record, checkpoint: Path, ids: torch.Tensor, watch: Watch, exp
         loads: list[Row] = ranks.call("load")
         foreign = watch.share(sum(load["all_computing_s"] for load in loads))
         if "loss" not in record.facts:
-            found = ranks.call("check")[0]
-            check_equal(way.name, found, "plain transformers", expected, AGREEMENT)
-            record.facts.update(found)
+            checked = ranks.call("check")[0]
+            check_equal(way.name, checked, "plain transformers", expected, AGREEMENT)
+            record.facts.update(checked)
     figures = {"footprints": [load["footprint"] for load in loads]}
     computing_s = sum(load["computing_s"] for load in loads)
     return Sample(max(load["duration_s"] for load in loads), computing_s, foreign, figures)
@@ -331,12 +331,12 @@ def _load(record: Record, checkpoint: Path, ids: torch.Tensor, watch: Watch, exp
 
 def _figures(sample: Sample) -> dict[str, int]:
     footprints = sample.figures["footprints"]
-    peaks = [own["peak_bytes"] - own["floor_bytes"] for own in footprints]
+    peaks = [footprint["peak_bytes"] - footprint["floor_bytes"] for footprint in footprints]
     return {
         "peak_bytes": max(peaks),
         "peak_sum_bytes": sum(peaks),
-        "touched_bytes": max(own["peak_files_bytes"] for own in footprints),
-        "proportional_sum_bytes": sum(own["proportional_bytes"] for own in footprints),
+        "touched_bytes": max(footprint["peak_files_bytes"] for footprint in footprints),
+        "proportional_sum_bytes": sum(footprint["proportional_bytes"] for footprint in footprints),
     }
 
 
@@ -355,13 +355,13 @@ def _row(record: Record, records: Sequence[Record], files_bytes: int, held_bytes
         return row
     figures = [_figures(sample) for sample in undisturbed(record.samples)]
     row |= record.numbers()
-    row |= {name: spread([own[name] for own in figures]) for name in figures[0]}
+    row |= {name: spread([of_sample[name] for of_sample in figures]) for name in figures[0]}
     first = next(other for other in records if other.entry[0] == count)
     if first.samples and first is not record:
         rounds = undisturbed_rounds([record, first])
         peaks = [[_figures(sample)["peak_sum_bytes"] for sample in samples] for samples in rounds]
-        row["ratio_time"] = spread([own.step_s / other.step_s for own, other in rounds])
-        row["ratio_peak_sum"] = spread([own / other for own, other in peaks])
+        row["ratio_time"] = spread([sample.step_s / other.step_s for sample, other in rounds])
+        row["ratio_peak_sum"] = spread([peak / other for peak, other in peaks])
     return row
 
 

@@ -44,8 +44,8 @@ class MemoryRank:
         model, formula_bytes = self._workload.model(), {}
         if mesh is not None:
             model = cuboid.shard(model, self._workload.sharding(mesh, dist.get_world_size()))
-            own = cuboid.mesh_of(model)
-            sizes = own.shape, own.coordinate, self._workload.batch, self._workload.length
+            model_mesh = cuboid.mesh_of(model)
+            sizes = model_mesh.shape, model_mesh.coordinate, self._workload.batch, self._workload.length
             formula_bytes = model_kept_bytes(describe_modules(self._workload.model()), *sizes, element_bytes=4)
         loss = self._step(model)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -87,8 +87,8 @@ class Memory(Case):
     sources = freshness.MESHES + freshness.LOSS
     repeats = 3
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        workload = QUICK if given.quick else WORKLOAD
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        workload = QUICK if args.quick else WORKLOAD
         meshes = distinct(_MESHES, RANKS, workload, workload.model())
         result.update(workload=workload.numbers(), ranks=RANKS)
         alone = {"plain transformers": None, "1×1×1": "1x1x1"}
@@ -96,8 +96,8 @@ class Memory(Case):
         for count, names in ((1, alone), (RANKS, together)):
             with forked_ranks(Loopback(count), lambda _: MemoryRank(workload)) as ranks:
                 for name, mesh in names.items():
-                    found = ranks.call("examine", mesh, given.repeats)
-                    result["rows"].append(fullest(name, found, result["rows"][0] if result["rows"] else None))
+                    by_rank = ranks.call("examine", mesh, args.repeats)
+                    result["rows"].append(fullest(name, by_rank, result["rows"][0] if result["rows"] else None))
                     write()
 
     def facts(self, result: Row) -> list[str]:
@@ -128,19 +128,19 @@ class Memory(Case):
         return [Table(columns, result["rows"])]
 
 
-def fullest(name: str, found: Sequence[Row], plain: Row | None) -> Row:
+def fullest(name: str, by_rank: Sequence[Row], plain: Row | None) -> Row:
     """A row: what the fullest rank has. Who has another loss or gradient norm than plain transformers is refused."""
-    for rank in found if plain else ():
+    for rank in by_rank if plain else ():
         check_equal(name, rank, plain["name"], {key: plain[key] for key in ("loss", "gradient_norm")}, AGREEMENT)
-    formula = max((rank["formula_bytes"] for rank in found), key=lambda parts: sum(parts.values()))
+    formula = max((rank["formula_bytes"] for rank in by_rank), key=lambda parts: sum(parts.values()))
     return {
-        **found[0],
+        **by_rank[0],
         "name": name,
-        "ranks": len(found),
-        "kept_bytes": max(rank["kept_bytes"] for rank in found),
+        "ranks": len(by_rank),
+        "kept_bytes": max(rank["kept_bytes"] for rank in by_rank),
         "formula_bytes": formula,
         "formula_total_bytes": sum(formula.values()) or None,
-        "peak_bytes": max(rank["peak_bytes"] for rank in found),
+        "peak_bytes": max(rank["peak_bytes"] for rank in by_rank),
     }
 
 

@@ -113,16 +113,16 @@ class Overhead(Case):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--engines", nargs="+", choices=list(PEERS), default=list(PEERS))
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        workload, core = QUICK if given.quick else WORKLOAD, pin(0)
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        workload, core = QUICK if args.quick else WORKLOAD, pin(0)
         result.update(workload=workload.numbers(), core=core)
         # A world of one, in which Cuboid makes no group. DeepSpeed wants it, and whoever launches to have said so.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            watch = Watch(given.limit, core)
-            for dtype, engine in product(DTYPES, given.engines):
-                result["rows"].append(_compare(engine, dtype, workload, given.repeats, watch))
+            watch = Watch(args.limit, core)
+            for dtype, engine in product(DTYPES, args.engines):
+                result["rows"].append(_compare(engine, dtype, workload, args.repeats, watch))
                 write()
         finally:
             dist.destroy_process_group()
@@ -151,7 +151,9 @@ def _compare(engine: str, dtype: str, workload: Llama, repeats: int, watch: Watc
     name = f"{PEERS[engine]} with Cuboid"
     ours = {"tensor_parallel": workload.section("1x1x1", 1)}
     both = {key: Training(workload, engine, dtype, section) for key, section in (("plain", {}), ("cuboid", ours))}
-    loss, gradients = differences(f"{name}, {dtype}", *(each.first() for each in both.values()), AGREEMENT[dtype])
+    loss, gradients = differences(
+        f"{name}, {dtype}", *(training.first() for training in both.values()), AGREEMENT[dtype]
+    )
     records = [Record(key, key) for key in both]
     run_rounds(records, repeats, watch, lambda record: both[record.entry].sample(watch))
     both.clear()

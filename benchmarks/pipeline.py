@@ -124,14 +124,14 @@ class PlainStage(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM, stage: int, stages: int) -> None:
         super().__init__()
-        each = len(model.model.layers) // stages
-        self.layers = model.model.layers[stage * each : (stage + 1) * each]
+        per_stage = len(model.model.layers) // stages
+        self.layers = model.model.layers[stage * per_stage : (stage + 1) * per_stage]
         self.rotary = model.model.rotary_emb
         self.embedding = model.model.embed_tokens if stage == 0 else None
         self.head = nn.Sequential(model.model.norm, model.lm_head) if stage == stages - 1 else None
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        hidden = given if self.embedding is None else self.embedding(given)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs if self.embedding is None else self.embedding(inputs)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         cosine_and_sine = self.rotary(hidden, positions)
         for layer in self.layers:
@@ -208,8 +208,8 @@ def cuts(segments: Sequence[int]) -> list[Entry]:
 
 def together(first: Sequence[Row]) -> Row:
     """Loss, gradient norm and each rank's peak, of all ranks; the last stage has the loss."""
-    loss, squares = (sum(each[key] for each in first) for key in ("loss", "squares"))
-    return {"loss": loss, "gradient_norm": math.sqrt(squares), "peak_bytes": [each["peak_bytes"] for each in first]}
+    loss, squares = (sum(row[key] for row in first) for key in ("loss", "squares"))
+    return {"loss": loss, "gradient_norm": math.sqrt(squares), "peak_bytes": [row["peak_bytes"] for row in first]}
 
 
 class Pipeline(Contestant):
@@ -222,11 +222,11 @@ class Pipeline(Contestant):
     _recording: Sequence[Any] = ()
     _squares = 0.0
 
-    def __init__(self, task: Task, own: Sequence[int] | None = None, chunks: int = 1) -> None:
+    def __init__(self, task: Task, stage_numbers: Sequence[int] | None = None, chunks: int = 1) -> None:
         self.task, self.number = task, dist.get_rank()
         #: This rank's stages.
-        self.own = [self.number] if own is None else own
-        self.is_last = task.stages * chunks - 1 in self.own
+        self.stage_numbers = [self.number] if stage_numbers is None else stage_numbers
+        self.is_last = task.stages * chunks - 1 in self.stage_numbers
 
     def first(self) -> Row:
         """A step, in which all but the time is measured: loss, squares of gradients, peak of live activations."""
@@ -267,19 +267,19 @@ class TorchPipeline(Pipeline):
         number, total = dist.get_rank(), task.stages * entry.chunks
         second = total - 1 - number if entry.schedule in ("ZBV", "DualPipeV") else task.stages + number
         super().__init__(task, [number, second][: entry.chunks], entry.chunks)
-        stages = [task.under_torch(stage, entry.chunks) for stage in self.own]
+        stages = [task.under_torch(stage, entry.chunks) for stage in self.stage_numbers]
         self._recording = stages if task.is_emulated else ()
         kind = pipelining.Schedule1F1B if entry.chunks == 1 else TORCH[entry.schedule]
         self._schedule = kind(stages[0] if entry.chunks == 1 else stages, task.micro_batches, loss_fn=task.loss)
-        self._given, self._wanted = task.data()
+        self._inputs, self._wanted = task.data()
         modules = nn.ModuleList(stage.submod for stage in stages)
         self.optimizer = torch.optim.SGD(modules.parameters(), lr=task.learning_rate)
 
     def step(self) -> None:
         losses: list[torch.Tensor] = []
-        given = [self._given] if 0 in self.own else []
+        inputs = [self._inputs] if 0 in self.stage_numbers else []
         asked: Row = {"target": self._wanted, "losses": losses} if self.is_last else {}
-        self._schedule.step(*given, **asked, return_outputs=False)
+        self._schedule.step(*inputs, **asked, return_outputs=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = torch.stack(losses).mean().item() if self.is_last else 0.0
@@ -324,7 +324,7 @@ class DeepSpeedPipeline(_UnderDeepSpeed):
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute, and point-to-point messages don't use it
         deepspeed.init_distributed()
         stages = [task.stage(stage, chunks) for stage in range(total)]
-        self._recording = [stages[stage] for stage in self.own] if task.is_emulated else []
+        self._recording = [stages[stage] for stage in self.stage_numbers] if task.is_emulated else []
         kind = PipelineModule if chunks == 1 else DualPipeVModule
         module = kind(stages, num_stages=task.stages, loss_fn=task.loss, partition_method="uniform")
         self._start(module, self._micro_batches(), self._config())
@@ -383,10 +383,10 @@ class PipelineCase(Case):
         parser.add_argument("--micro-batches", type=at_least(2), nargs="+", default=[2, 4], metavar="M")
         parser.add_argument("--segments", type=at_least(1), nargs="+", default=[1, 2, 4, 8], metavar="K")
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        task = RealTask(length=256, hidden=64, intermediate=128) if given.quick else RealTask()
-        split = [Entry("cuboid", name, k, chunks=v, limit=2.0) for name, k, v in _SPLIT if k <= max(given.segments)]
-        entries = [Entry("torch"), Entry("deepspeed"), *PEERS_CHUNKED, *cuts(given.segments), *split]
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        task = RealTask(length=256, hidden=64, intermediate=128) if args.quick else RealTask()
+        split = [Entry("cuboid", name, k, chunks=v, limit=2.0) for name, k, v in _SPLIT if k <= max(args.segments)]
+        entries = [Entry("torch"), Entry("deepspeed"), *PEERS_CHUNKED, *cuts(args.segments), *split]
         result.update(workload=task.numbers(), memory=[])
 
         def keep(_: int) -> Link:
@@ -395,13 +395,13 @@ class PipelineCase(Case):
 
         records: list[Record] = []
         with forked_ranks(Loopback(task.stages), keep) as ranks:
-            for count in given.micro_batches:
+            for count in args.micro_batches:
                 step = dataclasses.replace(task, micro_batches=count)
-                watch = Watch(given.limit)
+                watch = Watch(args.limit)
                 ready = [_prepare(ranks, entry, step) for entry in entries if is_able(entry, step)]
                 check_agreement(ready)
                 records += ready
-                run_rounds(ready, given.repeats, watch, partial(timed_step, ranks, watch, figures=_idle))
+                run_rounds(ready, args.repeats, watch, partial(timed_step, ranks, watch, figures=_idle))
                 ranks.call("discard")
                 result["rows"] = [_row(record, records) for record in records]
                 write()
@@ -478,22 +478,22 @@ def _memory_row(record: Record) -> Row:
 
 def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[str, Entry]) -> Row:
     """What samples, theory and simulator say of a contestant; ``own_1f1b`` of the yardsticks is Cuboid's 1F1B."""
-    (entry, task), whole = record.entry, yardsticks["own_1f1b"]
+    (entry, task), baseline = record.entry, yardsticks["own_1f1b"]
     by_entry = {other.entry: other for other in records}
     others = {key: by_entry[other, task] for key, other in yardsticks.items() if (other, task) in by_entry}
     # Schedules that only peers have aren't simulated.
-    own = entry.chosen(task).timeline if entry.is_known else None
+    timeline = entry.chosen(task).timeline if entry.is_known else None
     return {
         "name": entry.name,
         **dataclasses.asdict(entry),
         "stages": task.stages,
         "micro_batches": task.micro_batches,
         "lengths": list(entry.lengths(task)),
-        "simulated_s": own and own.makespan_s,
-        "bubble_theory": own and entry.theory(task),
-        "bubble_simulated": own and own.bubble,
-        "ratio_theory": own and (1 - entry.theory(task)) / (1 - whole.theory(task)),
-        "ratio_simulated": own and whole.chosen(task).timeline.makespan_s / own.makespan_s,
+        "simulated_s": timeline and timeline.makespan_s,
+        "bubble_theory": timeline and entry.theory(task),
+        "bubble_simulated": timeline and timeline.bubble,
+        "ratio_theory": timeline and (1 - entry.theory(task)) / (1 - baseline.theory(task)),
+        "ratio_simulated": timeline and baseline.chosen(task).timeline.makespan_s / timeline.makespan_s,
         **record.numbers(others.items()),
     }
 
@@ -527,15 +527,15 @@ def _bubble_table(rows: Sequence[Row]) -> Table:
         for kind, key in kinds.items():
             columns.append(Column(f"M = {count}: {kind}", partial(cell, count=count, key=key)))
     # A row of this table has a row of each number of micro-batches.
-    joined = [{row["micro_batches"]: row for row in own} for own in grouped(rows, "name").values()]
+    joined = [{row["micro_batches"]: row for row in group} for group in grouped(rows, "name").values()]
     return Table(columns, joined, part="bubbles")
 
 
 def _memory_table(rows: Sequence[Row]) -> Table:
-    whole = next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
+    unsegmented = next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
 
     def largest(row: Row, key: str) -> str:
-        return DASH if whole is None or row[key] is None else f"{max(row[key]) / max(whole[key]):.2f}"
+        return DASH if unsegmented is None or row[key] is None else f"{max(row[key]) / max(unsegmented[key]):.2f}"
 
     stages = range(len(rows[0]["peak_bytes"]) if rows else 0)
     columns = [

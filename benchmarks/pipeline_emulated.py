@@ -88,10 +88,10 @@ class Work(Task):
     def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
         """Seconds of each part of a unit, in proportion to its operations; all stages are alike."""
         flops = super().cost(lengths)
-        whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
+        sequence_flops = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
         # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
         table = {
-            (op, segment): self.forward_s / chunks * flops(Action(op, 0, 0, segment)) / whole
+            (op, segment): self.forward_s / chunks * flops(Action(op, 0, 0, segment)) / sequence_flops
             for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
             for segment in range(len(lengths))
         }
@@ -108,8 +108,8 @@ class Work(Task):
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states for the first stage and what the last one should give, ``[M, S, W]`` each."""
         generator = torch.Generator().manual_seed(_SEED)
-        given, wanted = torch.rand((2, self.micro_batches, self.length, self.width), generator=generator)
-        return given, wanted
+        inputs, wanted = torch.rand((2, self.micro_batches, self.length, self.width), generator=generator)
+        return inputs, wanted
 
     def loss(self, output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return 0.5 * (output - wanted).square().mean()
@@ -146,15 +146,15 @@ class Mixer(nn.Module):
         self.weight, self.mix = nn.Parameter(_WEIGHT + noise[0]), nn.Parameter(_MIX + noise[1])
         self._length = work.length
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[B, S, W]`` of whole sequences for the next stage."""
-        return self.segment(given, 0.0)[0]
+        return self.segment(hidden, 0.0)[0]
 
-    def segment(self, given: torch.Tensor, before: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    def segment(self, hidden: torch.Tensor, before: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[B, L, W]`` of a segment for the next stage, and the sum of all up to here; ``before`` is
         that of earlier segments, ``[B, 1, W]``: what keys and values are in attention."""
-        sums = given.cumsum(dim=1) + before
-        return self.weight * given + (self.mix / self._length) * sums, sums[:, -1:]
+        sums = hidden.cumsum(dim=1) + before
+        return self.weight * hidden + (self.mix / self._length) * sums, sums[:, -1:]
 
 
 class SegmentedStage:
@@ -166,7 +166,7 @@ class SegmentedStage:
     def __init__(self, work: Work, lengths: tuple[int, ...], stage: int, chunks: int = 1) -> None:
         self._work, self._stage, self._is_last = work, stage, stage == work.stages * chunks - 1
         self._ends = list(pairwise(accumulate(lengths, initial=0)))
-        self._given, self._wanted = work.data()
+        self._inputs, self._wanted = work.data()
         self._duration_s = work.cost(lengths, chunks)
         self.mixer = Mixer(work, stage)
         #: By unit: what it was given, the sum before it, what came of it, and the sum up to its end.
@@ -191,36 +191,36 @@ class SegmentedStage:
         """The last stage computes the loss too."""
         unit = micro_batch, segment
         with _lasting(self._duration_s(Action(Op.FORWARD, self._stage, *unit))):
-            given = (self._part(self._given, unit) if hidden is None else hidden).detach().requires_grad_()
+            leaf = (self._part(self._inputs, unit) if hidden is None else hidden).detach().requires_grad_()
             before = self._before.get(micro_batch, torch.zeros(1, 1, self._work.width)).requires_grad_()
-            output, sums = self.mixer.segment(given, before)
+            output, sums = self.mixer.segment(leaf, before)
             self._before[micro_batch] = sums.detach()
             if self._is_last:
                 share = output.shape[1] / (self._work.length * self._work.micro_batches)
                 output = self._work.loss(output, self._part(self._wanted, unit)) * share
                 self.loss += output.item()
-            self._pending[unit] = given, before, output, sums
+            self._pending[unit] = leaf, before, output, sums
         return None if self._is_last else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         unit = micro_batch, segment
         with _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, *unit))):
-            given, before, output, sums = self._pending.pop(unit)
+            leaf, before, output, sums = self._pending.pop(unit)
             after = self._after.get(micro_batch, torch.zeros_like(sums))
             torch.autograd.backward((output, sums), (gradient, after))
             self._after[micro_batch] = before.grad
-        return None if self._stage == 0 else given.grad
+        return None if self._stage == 0 else leaf.grad
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         unit = micro_batch, segment
         with _lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, *unit))):
-            given, before, *outputs = self._pending.pop(unit)
+            leaf, before, *outputs = self._pending.pop(unit)
             gradients = gradient, self._after.get(micro_batch, torch.zeros_like(outputs[1]))
-            found, self._after[micro_batch] = torch.autograd.grad(
-                outputs, (given, before), gradients, retain_graph=True
+            leaf_gradient, self._after[micro_batch] = torch.autograd.grad(
+                outputs, (leaf, before), gradients, retain_graph=True
             )
             self._split[unit] = outputs, gradients
-        return None if self._stage == 0 else found
+        return None if self._stage == 0 else leaf_gradient
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
         durations_s = (self._duration_s(Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, k)) for k in segments)
@@ -229,10 +229,10 @@ class SegmentedStage:
                 outputs, gradients = self._split.pop((micro_batch, segment))
                 torch.autograd.backward(outputs, gradients, inputs=list(self.mixer.parameters()))
 
-    def _part(self, whole: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
+    def _part(self, x: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
         micro_batch, segment = unit
         start, stop = self._ends[segment]
-        return whole[micro_batch : micro_batch + 1, start:stop]
+        return x[micro_batch : micro_batch + 1, start:stop]
 
 
 class WholeStage(nn.Module):
@@ -255,28 +255,28 @@ class WholeStage(nn.Module):
         with self._recorder.observe(action), _lasting(self._duration_s(action)):
             yield
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return _Whole.apply(given, self.mixer.weight, self.mixer.mix, self)
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _Whole.apply(hidden, self.mixer.weight, self.mixer.mix, self)
 
 
 class _Whole(torch.autograd.Function):
     """Forward and backward of a stage, each a unit."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, _: torch.Tensor, __: torch.Tensor, stage: WholeStage) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, _: torch.Tensor, __: torch.Tensor, stage: WholeStage) -> torch.Tensor:
         with stage.unit(Op.FORWARD), torch.enable_grad():
-            given = given.detach().requires_grad_()
-            output = stage.mixer(given)
-            ctx.stage, ctx.kept = stage, (given, output)
+            hidden = hidden.detach().requires_grad_()
+            output = stage.mixer(hidden)
+            ctx.stage, ctx.kept = stage, (hidden, output)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given, output = ctx.kept
+        hidden, output = ctx.kept
         with ctx.stage.unit(Op.BACKWARD):
             parameters = ctx.stage.mixer.parameters()
-            of_given, *found = torch.autograd.grad(output, (given, *parameters), gradient)
-        return of_given if ctx.needs_input_grad[0] else None, *found, None
+            of_hidden, *of_parameters = torch.autograd.grad(output, (hidden, *parameters), gradient)
+        return of_hidden if ctx.needs_input_grad[0] else None, *of_parameters, None
 
 
 class TimedStage(pipelining.PipelineStage):
@@ -316,8 +316,8 @@ class CuboidRuntime(Pipeline):
         chosen = entry.chosen(work)
         self._shape, self._channels = chosen.shape, channels
         self._program = lower(chosen.schedule, chosen.shape)[self.number]
-        own = [stage for stage, rank in enumerate(chosen.rank_of) if rank == self.number]
-        self._stages = {stage: SegmentedStage(work, entry.lengths(work), stage, entry.chunks) for stage in own}
+        local_stages = [stage for stage, rank in enumerate(chosen.rank_of) if rank == self.number]
+        self._stages = {stage: SegmentedStage(work, entry.lengths(work), stage, entry.chunks) for stage in local_stages}
         weights = [weight for stage in self._stages.values() for weight in stage.mixer.parameters()]
         self.optimizer = torch.optim.SGD(weights, lr=work.learning_rate)
 
@@ -362,25 +362,25 @@ class EmulatedPipeline(Case):
         parser.add_argument("--micro-batches", type=at_least(1), nargs="+", metavar="M", help="(default 8 16)")
         parser.add_argument("--segments", type=at_least(2), nargs="+", metavar="K", help="beside 1 (default 2 4 8)")
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
-        given.stages = given.stages or ([4] if given.quick else [8, 16])
-        given.micro_batches = given.micro_batches or ([4] if given.quick else [8, 16])
-        given.segments = given.segments or ([2, 4] if given.quick else [2, 4, 8])
+    def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
+        args.stages = args.stages or ([4] if args.quick else [8, 16])
+        args.micro_batches = args.micro_batches or ([4] if args.quick else [8, 16])
+        args.segments = args.segments or ([2, 4] if args.quick else [2, 4, 8])
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        forward_s = 0.02 if given.quick else Work.forward_s
-        works = {p: [Work(p, count, forward_s) for count in given.micro_batches] for p in given.stages}
-        everyone = entries(given.segments)
-        result.update(emulated=EMULATED, workload=works[given.stages[0]][0].numbers())
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        forward_s = 0.02 if args.quick else Work.forward_s
+        works = {p: [Work(p, count, forward_s) for count in args.micro_batches] for p in args.stages}
+        everyone = entries(args.segments)
+        result.update(emulated=EMULATED, workload=works[args.stages[0]][0].numbers())
         records: list[Record] = []
 
         def write_rows() -> None:
             result["rows"] = [_row(record, records) for record in records]
             write()
 
-        for stages, own in works.items():
+        for stages, of_stages in works.items():
             with forked_ranks(Loopback(stages), _keep) as ranks:
-                for work in own:
+                for work in of_stages:
                     reference = functools.cache(work.reference)
                     able = [Record((entry, work), entry.name) for entry in everyone if is_able(entry, work)]
                     for record in able:
@@ -388,9 +388,9 @@ class EmulatedPipeline(Case):
                         first = together(ranks.call("prepare", record.entry))
                         check_agreement(record, first, reference(record.entry[0].chunks))
                     records += able
-                    watch = Watch(given.limit)
+                    watch = Watch(args.limit)
                     step = partial(timed_step, ranks, watch, figures=partial(_figures, reference))
-                    run_rounds(able, given.repeats, watch, step)
+                    run_rounds(able, args.repeats, watch, step)
                     write_rows()
                     ranks.call("discard")
 
@@ -463,9 +463,9 @@ def _figures(reference: Callable[[int], Row], record: Record, steps: Sequence[St
     return {"bubble": 1 - sum(timeline.busy_s) / (step_s * len(steps))}
 
 
-def check_agreement(record: Record, found: Row, reference: Row) -> None:
+def check_agreement(record: Record, actual: Row, reference: Row) -> None:
     """Make sure that a step did the same as the reference."""
-    error = check_equal(record.name, found, "plain autograd without a pipeline", reference, AGREEMENT)
+    error = check_equal(record.name, actual, "plain autograd without a pipeline", reference, AGREEMENT)
     record.error = max(record.error, error)
 
 
@@ -482,7 +482,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
         **row,
         "error": record.error,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
-        "sequences_in_flight": [peak_bytes(own, kept, INPUT_GRADIENT_FREES) for own in ran],
+        "sequences_in_flight": [peak_bytes(actions, kept, INPUT_GRADIENT_FREES) for actions in ran],
         "sequences_in_flight_simulated": list(entry.chosen(work).timeline.peak_bytes) if entry.is_known else None,
     }
 

@@ -72,18 +72,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("case", nargs="?", default="all", help="a name of the list, or list, or all (default)")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="handed to the case, or to all of them")
-    given = parser.parse_args(arguments)
-    if given.case == "all":
-        return run_all(given.options)
-    if given.case == "list":
+    args = parser.parse_args(arguments)
+    if args.case == "all":
+        return run_all(args.options)
+    if args.case == "list":
         rows = ([name, measures, str(minutes), needs] for name, (measures, minutes, needs) in CASES.items())
         print(text([["case", "measures", "minutes", "needs"], *rows]))
         print("\nEach tells its own options with ARGS=--help. Nothing else should run meanwhile.")
         return 0
-    if given.case not in CASES:
-        print(f"{given.case} is not a benchmark; {suggestion(given.case, ['list', 'all', *CASES])}", file=sys.stderr)
+    if args.case not in CASES:
+        print(f"{args.case} is not a benchmark; {suggestion(args.case, ['list', 'all', *CASES])}", file=sys.stderr)
         return 2
-    return run_case(given.case, given.options)
+    return run_case(args.case, args.options)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,9 @@ class _Engine(_Training):
     """A model under DeepSpeed; this rank's part of the global batch is one of as many as there are replicas."""
 
     def __init__(
-        self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, own: int, **more: Any
+        self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, replica: int, **more: Any
     ) -> None:
-        self._rows = workload.tokens().chunk(replicas)[own]
+        self._rows = workload.tokens().chunk(replicas)[replica]
         self._groups = _own_groups()
         # ZeRO is off in float32, where it would only add work: no contestant has optimizer state that it could save by
         # splitting among many replicas. In bfloat16 it is stage 1, without which DeepSpeed 0.19.8 tells a wrong norm
@@ -238,12 +238,12 @@ class _Engine(_Training):
 
 def _own_groups() -> dict[str, Any]:
     """All that DeepSpeed's functions declare ``global``: names in capitals, and three others. Dicts as copies."""
-    found = {}
+    copies = {}
     for name, value in vars(groups).items():
         private = name.startswith("_") and not name.startswith("__") and name.isupper()
         if private or name in {"mpu", "mesh_device", "expert_tensor_parallel_world_size"}:
-            found[name] = dict(value) if isinstance(value, dict) else value
-    return found
+            copies[name] = dict(value) if isinstance(value, dict) else value
+    return copies
 
 
 class MeshStep(_Engine):
@@ -256,9 +256,9 @@ class MeshStep(_Engine):
             sizes["gradient_accumulation_steps"] = layout.micro_batches
             pipeline = {"engine": "seq1f1b", "stages": layout.stages, "segments": layout.segments}
             more = {**sizes, "pipeline": pipeline}
-        own = Topology(layout.mesh, RANKS, layout.stages).coordinate(dist.get_rank()).data
+        replica = Topology(layout.mesh, RANKS, layout.stages).coordinate(dist.get_rank()).data
         section = workload.section(entry.mesh, RANKS, **entry.options)
-        super().__init__(workload, model, section, layout.replicas, own, **more)
+        super().__init__(workload, model, section, layout.replicas, replica, **more)
         self._micro_batches = self._rows.split(layout.micro_batch) if layout.stages > 1 else ()
         self._counter = cuboid.mesh_of(self.engine).comm_counter
 
@@ -284,8 +284,8 @@ class AutoTpStep(_Engine):
         section: dict[str, Any] = {"autotp_size": entry.tensor_parallel}
         if entry.split_head:
             section["vocab_parallel_lm_head"] = True
-        own, replicas = dist.get_rank() // entry.tensor_parallel, RANKS // entry.tensor_parallel
-        super().__init__(workload, model, section, replicas, own)
+        replica, replicas = dist.get_rank() // entry.tensor_parallel, RANKS // entry.tensor_parallel
+        super().__init__(workload, model, section, replicas, replica)
 
     def _norm_before_step(self) -> float | None:
         if self.engine.zero_optimization_stage() > 0:
@@ -307,8 +307,8 @@ class TpPlanStep(_Training):
         parameters = list(self._model.parameters())
         # Neither the optimizer nor clipping takes both kinds in one group.
         split = [p for p in parameters if isinstance(p, DTensor)]
-        whole = [p for p in parameters if not isinstance(p, DTensor)]
-        self._parameters = [split, whole]
+        plain = [p for p in parameters if not isinstance(p, DTensor)]
+        self._parameters = [split, plain]
         self._optimizer = torch.optim.AdamW([{"params": group} for group in self._parameters], **ADAMW)
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -390,31 +390,31 @@ class TrainingStep(Case):
         default = f"default: {' '.join(self.contestants)}"
         parser.add_argument("--contestants", nargs="+", metavar="KEY", default=self.contestants, help=default)
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute
-        workload = dataclasses.replace(self.quick_workload if given.quick else self.workload, dtype=given.dtype)
+        workload = dataclasses.replace(self.quick_workload if args.quick else self.workload, dtype=args.dtype)
         model = workload.model()
-        entries = find(given.contestants, workload, model)
+        entries = find(args.contestants, workload, model)
         reference = compute_reference(workload, model)
         sizes = {**workload.numbers(), "model": "LlamaForCausalLM", "clip": CLIP, "adamw": ADAMW}
         result.update(workload=sizes, ranks=RANKS, reference=reference._asdict())
-        with open_network(given.network, RANKS) as network, tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+        with open_network(args.network, RANKS) as network, tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             model.save_pretrained(folder)
-            own = partial(build, workload=workload, model=model, folder=Path(folder))
-            with forked_ranks(network, lambda _: Link(network, own)) as ranks:
-                records = [check(entry, ranks.call("prepare", entry), reference, given.dtype) for entry in entries]
+            make = partial(build, workload=workload, model=model, folder=Path(folder))
+            with forked_ranks(network, lambda _: Link(network, make)) as ranks:
+                records = [check(entry, ranks.call("prepare", entry), reference, args.dtype) for entry in entries]
                 for record in records:
-                    record.facts |= self.facts_of(record.entry, workload, model, given)
+                    record.facts |= self.facts_of(record.entry, workload, model, args)
 
                 def write_rows() -> None:
-                    result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
+                    result["rows"] = [_row(record, records, args.rate_mbit) for record in records]
                     write()
 
-                measure(ranks, records, given, result, write_rows)
+                measure(ranks, records, args, result, write_rows)
 
-    def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, given: argparse.Namespace) -> Row:
+    def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, args: argparse.Namespace) -> Row:
         """What is known of a contestant without measuring it."""
-        del given
+        del args
         return {"shape": str(entry.shape(workload, model)) if entry.family == "cuboid" else None}
 
     def facts(self, result: Row) -> list[str]:
@@ -455,15 +455,15 @@ class TrainingStep(Case):
 
 def compute_reference(workload: Llama, model: LlamaForCausalLM) -> FirstSteps:
     """A whole training step of plain Hugging Face in float64, in this process."""
-    whole, rows = copy.deepcopy(model).double(), workload.tokens()
-    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    exact, rows = copy.deepcopy(model).double(), workload.tokens()
+    optimizer = torch.optim.AdamW(exact.parameters(), **ADAMW)
     with precision(keep_float64=True):
-        first = whole(input_ids=rows, labels=rows).loss
+        first = exact(input_ids=rows, labels=rows).loss
         first.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(exact.parameters(), CLIP)
         optimizer.step()
         with torch.no_grad():
-            second = whole(input_ids=rows, labels=rows).loss
+            second = exact(input_ids=rows, labels=rows).loss
     return FirstSteps((first.item(), second.item()), norm.item())
 
 
@@ -472,11 +472,11 @@ def check(entry: Entry, told: Sequence[FirstSteps], reference: FirstSteps, dtype
     of_loss, of_norm = AGREEMENT[dtype]
     losses = [statistics.fmean(rank.losses[number] for rank in told) for number in range(2)]
     names = ("first loss", "loss after a step")
-    found, expected = (dict(zip(names, each, strict=True)) for each in (losses, reference.losses))
+    actual, expected = (dict(zip(names, values, strict=True)) for values in (losses, reference.losses))
     norms = {f"gradient norm on rank {number}": rank.gradient_norm for number, rank in enumerate(told)}
     plain = "plain Hugging Face in float64"
     worst = max(
-        check_equal(entry.name, found, plain, expected, of_loss),
+        check_equal(entry.name, actual, plain, expected, of_loss),
         check_equal(entry.name, norms, plain, dict.fromkeys(norms, reference.gradient_norm), of_norm),
     )
     return Record(entry, entry.name, worst, {"losses": losses, "gradient_norm": told[0].gradient_norm})
@@ -507,18 +507,18 @@ def _sent_bytes(record: Record) -> float | None:
 def comparisons(rows: Sequence[Row]) -> list[Row]:
     """The automatic mesh beside each peer's fastest layout, and beside AutoTP on all ranks: whom and what it is
     compared ``against``, and ``ratio`` (times as fast, of paired rounds) and ``bytes`` (times as much sent)."""
-    own = next((row for row in rows if row["key"] == AUTO_KEY), None)
-    if own is None:
+    auto = next((row for row in rows if row["key"] == AUTO_KEY), None)
+    if auto is None:
         return []
-    found = [{"against": row["key"], "what": row["name"]} for row in rows if row["key"] == f"autotp-{RANKS}"]
+    compared = [{"against": row["key"], "what": row["name"]} for row in rows if row["key"] == f"autotp-{RANKS}"]
     for family, name in PEERS.items():
         layouts = [row for row in rows if row["family"] == family]
         if layouts:
             best = min(layouts, key=lambda row: row["step_s"]["median"])
             what = f"{name} at its best ({best['name']})" if len(layouts) > 1 else best["name"]
-            found.append({"against": best["key"], "what": what})
-    ratios, sent = own["ratios"], own["ratios_bytes"]
-    return [{**one, "ratio": ratios[one["against"]], "bytes": sent.get(one["against"])} for one in found]
+            compared.append({"against": best["key"], "what": what})
+    ratios, sent = auto["ratios"], auto["ratios_bytes"]
+    return [{**one, "ratio": ratios[one["against"]], "bytes": sent.get(one["against"])} for one in compared]
 
 
 def _compared(one: Row) -> str:

@@ -42,26 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help=figures)
     probe = "probe these architectures again, or all, in minutes"
     parser.add_argument("--probe", nargs="*", metavar="ARCHITECTURE", help=probe)
-    given = parser.parse_args(arguments)
-    unknown = [case for case in given.cases if case not in (*WRITTEN, *MEASURED)]
+    args = parser.parse_args(arguments)
+    unknown = [case for case in args.cases if case not in (*WRITTEN, *MEASURED)]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join((*WRITTEN, *MEASURED))}")
     taken: list[str] = []
-    for folder in given.sources:
-        found = [case for case in MEASURED if (folder / f"{case}.json").is_file()]
-        if not found:
+    for folder in args.sources:
+        recorded = [case for case in MEASURED if (folder / f"{case}.json").is_file()]
+        if not recorded:
             parser.error(f"{folder} has no record of a benchmark")
-        for case in found:
+        for case in recorded:
             Measured(case).take(folder)
-        taken += found
-    if given.probe is not None:
-        importlib.import_module("generators.architectures").probe(given.probe)
+        taken += recorded
+    if args.probe is not None:
+        importlib.import_module("generators.architectures").probe(args.probe)
         taken.append("architectures")
-    folder = given.figures or (None if given.check else DOCS / "figures")
+    folder = args.figures or (None if args.check else DOCS / "figures")
     texts: dict[Path, str] = {}
-    for case in given.cases or taken or (*WRITTEN, *MEASURED):
+    for case in args.cases or taken or (*WRITTEN, *MEASURED):
         _generate(case, texts, folder)
-    if given.check:
+    if args.check:
         stale = [page for page, text in texts.items() if _lasting(text) != _lasting(page.read_text(encoding="utf-8"))]
         for page in stale:
             print(f"{page} is out of date; run: python {SCRIPT}", file=sys.stderr)

@@ -39,10 +39,10 @@ class Case:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options besides those that all cases have."""
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:
         """Complete the options, and call ``error`` with a sentence where they contradict one another."""
 
-    def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+    def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         """Measure all of it into ``result``, and call ``write`` whenever a part is complete."""
         raise NotImplementedError
 
@@ -65,8 +65,8 @@ class Case:
 
     def machine(self, result: Row, cores: str = "{} cores for all ranks") -> str:
         """The machine in a sentence; ``cores`` says who had how many of them."""
-        own = result["machine"]
-        return f"Machine: {own['processor']}, {cores.format(own['cores'])}; {own['system']}, {versions(result)}."
+        host = result["machine"]
+        return f"Machine: {host['processor']}, {cores.format(host['cores'])}; {host['system']}, {versions(result)}."
 
     def command(self, result: Row) -> str:
         """The command and the rounds in a sentence."""
@@ -97,35 +97,35 @@ class Case:
             rate = f"of each rank's link, either way (default {self.rate_mbit:g})"
             parser.add_argument("--rate-mbit", type=at_least(0.1, float), metavar="R", help=rate)
         self.add_options(parser)
-        given = parser.parse_args(arguments)
+        args = parser.parse_args(arguments)
         if self.rate_mbit is not None:
-            if given.network == "loopback" and given.rate_mbit is not None:
+            if args.network == "loopback" and args.rate_mbit is not None:
                 parser.error("--rate-mbit needs --network shaped: loopback has no rate that could be set")
-            if given.network == "shaped" and given.rate_mbit is None:
-                given.rate_mbit = self.rate_mbit
-        if given.quick:
-            given.repeats, given.limit = 1, 0.0
-        self.check(given, parser.error)
-        return given
+            if args.network == "shaped" and args.rate_mbit is None:
+                args.rate_mbit = self.rate_mbit
+        if args.quick:
+            args.repeats, args.limit = 1, 0.0
+        self.check(args, parser.error)
+        return args
 
     def main(self) -> int:
         """Measure, print and write; the exit status."""
-        given = self.parse()
+        args = self.parse()
         quiet()
         # A process that has multiplied on several threads can't be forked safely; and a rank has one core at most.
         torch.set_num_threads(1)
-        given.out.mkdir(parents=True, exist_ok=True)
-        file = given.out / f"{self.name}.json"
+        args.out.mkdir(parents=True, exist_ok=True)
+        file = args.out / f"{self.name}.json"
         result: Row = {
             "benchmark": self.name,
             "command": " ".join(["python", os.path.relpath(sys.argv[0], freshness.ROOT), *sys.argv[1:]]),
             "measures": freshness.stamp(self.sources),
             "machine": {**machine(), "versions": {name: version(name) for name in self.packages}},
-            "network": given.network,
-            "rate_mbit": getattr(given, "rate_mbit", None),
+            "network": args.network,
+            "rate_mbit": getattr(args, "rate_mbit", None),
             "measured_mbit": None,
-            "quick": given.quick,
-            "repeats": given.repeats,
+            "quick": args.quick,
+            "repeats": args.repeats,
             "quiet_below": QUIET,
             "rows": [],
         }
@@ -138,7 +138,7 @@ class Case:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
-            self.measure(given, result, write)
+            self.measure(args, result, write)
         except CuboidError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             return 1
@@ -166,9 +166,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = found.get("model name", platform.machine())
-    return f"{name}, family {found['cpu family']} model {found['model']}" if "cpu family" in found else name
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name", platform.machine())
+    return f"{name}, family {fields['cpu family']} model {fields['model']}" if "cpu family" in fields else name
 
 
 def versions(result: Row) -> str:

@@ -71,8 +71,8 @@ def fingerprint(sources: Iterable[str], root: Path = ROOT) -> str:
     digests = []
     left_out = {root / path for path in NOT_MEASURED}
     for glob in sources:
-        found = sorted(set(root.glob(glob)) - left_out)
-        digests += [_digest(path, path.stat().st_mtime_ns) for path in found] or [f"nothing at {glob}"]
+        paths = sorted(set(root.glob(glob)) - left_out)
+        digests += [_digest(path, path.stat().st_mtime_ns) for path in paths] or [f"nothing at {glob}"]
     # In an order that doesn't depend on where a file is.
     return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
 
@@ -86,7 +86,7 @@ def _digest(path: Path, _: int) -> str:
 def _shape(node: Any) -> Any:
     """A syntax tree as tuples, without places, docstrings, and fields that say nothing: those differ by version."""
     if isinstance(node, list):
-        return [_shape(each) for each in node]
+        return [_shape(child) for child in node]
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))

@@ -51,7 +51,7 @@ class Record:
             "computing_s": statistics.median(sample.computing_s for sample in quiet),
             "floor_s": spread([sample.step_s for sample in undisturbed(self.floor)]) if self.floor else None,
             "ratios": {
-                key: spread([their.step_s / own.step_s for own, their in undisturbed_rounds([self, other])])
+                key: spread([theirs.step_s / ours.step_s for ours, theirs in undisturbed_rounds([self, other])])
                 for key, other in ratio_to
             },
             **count_disturbed([self]),
@@ -71,8 +71,8 @@ def run_rounds(
     """Rounds with a step of every contestant each. With ``floor`` these are the samples on links without a limit."""
     for number in range(repeats):
         for record in in_turn(records, number):
-            own = record.floor if floor else record.samples
-            own.append(undisturbed_sample(measure, watch, record))
+            samples = record.floor if floor else record.samples
+            samples.append(undisturbed_sample(measure, watch, record))
         after_round()
 
 
@@ -118,12 +118,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high, "count": len(values)}
 
 
-def check_equal(name: str, found: Row, of: str, expected: Row, allowed: float) -> float:
+def check_equal(name: str, actual: Row, of: str, expected: Row, allowed: float) -> float:
     """How far the numbers are that a contestant found; refused with a CuboidError where that is more than allowed."""
     worst = 0.0
     for what, right in expected.items():
-        difference = abs(found[what] / right - 1)
+        difference = abs(actual[what] / right - 1)
         if not difference <= allowed:
-            raise CuboidError(f"{name} has {what} {found[what]}, but {of} has {right}: they don't compute the same")
+            raise CuboidError(f"{name} has {what} {actual[what]}, but {of} has {right}: they don't compute the same")
         worst = max(worst, difference)
     return worst

@@ -74,15 +74,15 @@ def traffic(_: Record, steps: Sequence[Step]) -> Row:
 
 
 def measure(
-    ranks: Ranks, records: Sequence[Record], given: argparse.Namespace, result: Row, write_rows: Callable[[], None]
+    ranks: Ranks, records: Sequence[Record], args: argparse.Namespace, result: Row, write_rows: Callable[[], None]
 ) -> None:
     """All rounds of a case; where links have a rate, first some on links without a limit, for what processors take."""
-    watch = Watch(given.limit)
+    watch = Watch(args.limit)
     step = partial(timed_step, ranks, watch, figures=traffic)
-    if given.rate_mbit is not None:
-        run_rounds(records, min(_FLOOR_STEPS, given.repeats), watch, step, floor=True)
-        result["measured_mbit"] = set_rate(ranks, given.rate_mbit)
-    run_rounds(records, given.repeats, watch, step, write_rows)
+    if args.rate_mbit is not None:
+        run_rounds(records, min(_FLOOR_STEPS, args.repeats), watch, step, floor=True)
+        result["measured_mbit"] = set_rate(ranks, args.rate_mbit)
+    run_rounds(records, args.repeats, watch, step, write_rows)
 
 
 def set_rate(ranks: Ranks, rate_mbit: float) -> float:

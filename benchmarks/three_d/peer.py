@@ -62,9 +62,9 @@ def place_in(mode: ParallelMode) -> tuple[int, int]:
 class _Exchange:
     """A reduce-scatter under way, as an exchange whose parts are added at the end."""
 
-    def __init__(self, out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._out, self._pieces = out, torch.empty_like(whole)
-        self._work = dist.all_to_all_single(self._pieces.view(-1), whole.view(-1), group=group, async_op=True)
+    def __init__(self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._out, self._pieces = out, torch.empty_like(full)
+        self._work = dist.all_to_all_single(self._pieces.view(-1), full.view(-1), group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
@@ -72,10 +72,10 @@ class _Exchange:
 
 
 def _reduce_scatter(
-    out: torch.Tensor, whole: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    out: torch.Tensor, full: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> _Exchange | None:
     assert op is None or op == dist.ReduceOp.SUM, "the layers add"
-    exchange = _Exchange(out, whole, group)
+    exchange = _Exchange(out, full, group)
     if async_op:
         return exchange
     exchange.wait()
@@ -135,7 +135,7 @@ class _Layer(nn.Module):
 def build_peer(block: Block, *, exchange: bool = False) -> Side:
     """The block with its weights, cut as Colossal-AI cuts, perhaps :func:`exchanging`. :func:`launch` must have run."""
     module: nn.Module = _Layer(block.hidden, block.heads) if block.part == "layer" else _Mlp(block.hidden)
-    whole = dict(block.model().get_submodule(block.path).named_parameters())
+    full_parameters = dict(block.model().get_submodule(block.path).named_parameters())
     parameters = {}
     for path, layer in module.named_modules():
         if isinstance(layer, LayerNorm3D | Linear3D):
@@ -143,7 +143,7 @@ def build_peer(block: Block, *, exchange: bool = False) -> Side:
                 parameters[f"{path}.{name}"] = layer.get_parameter(name), place
     with torch.no_grad():
         for path, (parameter, place) in parameters.items():
-            parameter.copy_(take(whole[path], place))
+            parameter.copy_(take(full_parameters[path], place))
     around = exchanging if exchange else contextlib.nullcontext
     return Side(block, module, _activation(block), parameters, around)
 

@@ -100,27 +100,27 @@ def everything(size: int) -> torch.Tensor:
 
 def chunk(size: int | torch.Tensor, index: int, pieces: int) -> torch.Tensor:
     """Indices in one of so many equal pieces of a dim, or of what is left of it."""
-    whole = everything(size) if isinstance(size, int) else size
-    return whole.chunk(pieces)[index]
+    indices = everything(size) if isinstance(size, int) else size
+    return indices.chunk(pieces)[index]
 
 
-def take(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    return whole[torch.meshgrid(*place, indexing="ij")].contiguous()
+def take(full: torch.Tensor, place: Place) -> torch.Tensor:
+    return full[torch.meshgrid(*place, indexing="ij")].contiguous()
 
 
 def relative_error(
-    whole: torch.Tensor, part: torch.Tensor, place: Place, add_up: Callable[[torch.Tensor], Any] = lambda _: None
+    full: torch.Tensor, part: torch.Tensor, place: Place, add_up: Callable[[torch.Tensor], Any] = lambda _: None
 ) -> float:
     """‖parts − their places in whole‖ / ‖the same places of whole‖, Frobenius norms over the parts of all ranks, which
-    ``add_up`` adds a tensor up over; infinite where one isn't a number or an element of ``whole`` is in no part."""
+    ``add_up`` adds a tensor up over; infinite where one isn't a number or an element of ``full`` is in no part."""
     index = torch.meshgrid(*place, indexing="ij")
-    found, expected = torch.zeros(whole.shape, dtype=torch.int32), whole[index].double()
+    covered, expected = torch.zeros(full.shape, dtype=torch.int32), full[index].double()
     assert part.shape == expected.shape, f"a part is {tuple(part.shape)}, its place {tuple(expected.shape)}"
-    found[index] = 1
+    covered[index] = 1
     squares = torch.stack([(part.detach().double() - expected).square().sum(), expected.square().sum()])
     add_up(squares)
-    add_up(found)
-    return (squares[0] / squares[1]).sqrt().nan_to_num(math.inf).item() if found.all() else math.inf
+    add_up(covered)
+    return (squares[0] / squares[1]).sqrt().nan_to_num(math.inf).item() if covered.all() else math.inf
 
 
 # --- who computes it, and what that takes ---
@@ -206,7 +206,7 @@ class Side(Contestant):
     around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
-        x, self._dy = (take(whole, self.place) for whole in self.block.tensors())
+        x, self._dy = (take(full, self.place) for full in self.block.tensors())
         self._x = x.requires_grad_()
 
     def first(self) -> dict[str, Any]:
@@ -243,4 +243,4 @@ class Side(Contestant):
         truth = self.block.truth()
         missing = truth.keys() ^ pieces.keys()
         assert not missing, f"only one of this and GPT-2 has {', '.join(sorted(missing))}"
-        return {name: relative_error(whole, *pieces[name], dist.all_reduce) for name, whole in truth.items()}
+        return {name: relative_error(full, *pieces[name], dist.all_reduce) for name, full in truth.items()}

@@ -38,8 +38,8 @@ def contrastive_loss(embeddings: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of finding, for each of the first half, its own among the second half, and the other way round."""
     left, right = embeddings.chunk(2)
     scores = left @ right.T / TEMPERATURE
-    own = torch.arange(len(left), device=scores.device)
-    return (functional.cross_entropy(scores, own) + functional.cross_entropy(scores.T, own)) / 2
+    targets = torch.arange(len(left), device=scores.device)
+    return (functional.cross_entropy(scores, targets) + functional.cross_entropy(scores.T, targets)) / 2
 
 
 def main(model_path: str, pairs_path: str, out: str) -> None:

@@ -193,11 +193,11 @@ def write_sources(files: Sequence[Mapping[str, str]], known: Mapping[str, str]) 
     Raises:
         ValueError: some of these have other digests now, so that their cases must be probed, too.
     """
-    found = {name: digest for each in files for name, digest in each.items()}
-    stale = sorted(name for name, digest in found.items() if known.get(name, digest) != digest)
+    digests = {name: digest for of_case in files for name, digest in of_case.items()}
+    stale = sorted(name for name, digest in digests.items() if known.get(name, digest) != digest)
     if stale:
         raise ValueError(f"{', '.join(stale)} changed since the other architectures were probed: probe all")
-    content = json.dumps({**known, **found}, indent=1, sort_keys=True)
+    content = json.dumps({**known, **digests}, indent=1, sort_keys=True)
     SOURCES_TABLE.write_text(content + "\n", encoding="utf-8")
 
 
@@ -283,7 +283,8 @@ def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, 
         content["architectures"][model_type][key] = entry
         names[flavour] = key
     in_order = {
-        each: {name: entry for name, entry in sorted(entries.items()) if entry} for each, entries in content.items()
+        section: {name: entry for name, entry in sorted(entries.items()) if entry}
+        for section, entries in content.items()
     }
     path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -409,8 +410,8 @@ def _stages(pipelines: dict[str, Any], model_type: str, key: str) -> str:
 
 
 def _extent(entry: dict[str, Any]) -> str:
-    whole = ["layers" if name == "" else f"`{name}`" for name in entry["blocks"]]
-    return ", ".join([*whole, *(["around the layers"] if entry["splits_late"] else [])])
+    blocks = ["layers" if name == "" else f"`{name}`" for name in entry["blocks"]]
+    return ", ".join([*blocks, *(["around the layers"] if entry["splits_late"] else [])])
 
 
 def _parts(entries: dict[str, Any]) -> dict[str, str]:

@@ -84,8 +84,8 @@ class Case:
         cluster = Cluster.parse(self.cluster)
         best = search(self.described(), cluster, LENGTHS[self.length], self.rows, count=1).best[0]
         said = f"{self.model}, sequences of {LENGTHS[self.length]} tokens, {self.rows} in a step."
-        own = {"cluster": self.cluster, "sequence_length": LENGTHS[self.length]}
-        return {"//": said, **own, **config_of(best.layout)}
+        settings = {"cluster": self.cluster, "sequence_length": LENGTHS[self.length]}
+        return {"//": said, **settings, **config_of(best.layout)}
 
     def read(self) -> Estimate:
         """What the recipe takes."""
@@ -126,19 +126,19 @@ def _line(case: Case) -> list[str]:
     """Of a table."""
     if not case.path.is_file():
         return [case.model, case.length, "nothing fits", "", "", "", ""]
-    found = case.read()
-    name = f"[{found.layout}](../configs/recipes/{case.path.name})"
-    cells = [f"{found.time.total_s:.1f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.0%}"]
-    return [case.model, case.length, name, *cells, f"{found.memory_bytes / GIB:.0f}"]
+    chosen = case.read()
+    name = f"[{chosen.layout}](../configs/recipes/{case.path.name})"
+    cells = [f"{chosen.time.total_s:.1f}", f"{chosen.tokens_per_s:,.0f}", f"{chosen.mfu:.0%}"]
+    return [case.model, case.length, name, *cells, f"{chosen.memory_bytes / GIB:.0f}"]
 
 
 def answers(cluster: str) -> str:
     """Table of a cluster's recipes."""
     lines = []
     for model in MODELS:
-        own = [case for case in cases() if (case.cluster, case.model) == (cluster, model)]
-        if any(case.path.is_file() for case in own):
-            lines += [_line(case) for case in own]
+        matching = [case for case in cases() if (case.cluster, case.model) == (cluster, model)]
+        if any(case.path.is_file() for case in matching):
+            lines += [_line(case) for case in matching]
         else:
             lines.append([model, "any", "nothing fits", "", "", "", ""])
     header = ["model", "tokens", "layout and its recipe", "step, s", "tokens/s", "MFU", "GiB a GPU"]

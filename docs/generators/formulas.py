@@ -74,9 +74,9 @@ def kept() -> str:
         sizes = block_sizes(described(), mesh), kept_sizes(described(), mesh, ORIGIN)
         layer = layer_kept_bytes(*sizes, mesh, BATCH, LENGTH)
         ends = end_kept_bytes(end_sizes(described()), mesh, BATCH, LENGTH)
-        whole = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
+        total_bytes = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
         mib = [f"{size / MIB:.1f}" for size in (*layer.values(), sum(layer.values()), sum(ends.values()))]
-        rows.append([str(mesh), *mib, f"**{whole / GIB:.2f}**"])
+        rows.append([str(mesh), *mib, f"**{total_bytes / GIB:.2f}**"])
     header = ["mesh", "linear inputs, MiB", "attention", "norms", "nonlinearity", "one layer", "ends", "all, GiB"]
     return table(header, rows, "l" + "r" * (len(header) - 1))
 
@@ -87,10 +87,10 @@ def sent() -> str:
     for mesh in shapes()[1:]:
         layer = layer_bytes(block_sizes(described(), mesh), mesh, BATCH, LENGTH)
         ends = end_sent_bytes(end_sizes(described()), mesh, BATCH, LENGTH)
-        whole = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
+        total_bytes = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
         axes = [f"{layer.get(name, 0) / MIB:.1f}" for name in ("batch", "sequence", "hidden")]
         mib = [f"{sum(count.values()) / MIB:.1f}" for count in (layer, ends)]
-        rows.append([str(mesh), *axes, *mib, f"**{whole / GIB:.2f}**"])
+        rows.append([str(mesh), *axes, *mib, f"**{total_bytes / GIB:.2f}**"])
     header = ["mesh", "layer: batch, MiB", "sequence", "hidden", "layer, all axes", "ends", "model, GiB"]
     return table(header, rows, "l" + "r" * (len(header) - 1))
 

@@ -174,15 +174,15 @@ class Measured:
 
     def parts_of(self, records: Mapping[str, Row]) -> dict[str, str]:
         """The page's parts in Markdown, from records by their names."""
-        found = {}
+        parts = {}
         for name, part in self._shown.places.items():
             if name not in records:
-                found[part] = "Not measured yet."
+                parts[part] = "Not measured yet."
                 continue
             tables = self._case.tables(records[name])
-            found |= {table.part: table.markdown() for table in tables if table.part is not None}
-            found[part] = self._markdown(name, records[name], [table for table in tables if table.part is None])
-        return found
+            parts |= {table.part: table.markdown() for table in tables if table.part is not None}
+            parts[part] = self._markdown(name, records[name], [table for table in tables if table.part is None])
+        return parts
 
     def _markdown(self, name: str, result: Row, tables: list[Any]) -> str:
         """What was measured, how old that is, what must be known of it, tables, and perhaps a picture."""
@@ -209,8 +209,8 @@ class Measured:
             bars.draw(folder / f"{name}.png", panels)
 
     def _records(self) -> dict[str, Row]:
-        found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
-        return {stem: result for stem, result in found.items() if result["benchmark"] == self._case.name}
+        records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
+        return {stem: result for stem, result in records.items() if result["benchmark"] == self._case.name}
 
     def take(self, folder: Path) -> None:
         """Keep the record that a run has left in a folder."""

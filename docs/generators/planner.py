@@ -54,20 +54,22 @@ def _size(values: Sequence[float]) -> tuple[str, str]:
 @cache
 def _left_out() -> dict[str, list[float]]:
     """By table, errors of rows that were left out."""
-    found = defaultdict(list)
+    by_table = defaultdict(list)
     for gpu, (_, names) in FITS.items():
-        own = rows_of(gpu)
-        for row, error in zip(own, left_out(own, names), strict=True):
-            found[row.table].append(float(error))
-    return found
+        gpu_rows = rows_of(gpu)
+        for row, error in zip(gpu_rows, left_out(gpu_rows, names), strict=True):
+            by_table[row.table].append(float(error))
+    return by_table
 
 
 def times() -> str:
     """Table of the errors of times, by table."""
     lines = []
     for name in (*_LISTED, "vtrain_single"):
-        found = errors(name)
-        lines.append([name, str(len(found)), *_size(found), *_size(_left_out()[name]), _TARGETS.get(name, "–")])
+        deviations = errors(name)
+        lines.append(
+            [name, str(len(deviations)), *_size(deviations), *_size(_left_out()[name]), _TARGETS.get(name, "–")]
+        )
     header = ["table", "rows", "median", "worst", "median, left out", "worst, left out", "wanted, %"]
     return table(header, lines, "lrrrrrr")
 
@@ -89,9 +91,9 @@ def single() -> str:
     for row, error in zip(_timed("vtrain_single"), errors("vtrain_single"), strict=True):
         groups[row.layout.mesh.sequence, row.layout.stages].append(error)
     lines = []
-    for (tp, pp), own in sorted(groups.items()):
-        quantiles = [_percent(value) for value in np.quantile(own, [0.1, 0.5, 0.9])]
-        lines.append([str(tp), str(pp), str(len(own)), *_size(own), *quantiles])
+    for (tp, pp), deviations in sorted(groups.items()):
+        quantiles = [_percent(value) for value in np.quantile(deviations, [0.1, 0.5, 0.9])]
+        lines.append([str(tp), str(pp), str(len(deviations)), *_size(deviations), *quantiles])
     header = ["tensor parallel", "stages", "rows", "median", "worst", "10 %", "50 %", "90 % of errors below"]
     return table(header, lines, "r" * 8)
 
@@ -126,10 +128,10 @@ def scaling() -> str:
         series[row.table][row.measured_s] = row
     lines = []
     for name, by_time in series.items():
-        own = [(time, row.cost().step_time().pipeline_s, row) for time, row in by_time.items()]
-        for first, second in combinations(own, 2):
+        points = [(time, row.cost().step_time().pipeline_s, row) for time, row in by_time.items()]
+        for first, second in combinations(points, 2):
             slope = (first[0] - second[0]) / (first[1] - second[1])
-            for measured, pipeline_s, row in own:
+            for measured, pipeline_s, row in points:
                 if row not in (first[2], second[2]):
                     predicted = first[0] + slope * (pipeline_s - first[1])
                     used = f"{first[2].layout.micro_batches} and {second[2].layout.micro_batches}"
@@ -189,7 +191,7 @@ def rivals() -> str:
         cluster = Cluster(GPUS["H100-80GB"], 1, gpus)
         meshes = [mesh for mesh in model.limits.fitting(gpus) if mesh.batch == 1]
         layouts = [Layout(mesh, checkpointing="attention", on_host=True) for mesh in meshes]
-        best = min((estimate(model, each, cluster, length) for each in layouts), key=lambda each: each.time.total_s)
+        best = min((estimate(model, layout, cluster, length) for layout in layouts), key=lambda plan: plan.time.total_s)
         alone = estimate(model, replace(best.layout, checkpointing="layers", on_host=False), cluster, length)
         node = f"{best.host_bytes * gpus / 1e9:.0f}"
         lines.append([row["model"], row["step_s"], row["peak_gb"], str(best.layout.mesh), *_predicted(alone),

@@ -74,15 +74,15 @@ def left_out(rows: Sequence[Row], names: Sequence[str]) -> np.ndarray:
         rows: measurements of one kind of GPU.
         names: of the constants.
     """
-    given = rows[0].cluster.gpu
-    now = np.log([getattr(given, name) for name in names])
+    gpu = rows[0].cluster.gpu
+    now = np.log([getattr(gpu, name) for name in names])
     residual, slope = _linearized(rows, list(names), now)
     errors = np.empty(len(rows))
-    whole = _step(residual, slope, np.zeros(len(names)))
+    of_all = _step(residual, slope, np.zeros(len(names)))
     for index in range(len(rows)):
         others = np.arange(len(rows)) != index
         # What the other rows alone would change, less what all of them would.
-        change = _step(residual[others], slope[others], np.zeros(len(names))) - whole
+        change = _step(residual[others], slope[others], np.zeros(len(names))) - of_all
         errors[index] = np.expm1(residual[index] + slope[index] @ change)
     return errors
 
@@ -126,11 +126,11 @@ FITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def rows_of(gpu: str) -> list[Row]:
     """The rows with times that a GPU's constants are fitted to."""
-    found = []
+    fitted = []
     for table in FITS[gpu][0]:
         rows = [row for row in TABLES[table]() if row.measured_s is not None]
-        found += rows[::36] if table == "vtrain_single" else rows
-    return found
+        fitted += rows[::36] if table == "vtrain_single" else rows
+    return fitted
 
 
 def main() -> None:

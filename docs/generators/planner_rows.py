@@ -52,10 +52,10 @@ class Row:
 
     def cost(self, constants: dict[str, float] | None = None) -> StepCost:
         """What the planner makes of it; with ``constants`` in place of the GPU's, or of ``software.…``."""
-        given = constants or {}
-        gpu = replace(self.cluster.gpu, **{name: value for name, value in given.items() if "." not in name})
-        own = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
-        software = replace(self.software, **own)
+        overrides = constants or {}
+        gpu = replace(self.cluster.gpu, **{name: value for name, value in overrides.items() if "." not in name})
+        of_software = {name.partition(".")[2]: value for name, value in overrides.items() if "." in name}
+        software = replace(self.software, **of_software)
         return StepCost(self.model, self.layout, replace(self.cluster, gpu=gpu), self.length, software)
 
 
@@ -112,8 +112,8 @@ def described(config: dict[str, Any]) -> ModelDescription:
 @cache
 def model(name: str, layers: int | None = None) -> ModelDescription:
     """A model by the tables' name for it, cut to so many layers."""
-    whole = described(CONFIGS[name])
-    return whole.with_layers(layers) if layers is not None else whole
+    full = described(CONFIGS[name])
+    return full.with_layers(layers) if layers is not None else full
 
 
 @cache
@@ -136,8 +136,8 @@ def _gpt_layer(hidden: int, heads: int, length: int, vocabulary: int) -> ModelDe
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
     """Megatron's cut: as many layers on each stage, whatever the head costs; the first ones have the rest."""
-    each, rest = divmod(layers, stages)
-    return tuple(each + (stage < rest) for stage in range(stages))
+    per_stage, rest = divmod(layers, stages)
+    return tuple(per_stage + (stage < rest) for stage in range(stages))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def parts() -> dict[str, dict[str, str]]:
 
 def _pipelines() -> list[list[str]]:
     """A step beside 1F1B and the fastest of PyTorch's schedules."""
-    found = []
+    lines = []
     for name, stages, micro_batches, section, where in (
         ("pipeline", 2, 2, "the-pipeline", f"{_CORES}, one for each stage"),
         ("pipeline_emulated", 16, 16, "many-stages-emulated-computing", f"{_CORES}; computing is emulated by sleeping"),
@@ -46,19 +46,19 @@ def _pipelines() -> list[list[str]]:
         rows = [
             row for row in _record(name)["rows"] if (row["stages"], row["micro_batches"]) == (stages, micro_batches)
         ]
-        own = _fastest(row for row in rows if row["kind"] not in ("torch", "deepspeed"))
+        fastest = _fastest(row for row in rows if row["kind"] not in ("torch", "deepspeed"))
         torch = _fastest(row for row in rows if row["kind"] == "torch")
-        ratio = torch["step_s"]["median"] / own["step_s"]["median"]
-        found.append(
+        ratio = torch["step_s"]["median"] / fastest["step_s"]["median"]
+        lines.append(
             [
                 f"[pipeline](docs/performance.md#{section}) of {stages} stages, {micro_batches} micro-batches: "
-                f"`{own['schedule']}`, {own['segments']} segments",
+                f"`{fastest['schedule']}`, {fastest['segments']} segments",
                 _lines(("PyTorch: 1F1B", f"its fastest: {torch['schedule']}")),
-                _lines((f"{own['ratios']['torch']['median']:.2f}", f"{ratio:.2f}")),
+                _lines((f"{fastest['ratios']['torch']['median']:.2f}", f"{ratio:.2f}")),
                 where,
             ]
         )
-    return found
+    return lines
 
 
 def _meshes() -> list[str]:
@@ -75,7 +75,7 @@ def _meshes() -> list[str]:
 
 def _training_steps() -> list[list[str]]:
     """A step on 8 ranks beside the fastest layouts of two peers, each in float32 and bfloat16."""
-    found = []
+    lines = []
     for network in ("shaped", "loopback"):
         records = [_record(f"training_step_{network}_{dtype}") for dtype in ("float32", "bfloat16")]
         ratios: dict[str, list[float]] = {}
@@ -85,7 +85,7 @@ def _training_steps() -> list[list[str]]:
                 if peer["against"] != "autotp-8" and name in ("DeepSpeed AutoTP", "FSDP2"):
                     ratios.setdefault(name, []).append(peer["ratio"]["median"])
         (auto,) = {row["shape"] for record in records for row in record["rows"] if row["key"] == "cuboid-auto"}
-        found.append(
+        lines.append(
             [
                 f"[training step](docs/performance.md#a-training-step) on 8 ranks: mesh {auto}, float32 and bfloat16",
                 _lines(f"{name}, its fastest layout" for name in ratios),
@@ -93,7 +93,7 @@ def _training_steps() -> list[list[str]]:
                 _network(records[0]),
             ]
         )
-    return found
+    return lines
 
 
 def _overhead() -> list[str]:
@@ -116,12 +116,12 @@ def _stage_on_gpu() -> list[str]:
     assert gpu is not None
     rows = re.findall(r"^\| 128k tokens, (.+?) \| ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     speed, memory = ({name: float(row[at].replace(",", "")) for name, *row in rows} for at in (0, 1))
-    own, plain = "4 segments", "plain transformers"
+    ours, plain = "4 segments", "plain transformers"
     return [
-        f"[one stage](docs/nccl.md#what-an-h100-has-shown), two layers of an 8B Llama, 128k tokens: {own}<br>"
+        f"[one stage](docs/nccl.md#what-an-h100-has-shown), two layers of an 8B Llama, 128k tokens: {ours}<br>"
         "and attention kept",
-        f"{plain}, checkpointing too ({memory[plain]:.0f} GiB of activations; here {memory[own]:.0f})",
-        f"{speed[own] / speed[plain]:.2f}<br>{float(kept[1]):.2f}",
+        f"{plain}, checkpointing too ({memory[plain]:.0f} GiB of activations; here {memory[ours]:.0f})",
+        f"{speed[ours] / speed[plain]:.2f}<br>{float(kept[1]):.2f}",
         f"1 {gpu[1]}, bfloat16",
     ]
 

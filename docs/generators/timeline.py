@@ -127,9 +127,11 @@ def limited(name: str, shape: tuple[int, int, int], times: tuple[float, ...], li
     forward, inputs, weights = times
 
     def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
-        own = len(rank_of) // ranks
+        per_rank = len(rank_of) // ranks
         table = {Op.FORWARD: forward, Op.BACKWARD: inputs + weights, Op.INPUT_GRADIENT: inputs}
-        return PlacedCosts(ActionCosts(lambda action: table.get(action.op, weights) / own, lambda _: 1 / (k * own)))
+        return PlacedCosts(
+            ActionCosts(lambda action: table.get(action.op, weights) / per_rank, lambda _: 1 / (k * per_rank))
+        )
 
     memory = None if limit is None else MemoryLimit(sequences=limit)
     chunks = 2 if name in CHUNKED else 1
