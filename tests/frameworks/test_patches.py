@@ -143,7 +143,7 @@ def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(
 @pytest.mark.parametrize(
     ("package", "found", "message"),
     [
-        ("transformers", "5.17.0", "cuboid works with transformers >=5.21,<5.24, but 5.17.0 is installed"),
+        ("transformers", "5.17.0", "cuboid works with transformers >=5.21,<5.25, but 5.17.0 is installed"),
         ("accelerate", "1.9.0", "cuboid works with accelerate >=1.10,<1.16, but 1.9.0 is installed"),
         ("torch", None, "cuboid needs torch >=2.9,<2.14, which is not installed"),
         ("deepspeed", "0.19.9+abc", None),
@@ -187,7 +187,7 @@ def test_versions_are_checked_before_anything_that_needs_them_is_imported(tmp_pa
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     status, output = run(sys.executable, "-c", "import cuboid", PYTHONPATH=path)
     assert status == 1
-    assert output.splitlines()[-1].startswith("ImportError: cuboid works with transformers >=5.21,<5.24, but 5.17.0")
+    assert output.splitlines()[-1].startswith("ImportError: cuboid works with transformers >=5.21,<5.25, but 5.17.0")
 
 
 OTHERS = """

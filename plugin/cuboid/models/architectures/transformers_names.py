@@ -14,6 +14,9 @@ from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
 Pattern = Callable[..., Any]
 
+#: Of transformers 5.23 and later: makes a pattern count positions inside the packed sequence.
+_REMAP = "remap_positions_for_packed_sequence"
+
 
 def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
     """``logits[:, -keep:]``, or the logits at given positions, as this version's own models slice them.
@@ -78,26 +81,26 @@ def within_packed(pattern: Pattern, positions: torch.Tensor, packed: torch.Tenso
         packed: ``[B, S]``, the index of each token's packed sequence.
     """
     # Since 5.23 the pattern is called with positions inside the packed sequence; before, with positions in the row.
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
-        return masking_utils.packed_sequence_compatibility_function(pattern, positions, packed)
-    return and_masks(pattern, packed_sequence_mask_function(packed))
+    if hasattr(masking_utils, _REMAP):
+        pattern = getattr(masking_utils, _REMAP)(pattern, positions)
+    return and_masks(packed_sequence_mask_function(packed), pattern)
 
 
 def without_packed(pattern: Pattern) -> Pattern | None:
     """The inverse of :func:`within_packed`, for patterns that transformers restricted; None for any other pattern."""
     parts = parts_of(pattern)
-    if len(parts) != 2:
+    others = [part for part in parts if not _is_made_by(packed_sequence_mask_function.__qualname__, part)]
+    if len(parts) != 2 or len(others) != 1:
         return None
-    if _is_packed(parts[0]):
-        return inspect.getclosurevars(parts[1]).nonlocals["mask_function"]
-    return parts[0] if _is_packed(parts[1]) else None
+    return inspect.getclosurevars(others[0]).nonlocals["mask_function"] if _is_made_by(_REMAP, others[0]) else others[0]
 
 
 def parts_of(pattern: Pattern) -> tuple[Pattern, ...]:
     """The patterns of which ``and_masks`` made this one; empty for any other pattern."""
-    is_intersection = getattr(pattern, "__qualname__", "").startswith(f"{and_masks.__qualname__}.")
+    is_intersection = _is_made_by(and_masks.__qualname__, pattern)
     return inspect.getclosurevars(pattern).nonlocals["mask_functions"] if is_intersection else ()
 
 
-def _is_packed(pattern: Pattern) -> bool:
-    return getattr(pattern, "__qualname__", "").startswith(f"{packed_sequence_mask_function.__qualname__}.")
+def _is_made_by(function: str, pattern: Pattern) -> bool:
+    """Whether a pattern is what a function of transformers has returned."""
+    return getattr(pattern, "__qualname__", "").startswith(f"{function}.")
