@@ -2,8 +2,10 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate, combinations
 from types import FunctionType
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +21,20 @@ from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.kept import CountedAs, _count, _Key, _Sample, _Saved, count_kept
+from cuboid.planner.description.kept import (
+    _ALWAYS,
+    _COLUMNS,
+    _SHORT_SEGMENTS,
+    _SHORT_WHOLE,
+    CountedAs,
+    _count,
+    _Key,
+    _micro_batches,
+    _one,
+    _Sample,
+    _Saved,
+    count_kept,
+)
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
 from cuboid.seq1f1b.attention import chunked_attention
@@ -152,7 +167,7 @@ def test_layers_that_attend_by_themselves_keep_what_counters_see(pool, tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble", "zero_bubble-v"])
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1", "1x1x2", "2x2x1"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
 def test_what_a_rank_of_a_mesh_keeps_is_what_counters_see(pool, checkpoint, architecture, mesh, schedule):
     check(measure(pool, checkpoint(model(architecture)), schedule, mesh))
 
@@ -224,10 +239,15 @@ def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, a
         assert more == {axes: pytest.approx(count, rel=0.02) for axes, count in expected.items()}
 
 
-@pytest.mark.parametrize("mesh", [None, "1x2x2"])
 @pytest.mark.parametrize(
-    "name",
-    ["mixtral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    ("name", "mesh"),
+    [
+        *(("mixtral", None), ("mixtral", "1x2x2"), ("gemma2", None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gemma2", "1x2x2"), ("deepseek_v3", None), ("deepseek_v3", "1x2x2"))
+        ),
+    ],
 )
 def test_counts_hold_for_units_of_other_sizes(name, mesh):
     described, window = description_of(small(name)), 96
@@ -242,7 +262,42 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
     layer, keys = count.layers[sample.kinds[last]], 192 + 320
     if windows[sample.kinds[last]]:
         layer, keys = count.windowed[sample.kinds[last]], window - 1 + 320
-    assert layer.kept.of(3, 320, keys) == pytest.approx(unit.kept[last], rel=1e-3)
+    assert layer.kept.of(3, 320, keys) == pytest.approx(unit.kept[last], rel=1e-6)
+
+
+def points(columns, segmented, window):
+    """Rows, tokens and keys of the units that are run, in blocks; ``window`` is None or one that all end beyond."""
+    for rows, lengths in _micro_batches(columns, segmented=segmented):
+        for length, stop in list(zip(lengths, accumulate(lengths), strict=True))[segmented:]:
+            start = stop - length
+            assert window is None or stop > window
+            yield rows, length, length + (start if window is None or not segmented else min(start, window))
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("reached", [False, True])
+def test_units_that_are_run_determine_all_coefficients(segmented, reached):
+    window = (_SHORT_SEGMENTS if segmented else _SHORT_WHOLE) if reached else None
+    others = [name for name in _COLUMNS if name not in _ALWAYS and (segmented or name != "key")]
+    for some in (chosen for count in range(len(others) + 1) for chosen in combinations(others, count)):
+        columns = [name for name in _COLUMNS if name in _ALWAYS or name in some]
+        sizes = [_one(*point) for point in points(columns, segmented, window)]
+        table = np.array([[getattr(size, name) for name in columns] for size in sizes], dtype=float)
+        assert len(table) > len(columns)
+        assert np.linalg.matrix_rank(table / table.max(axis=0), tol=1e-3) == len(columns), columns
+
+
+@pytest.mark.parametrize(("name", "segmented"), [("gemma2", False), ("falcon", True)])
+def test_one_row_is_counted_as_one_where_attention_is_no_kernel(name, segmented):
+    described, lengths, kept = description_of(small(name, num_key_value_heads=1)), [192, 320], {}
+    for alone in (False, True):
+        rank = CountedAs(MeshShape(), segmented=segmented, alone=alone)
+        key = _Key(described.config, described.kind_of_layers, described.verdict)
+        unit = _Sample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[0]
+        found = count_kept(described, rank).layers[-1].kept.of(1, 320, 320 + unit.start)
+        kept[alone] = found, unit.kept[len(key.kinds) - 1]
+    assert kept[True][0] == pytest.approx(kept[True][1], rel=1e-6)
+    assert kept[True][0] < kept[False][0]
 
 
 @pytest.mark.sample(1)

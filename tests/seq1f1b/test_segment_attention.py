@@ -100,6 +100,16 @@ def test_a_window_adds_to_what_it_reaches():
     assert largest_error(result, expected) < 1e-12
 
 
+def test_gradients_of_a_segment_do_not_keep_those_of_the_past():
+    store, (_, key, value) = KVCache(9, KVCachePool()), random_heads(9, 4, 2, 8, 8, 2)[0]
+    for start, stop in ((0, 5), (5, 9)):
+        parts = [x[:, :, start:stop].detach().requires_grad_() for x in (key, value)]
+        keys, values = prefix(*parts, store, 0, start)
+    # The last segment's, to which no later one has added.
+    for gradient in torch.autograd.grad((keys, values), parts, (key, value)):
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_math_is_what_flash_is(causal, monkeypatch):
     monkeypatch.setattr(ChunkedMath, "_SCORES", 100)  # three queries at a time

@@ -206,7 +206,7 @@ class _Stage:
             return ModelCount()
         # Stages without a mesh have Hugging Face's own modules.
         mesh = self.layout.mesh if self.layout.mesh.size > 1 or self.layout.stages == 1 else None
-        alone = self._is_cut and self._units.tokens(1) == 1
+        alone = self._units.tokens(1) == 1
         return count_kept(self.model, CountedAs(mesh, segmented=self._is_cut, alone=alone, splits=self.cost.splits))
 
     @property

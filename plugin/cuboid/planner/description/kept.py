@@ -58,21 +58,25 @@ from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGra
 
 #: Micro-batches that are run: rows, and lengths of their segments in multiples of :data:`_BLOCK`. A first segment isn't
 #: counted, since it has none before it. There is one unit more than independent coefficients, as a check of the fit.
-#: None has a single block: a scan of one block doesn't save the states between blocks.
+#: None has a single block: a scan of one block doesn't save the states between blocks. None has a single row, of which
+#: products of attention's scores keep views where they keep copies of several rows.
 _SEGMENTS = ((2, (4, 8, 2, 4, 12)), (4, (2, 4, 8)), (3, (4, 4, 2)))
 #: The same where few coefficients aren't 0, without and with those in which rows count in another way than tokens.
-_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (4, 8, 2, 4, 12)), ((2, (4, 8, 2)), (3, (4, 4, 12)))
+_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (2, 8, 2, 4, 12)), ((2, (4, 8, 2)), (3, (2, 4, 12)))
 _FEW_UNITS = 4
 _OF_ROWS = frozenset(("position", "mask", "row"))
 #: Whole sequences. The first n of these units determine n - 1 coefficients.
-_WHOLE = ((2, 4), (2, 12), (3, 8), (1, 2), (4, 4), (3, 12), (1, 8), (1, 4))
+_WHOLE = ((2, 4), (2, 12), (3, 8), (4, 2), (4, 4), (3, 12), (5, 8))
 #: Tokens; scans and convolutions have blocks that divide it, or those that configs name.
 _BLOCK = 64
 _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
 #: Packages whose kernels transformers runs on GPUs for layers without attention, where they are installed.
 _KERNELS = ("mamba_ssm", "fla", "causal_conv1d")
-#: A window that all counted units exceed, and one that none does.
-_SHORT, _LONG = 128, 1 << 20
+#: Blocks of a window that all counted units end beyond. Some segments also begin beyond theirs, and some don't, so that
+#: what grows with the keys that a unit sees is told from what grows with its rows.
+_SHORT_WHOLE, _SHORT_SEGMENTS = 1, 5
+#: A window that no counted unit exceeds.
+_LONG = 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 #: Raised by operations whose result, or its shape, depends on values.
 _NEED_VALUES = (
@@ -87,8 +91,8 @@ _COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
 _ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
-#: Largest error of the fit, relative to the largest count.
-_TOLERANCE = 0.002
+#: Largest error of the fit, relative to the largest count; and where coefficients are left out that might not be 0.
+_TOLERANCE, _FEW_TOLERANCE = 0.002, 1e-6
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,8 @@ class CountedAs:
     Args:
         mesh: of the rank; None for stages without a mesh, which have Hugging Face's own modules.
         segmented: whether units are segments of sequences, which share a KV cache.
-        alone: whether a unit has one row. Some models' code makes views of one row's cached keys and values, but copies
-            of several rows'.
+        alone: whether a unit has one row. Where attention isn't one kernel, products have views of one row's keys and
+            values, but copies of several rows'.
         splits: whether to count also what waits between the halves of a split backward.
     """
 
@@ -192,7 +196,7 @@ def count_kept(model: ModelDescription, rank: CountedAs) -> ModelCount:
         with torch.device("cpu"), torch.enable_grad():
             # Equal configs share one cached count, even if they are different objects.
             key = _Key(model.config, model.kind_of_layers, model.verdict)
-            return _on_mesh(key, model.kinds, replace(rank, alone=rank.alone and rank.segmented))
+            return _on_mesh(key, model.kinds, rank)
     except Exception as error:
         if not _is_obstacle(error):
             raise
@@ -297,14 +301,14 @@ class _Key:
 @lru_cache(maxsize=1024)
 def _count(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
     sample = _Sample(key, kinds, _LONG, rank)
-    if rank.alone and not sample.attends_itself:
-        # The number of rows only matters to layers that attend by themselves.
+    if rank.alone and sample.is_fused:
         return _count(key, kinds, replace(rank, alone=False))
     alone = _alone_on_mesh(key, kinds, rank)
     plain, end = _fitted(sample, alone.layers)
     if not any(kind.attention.window is not None for kind in kinds):
         return ModelCount(plain, plain, end)
-    return ModelCount(plain, _fitted(_Sample(key, kinds, _SHORT, rank), alone.windowed)[0], end)
+    window = sample.block * (_SHORT_SEGMENTS if rank.segmented else _SHORT_WHOLE)
+    return ModelCount(plain, _fitted(_Sample(key, kinds, window, rank), alone.windowed)[0], end)
 
 
 def _alone_on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
@@ -372,7 +376,14 @@ class _Sample:
         self._is_causal = kind_of(type(self._model), config).is_causal
         layers = decoder_layers(self._model)
         self._saved = _Saved(self._model, list(layers.values()))
-        self.attends_itself = rank.segmented and not any(map(uses_interface, layers.values()))
+        attends_itself = not any(map(uses_interface, layers.values()))
+        self.attends_itself = rank.segmented and attends_itself
+        #: Whether attention is one kernel, for which the number of rows doesn't matter.
+        self.is_fused = not attends_itself and self._model.config._attn_implementation != "eager"
+        text = self._model.config.get_text_config()
+        scans = [size for name in _SCAN_BLOCKS if isinstance(size := getattr(text, name, None), int)]
+        #: Tokens that all axes and scans divide.
+        self.block = math.lcm(_BLOCK, self._shape.sequence, self._shape.hidden, *(size for size in scans if size > 0))
         use_segment_attention(self._model.config, layers, self._slot, mesh, gives_cache=self.attends_itself)
         for name in () if plan is None else whole_blocks(plan):
             for module in self._model.get_submodule(name).modules():
@@ -385,24 +396,10 @@ class _Sample:
 
     def run_all(self, columns: Sequence[str]) -> list[_UnitCount]:
         """Run enough units to know by which of some sizes bytes grow, and one more."""
-        text = self._model.config.get_text_config()
-        scans = [size for name in _SCAN_BLOCKS if isinstance(size := getattr(text, name, None), int)]
-        block = math.lcm(_BLOCK, self._shape.sequence, self._shape.hidden, *(size for size in scans if size > 0))
-        units = len(columns) + 1
-        micro_batches: Sequence[tuple[int, Sequence[int]]]
-        if not self.rank.segmented:
-            micro_batches = [(rows, (length,)) for rows, length in _WHOLE[:units]]
-        elif units > _FEW_UNITS:
-            micro_batches = _SEGMENTS
-        elif _OF_ROWS.isdisjoint(columns):
-            rows, lengths = _FEW_SEGMENTS
-            micro_batches = [(rows, lengths[: units + 1])]
-        else:
-            micro_batches = _FEW_SEGMENTS_OF_ROWS
         return [
             count
-            for rows, lengths in micro_batches
-            for count in self.run(1 if self.rank.alone else rows, [blocks * block for blocks in lengths])
+            for rows, lengths in _micro_batches(columns, segmented=self.rank.segmented)
+            for count in self.run(1 if self.rank.alone else rows, [blocks * self.block for blocks in lengths])
         ]
 
     def run(self, rows: int, lengths: Sequence[int]) -> list[_UnitCount]:
@@ -470,6 +467,19 @@ class _Sample:
             options["input_ids"] = ids
         hidden: torch.Tensor = self._model.base_model(**options)[0]
         return hidden if self._late is None else self._late.own_part(hidden)
+
+
+def _micro_batches(columns: Sequence[str], *, segmented: bool) -> Sequence[tuple[int, Sequence[int]]]:
+    """Rows and lengths in blocks of micro-batches that determine coefficients, with one unit more as a check."""
+    units = len(columns) + 1
+    if not segmented:
+        return [(rows, (length,)) for rows, length in _WHOLE[:units]]
+    if units > _FEW_UNITS:
+        return _SEGMENTS
+    if _OF_ROWS.isdisjoint(columns):
+        rows, lengths = _FEW_SEGMENTS
+        return [(rows, lengths[: units + 1])]
+    return _FEW_SEGMENTS_OF_ROWS
 
 
 def _first_layers(config: PretrainedConfig, layers: int, kept: int) -> PretrainedConfig:
@@ -682,20 +692,21 @@ def _fitted(sample: _Sample, alone: tuple[LayerCount, ...]) -> tuple[tuple[Layer
         alone: coefficients on a mesh of one rank, if there are any. Those that are 0 there are 0, and what layers share
             is the same, because masks and positions aren't divided.
     """
-    # Whole sequences have as many keys as tokens.
+    # Whole sequences have as many keys as tokens, and of one row everything is a row's.
     columns = [name for name in _COLUMNS if name != "key" or sample.rank.segmented]
+    columns = [name for name in columns if name not in _OF_ROWS or not sample.rank.alone]
     if not alone:
-        return _fitted_by(sample, columns, alone)
+        return _fitted_by(sample, columns, alone, _TOLERANCE)
     grown = [layer.kept for layer in alone]
     few = [name for name in columns if name in _ALWAYS or any(getattr(size, name) for size in grown)]
     try:
-        return _fitted_by(sample, few, alone)
+        return _fitted_by(sample, few, alone, _FEW_TOLERANCE)
     except UnsupportedModelError:
-        return _fitted_by(sample, columns, ())
+        return _fitted_by(sample, columns, (), _TOLERANCE)
 
 
 def _fitted_by(
-    sample: _Sample, columns: Sequence[str], alone: tuple[LayerCount, ...]
+    sample: _Sample, columns: Sequence[str], alone: tuple[LayerCount, ...], tolerance: float
 ) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     counts = sample.run_all(columns)
     layers = []
@@ -707,24 +718,27 @@ def _fitted_by(
         # Storages that layers share count for the layer that saves them first: the last layer of a kind has only its
         # own, the first one also the shared ones. What waits is found in backward's order, so there the first layer has
         # only its own.
-        kept = _fit(points, [count.kept.get(last, 0) for count in counts], columns)
-        waiting = _fit(points, [count.waiting.get(first, 0) for count in counts], columns)
+        kept = _fit(points, [count.kept.get(last, 0) for count in counts], columns, tolerance)
+        waiting = _fit(points, [count.waiting.get(first, 0) for count in counts], columns, tolerance)
         if alone:
             shared = alone[kind].shared
         else:
-            shared = _fit(points, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts], columns)
+            shared = _fit(
+                points, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts], columns, tolerance
+            )
         layers.append(LayerCount(kept, shared, waiting, counts[0].cache.get(last, 0.0)))
     points = [(count.rows, count.length, count.length + count.start) for count in counts]
-    return tuple(layers), _fit(points, [count.kept.get(len(sample.kinds), 0) for count in counts], columns)
+    return tuple(layers), _fit(points, [count.kept.get(len(sample.kinds), 0) for count in counts], columns, tolerance)
 
 
-def _fit(points: list[tuple[int, int, int]], sizes: list[int], columns: Sequence[str]) -> KeptBytes:
+def _fit(points: list[tuple[int, int, int]], sizes: list[int], columns: Sequence[str], tolerance: float) -> KeptBytes:
     """Fit coefficients by least squares, and check that they reproduce every count.
 
     Args:
         points: of each unit, rows, tokens of a row, and keys that these see.
         sizes: bytes that were counted for each unit.
         columns: names of the coefficients that aren't 0.
+        tolerance: largest error, relative to the largest count.
 
     Raises:
         UnsupportedModelError: they don't.
@@ -735,7 +749,7 @@ def _fit(points: list[tuple[int, int, int]], sizes: list[int], columns: Sequence
     scale = table.max(axis=0)
     solved = np.linalg.lstsq(table / scale, np.array(sizes, dtype=float), rcond=1e-9)[0]
     error = np.abs(table / scale @ solved - sizes).max()
-    if error > _TOLERANCE * max(map(abs, sizes), default=0):
+    if error > tolerance * max(map(abs, sizes), default=0):
         raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {sizes}")
     return KeptBytes(**dict(zip(columns, (solved / scale).round(6).tolist(), strict=True)))
 

@@ -267,7 +267,9 @@ class _Prefix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = prefix_backward(dk, dv, *ctx.place, needs_past=any(ctx.needs_input_grad[:2]))
-        return *gradients, None, None, None, None
+        # As views, they would keep the past's gradients alive until the second half of a split backward.
+        parts = (x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in gradients)
+        return *parts, None, None, None, None
 
 
 def prefix_backward(
