@@ -40,16 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The longest files come first.
     """
-    cases: dict[str, list[pytest.Item]] = {}
+    cases_by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        marker = found[0].get_closest_marker("sample")
+            cases_by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in cases_by_test.values():
+        marker = cases[0].get_closest_marker("sample")
         assert marker is not None
         (count,) = marker.args
-        chosen = {round(place * (len(found) - 1) / max(count - 1, 1)) for place in range(count)}
-        for place, item in enumerate(found):
+        chosen = {round(place * (len(cases) - 1) / max(count - 1, 1)) for place in range(count)}
+        for place, item in enumerate(cases):
             if place not in chosen:
                 item.add_marker(pytest.mark.slow)
     place_of = {TESTS / name: place for place, name in enumerate(_LONGEST_FILES)}

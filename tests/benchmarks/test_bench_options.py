@@ -31,10 +31,10 @@ def test_every_case_has_its_part_of_the_pages():
 @cases
 def test_options_that_all_cases_have(name):
     case = case_of(name)
-    given = case.parse(["--rounds", "3", "--limit", "7", "--out", "somewhere"])
-    assert (given.repeats, given.limit, str(given.out)) == (3, 7.0, "somewhere")
-    given = case.parse(["--quick", "--repeats", "3"])
-    assert (given.repeats, given.limit) == (1, 0.0)
+    args = case.parse(["--rounds", "3", "--limit", "7", "--out", "somewhere"])
+    assert (args.repeats, args.limit, str(args.out)) == (3, 7.0, "somewhere")
+    args = case.parse(["--quick", "--repeats", "3"])
+    assert (args.repeats, args.limit) == (1, 0.0)
     assert case.parse([]).network == "loopback"
     assert (name in SHAPED) == ("shaped" in case.networks)
 

@@ -41,13 +41,13 @@ def places(monkeypatch):
 @given(rows=st.integers(1, 4), columns=st.integers(1, 4), ranks=st.integers(1, 3), seed=st.integers(0, 99))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 def test_pieces_that_make_up_the_whole_have_no_error(places, rows, columns, ranks, seed):
-    whole = torch.randn(rows * ranks, columns, generator=torch.Generator().manual_seed(seed))
+    full = torch.randn(rows * ranks, columns, generator=torch.Generator().manual_seed(seed))
     order = torch.randperm(rows * ranks, generator=torch.Generator().manual_seed(seed))
     cut = [(places.chunk(order, rank, ranks), places.everything(columns)) for rank in range(ranks)]
-    pieces = [(places.take(whole, place), place) for place in cut]
+    pieces = [(places.take(full, place), place) for place in cut]
 
-    def error(own, place, others):
-        """As the rank with ``own`` has it, given the places of all others, whose parts are right."""
+    def error(piece, place, others):
+        """As the rank with ``piece`` has it, given the places of all others, whose parts are right."""
 
         def add_up(tensor):
             for other in others:
@@ -55,9 +55,9 @@ def test_pieces_that_make_up_the_whole_have_no_error(places, rows, columns, rank
                 if tensor.dtype == torch.int32:
                     tensor[index] += 1
                 else:
-                    tensor += torch.stack([torch.zeros(()), whole[index].square().sum()])
+                    tensor += torch.stack([torch.zeros(()), full[index].square().sum()])
 
-        return places.relative_error(whole, own, place, add_up)
+        return places.relative_error(full, piece, place, add_up)
 
     assert error(*pieces[0], cut[1:]) == 0
     if ranks > 1:
@@ -66,13 +66,13 @@ def test_pieces_that_make_up_the_whole_have_no_error(places, rows, columns, rank
     with pytest.raises(AssertionError, match="a part is"):
         error(part[:, :0], place, cut[1:])
     assert error(torch.full_like(part, math.nan), place, cut[1:]) == math.inf
-    assert error(part + 1, place, cut[1:]) == pytest.approx(((part.numel()) ** 0.5 / whole.double().norm()).item())
+    assert error(part + 1, place, cut[1:]) == pytest.approx(((part.numel()) ** 0.5 / full.double().norm()).item())
 
 
 def test_the_error_is_relative_to_the_norm(places):
-    whole = torch.tensor([[3.0, 4.0]])
+    full = torch.tensor([[3.0, 4.0]])
     place = (places.everything(1), places.everything(2))
-    assert places.relative_error(whole, torch.tensor([[3.0, 4.5]]), place) == pytest.approx(0.1)
+    assert places.relative_error(full, torch.tensor([[3.0, 4.5]]), place) == pytest.approx(0.1)
 
 
 def test_the_peak_is_of_tensors_that_live_together(instruments):
@@ -132,9 +132,11 @@ def test_everyone_computes_what_one_process_computes(result):
 @needs_peer
 @pytest.mark.slow
 def test_the_peer_sends_the_same_either_way(result):
-    for own, exchanged in zip(rows_of(result, "colossalai_3d"), rows_of(result, "colossalai_3d_exchange"), strict=True):
-        assert own["sent_bytes"] == exchanged["sent_bytes"]
-        assert own["collectives"] == ["all_gather", "all_reduce", "reduce_scatter"]
+    for direct, exchanged in zip(
+        rows_of(result, "colossalai_3d"), rows_of(result, "colossalai_3d_exchange"), strict=True
+    ):
+        assert direct["sent_bytes"] == exchanged["sent_bytes"]
+        assert direct["collectives"] == ["all_gather", "all_reduce", "reduce_scatter"]
         assert exchanged["collectives"] == ["all_gather", "all_reduce", "all_to_all"]
 
 

@@ -80,8 +80,8 @@ def test_the_reference_runs_every_layer():
     workload = LayerWorkload(**SIZES, layers=3)
     model = workload.model()
     reference = compute_reference(workload, model)
-    given, _ = workload.inputs()
-    expected = model.double().model.layers[0](given, position_embeddings=rotary_tables(model, workload.length))
+    hidden, _ = workload.inputs()
+    expected = model.double().model.layers[0](hidden, position_embeddings=rotary_tables(model, workload.length))
     assert set(reference.gradients) == {name for name, _ in model.model.layers.named_parameters(prefix="model.layers")}
     assert {name.split(".")[2] for name in reference.gradients} == {"0", "1", "2"}
     assert not reference.output.equal(expected)

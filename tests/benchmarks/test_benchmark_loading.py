@@ -50,7 +50,7 @@ def test_footprints_hang_together(result):
         for footprint in sample["footprints"]:
             assert footprint["peak_bytes"] > footprint["proportional_bytes"] > 0
             assert footprint["floor_bytes"] > 0
-        peaks = [each["peak_bytes"] - each["floor_bytes"] for each in sample["footprints"]]
+        peaks = [footprint["peak_bytes"] - footprint["floor_bytes"] for footprint in sample["footprints"]]
         assert row["peak_bytes"]["median"] == max(peaks)
         assert row["peak_sum_bytes"]["median"] == sum(peaks)
         assert row["ideal_file_bytes"] == result["files_bytes"] / 4

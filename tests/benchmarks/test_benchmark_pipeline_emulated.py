@@ -106,9 +106,9 @@ def test_theory_and_simulation_are_those_of_the_schedules(result):
 def test_no_more_is_in_flight_than_the_schedules_say(result):
     for row in (row for row in result["rows"] if entry_of(row).is_known):
         assert row["sequences_in_flight"] == pytest.approx(row["sequences_in_flight_simulated"])
-    whole, cut = (rows_of(result, 4)[name] for name in ("Cuboid 1f1b", "Cuboid seq1f1b, k=4, flops cut"))
-    assert whole["sequences_in_flight"] == [4, 3, 2, 1]
-    assert cut["sequences_in_flight"][0] < 0.6 * whole["sequences_in_flight"][0]
+    unsegmented, cut = (rows_of(result, 4)[name] for name in ("Cuboid 1f1b", "Cuboid seq1f1b, k=4, flops cut"))
+    assert unsegmented["sequences_in_flight"] == [4, 3, 2, 1]
+    assert cut["sequences_in_flight"][0] < 0.6 * unsegmented["sequences_in_flight"][0]
     split = [row for row in result["rows"] if row["limit"]]
     assert len(split) == 3 * 4
     assert all(max(row["sequences_in_flight"]) <= row["limit"] + 1e-9 for row in split)
@@ -116,9 +116,9 @@ def test_no_more_is_in_flight_than_the_schedules_say(result):
 
 def test_ratios_are_those_of_the_rounds(result):
     rows = rows_of(result, 4)
-    own = rows["Cuboid 1f1b"]["samples"][0]["step_s"]
+    step_s = rows["Cuboid 1f1b"]["samples"][0]["step_s"]
     for row in rows.values():
-        assert row["ratios"]["own_1f1b"]["median"] == pytest.approx(own / row["samples"][0]["step_s"])
+        assert row["ratios"]["own_1f1b"]["median"] == pytest.approx(step_s / row["samples"][0]["step_s"])
         assert row["ratios"].keys() == {"own_1f1b", "torch", "deepspeed"}
         assert len(row["samples"]) == result["repeats"] == 1
 
@@ -149,7 +149,7 @@ def test_segments_compute_what_whole_sequences_do(lengths):
         for segment in reversed(range(len(lengths))):
             gradient = last.backward(micro_batch, segment, None)
             assert first.backward(micro_batch, segment, gradient) is None
-    squares = sum(p.grad.double().square().sum().item() for each in (first, last) for p in each.mixer.parameters())
+    squares = sum(p.grad.double().square().sum().item() for stage in (first, last) for p in stage.mixer.parameters())
     assert {"loss": last.loss, "gradient_norm": sqrt(squares)} == pytest.approx(SMALL.reference(), rel=1e-5)
 
 
@@ -164,19 +164,19 @@ def test_a_split_backward_computes_what_a_whole_one_does(lengths):
             assert first.input_gradient(micro_batch, segment, last.input_gradient(micro_batch, segment, None)) is None
         for stage in (first, last):
             stage.weight_gradients(micro_batch, order)
-    squares = sum(p.grad.double().square().sum().item() for each in (first, last) for p in each.mixer.parameters())
+    squares = sum(p.grad.double().square().sum().item() for stage in (first, last) for p in stage.mixer.parameters())
     assert {"loss": last.loss, "gradient_norm": sqrt(squares)} == pytest.approx(SMALL.reference(), rel=1e-5)
 
 
 def test_another_order_of_segments_gives_other_gradients():
-    given, _ = SMALL.data()
+    hidden, _ = SMALL.data()
     gradients = []
     for order in ((1, 0), (0, 1)):
         last = SegmentedStage(SMALL, (6, 6), 1)
         for segment in (0, 1):
-            last.forward(0, segment, given[:1, 6 * segment : 6 * segment + 6])
-        own = {segment: last.backward(0, segment, None) for segment in order}
-        gradients.append(torch.cat([own[0], own[1]], dim=1))
+            last.forward(0, segment, hidden[:1, 6 * segment : 6 * segment + 6])
+        gradient_of = {segment: last.backward(0, segment, None) for segment in order}
+        gradients.append(torch.cat([gradient_of[0], gradient_of[1]], dim=1))
     assert (gradients[0] - gradients[1]).abs().max() > 1e-3 * gradients[0].abs().max()
 
 

@@ -70,12 +70,12 @@ def test_ratios_are_of_rounds_in_which_both_were_undisturbed(times, repeats):
 
 @given(st.floats(1, 9), st.floats(-0.1, 0.1))
 def test_numbers_that_are_too_far_apart_are_refused_by_name(right, difference):
-    found, expected = {"loss": right * (1 + difference), "other": 1.0}, {"loss": right}
+    actual, expected = {"loss": right * (1 + difference), "other": 1.0}, {"loss": right}
     if abs(difference) < 0.01:
-        assert check_equal("A", found, "B", expected, 0.0101) == pytest.approx(abs(difference), abs=1e-9)
+        assert check_equal("A", actual, "B", expected, 0.0101) == pytest.approx(abs(difference), abs=1e-9)
     elif abs(difference) > 0.011:
         with pytest.raises(CuboidError, match=r"A has loss .*, but B has .*: they don't compute the same"):
-            check_equal("A", found, "B", expected, 0.0101)
+            check_equal("A", actual, "B", expected, 0.0101)
 
 
 def test_what_is_no_number_is_refused():

@@ -36,7 +36,7 @@ def test_everyone_takes_part(result):
     # DualPipeV needs four micro-batches on two ranks.
     peers += [("torch", "interleaved"), ("torch", "interleaved zero bubble"), ("torch", "ZBV")]
     ours = [("seq1f1b", 1, "flops"), ("seq1f1b", 3, "flops"), ("seq1f1b", 3, "even"), ("zero_bubble", 2, "flops")]
-    expected = [(*peer, 1, "flops") for peer in peers] + [("cuboid", *own) for own in ours]
+    expected = [(*peer, 1, "flops") for peer in peers] + [("cuboid", *entry) for entry in ours]
     assert taking_part == expected
 
 
@@ -73,11 +73,11 @@ def test_theory_is_the_paper_s(result):
 def test_segments_keep_less(result):
     unsplit = [row for row in result["memory"] if row["schedule"] != "zero_bubble"]
     peaks = {(row["kind"], row["segments"], row["partition"]): row["peak_bytes"] for row in unsplit}
-    whole = peaks["cuboid", 1, "flops"]
+    unsegmented = peaks["cuboid", 1, "flops"]
     # The same layers and schedule keep the same, whoever runs them; but the last stage keeps no logits here.
     *front, last = peaks["torch", 1, "flops"]
-    assert front == pytest.approx(whole[:-1], rel=0.02)
-    assert last > whole[-1]
-    assert max(peaks["cuboid", 3, "even"]) < 0.6 * max(whole)
+    assert front == pytest.approx(unsegmented[:-1], rel=0.02)
+    assert last > unsegmented[-1]
+    assert max(peaks["cuboid", 3, "even"]) < 0.6 * max(unsegmented)
     for row in unsplit:
         assert row["sequences_in_flight"][0] == max(row["sequences_in_flight"])

@@ -170,7 +170,7 @@ def test_the_rate_holds_and_the_bytes_agree(tmp_path):
     assert untouched
     assert 0.9 * 20 <= rate <= 1.03 * 20
     assert len(sent) == 4
-    assert all(1_000_000 < each < 1.02 * 1_000_000 for each in sent)
+    assert all(1_000_000 < bytes_of_rank < 1.02 * 1_000_000 for bytes_of_rank in sent)
     assert "were set to 10 Mbit/s, but 4 of 4 ranks" in refused
 
 

@@ -44,9 +44,9 @@ def save_until_killed(path, config, root, asynchronous):
     if complete(Path(root)):
         _, client = engine.load_checkpoint(root)
         step = client["value"]
-        found = {float(x) for parameter in engine.module.parameters() for x in (parameter.min(), parameter.max())}
+        weights = {float(x) for parameter in engine.module.parameters() for x in (parameter.min(), parameter.max())}
         # Padding stays zero.
-        assert found - {0.0} == {float(step)}, f"weights are {found} in a checkpoint of {step}"
+        assert weights - {0.0} == {float(step)}, f"weights are {weights} in a checkpoint of {step}"
         moments = _moments(engine)
         assert moments - {0.0} == {float(step)}, f"moments are {moments} in a checkpoint of {step}"
     for saves in itertools.count(1):
@@ -118,10 +118,10 @@ def _run(pool, failure, *arguments):
 
 def _check_whole(root, last):
     """Check that the checkpoint that the next start would find is intact, and not older than the previous one."""
-    found = resolve(root)
-    manifest = Manifest.read(found)
-    check_sizes(found, manifest)
-    check_contents(found, manifest, manifest.files)
+    folder = resolve(root)
+    manifest = Manifest.read(folder)
+    check_sizes(folder, manifest)
+    check_contents(folder, manifest, manifest.files)
     assert manifest.step >= last
     # Files don't accumulate: at most the ones to keep, one that is being written, and one that is being replaced.
     assert len([entry for entry in root.iterdir() if entry.is_dir()]) <= 6
@@ -362,14 +362,14 @@ def save_through_every_door(path, out):
         "16 bit": lambda: engine.save_16bit_model(out),
         "handed over": lambda: model.save_pretrained(out, state_dict=state),
     }
-    found = {}
+    files_by_door = {}
     for name, door in doors.items():
         door()
         torch.distributed.barrier()
         if rank == 0:
-            found[name] = sorted(os.listdir(out))
+            files_by_door[name] = sorted(os.listdir(out))
         torch.distributed.barrier()
-    return found
+    return files_by_door
 
 
 def test_every_way_to_save_keeps_the_users_files(pool, checkpoint, tmp_path):
@@ -377,20 +377,20 @@ def test_every_way_to_save_keeps_the_users_files(pool, checkpoint, tmp_path):
         (tmp_path / name).write_text(f"mine: {name}")
     (tmp_path / "tokenizer.json").write_text('{"mine": 1}')
     save_file({"x": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
-    found, _ = pool.run(2, save_through_every_door, checkpoint(SMALL), str(tmp_path))
-    for names in found.values():
+    files_by_door, _ = pool.run(2, save_through_every_door, checkpoint(SMALL), str(tmp_path))
+    for names in files_by_door.values():
         assert set(OWN) <= set(names)
         assert ".cuboid-incomplete" not in names
     assert all((tmp_path / name).read_text() == f"mine: {name}" for name in OWN)
     assert (tmp_path / "tokenizer.json").read_text() == '{"mine": 1}'
-    assert INDEX in found["cuboid"]
-    assert SINGLE not in found["cuboid"]
-    assert SINGLE in found["handed over"]
-    assert INDEX not in found["handed over"]
+    assert INDEX in files_by_door["cuboid"]
+    assert SINGLE not in files_by_door["cuboid"]
+    assert SINGLE in files_by_door["handed over"]
+    assert INDEX not in files_by_door["handed over"]
     # Another variant's weights aren't replaced.
-    assert INDEX in found["gathered"]
-    assert "model.safetensors.index.fp16.json" in found["gathered"]
-    assert "model.fp16.safetensors" not in found["gathered"]
+    assert INDEX in files_by_door["gathered"]
+    assert "model.safetensors.index.fp16.json" in files_by_door["gathered"]
+    assert "model.fp16.safetensors" not in files_by_door["gathered"]
     expected = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL)).state_dict()
     for variant in (None, "fp16"):
         read = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant).state_dict()

@@ -126,22 +126,22 @@ def forked():
 def test_a_crash_before_any_change_of_the_folder_keeps_the_last_checkpoint(forked, tmp_path):
     for step in range(1, TAGS + 1):
         prune(tmp_path, KEPT, save(tmp_path, step).name)
-    step, found, crashes = TAGS + 1, [], 0
+    step, steps_left, crashes = TAGS + 1, [], 0
     for change in itertools.count(1):
         child = forked(crash_at, tmp_path, step, change)
         child.join(20)
         assert child.exitcode in (0, CRASHED)
-        found.append(check(tmp_path))
-        assert found[-1] in (step - 1, step)
+        steps_left.append(check(tmp_path))
+        assert steps_left[-1] in (step - 1, step)
         if child.exitcode == 0:
             break
         crashes += 1
-        if found[-1] == step:
+        if steps_left[-1] == step:
             # The next child crashes at a later change of its save.
             check_swept(tmp_path)
             step += 1
     assert crashes > 20
-    assert found[-1] == step
+    assert steps_left[-1] == step
     check_swept(tmp_path)
 
 

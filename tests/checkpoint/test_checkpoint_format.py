@@ -75,24 +75,24 @@ def test_we_read_the_files_of_safetensors(tmp_path_factory, described):
 @given(st.data(), st.sampled_from(DTYPES), st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_any_box_can_be_read(tmp_path_factory, data, dtype, shape):
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
-    whole = filled(dtype, shape)
-    write(path, {"x": whole})
+    full = filled(dtype, shape)
+    write(path, {"x": full})
     box = []
     for size in shape:
         first = data.draw(st.integers(0, size))
         box.append(slice(first, data.draw(st.integers(first, size))))
     with TensorFile(path) as file:
-        assert same(file.read("x", box), whole[tuple(box)])
+        assert same(file.read("x", box), full[tuple(box)])
         rows = torch.cat([file.read("x", [rows]) for rows in row_blocks(file.specs["x"], 16)])
-        assert same(rows, whole)
+        assert same(rows, full)
 
 
 def test_a_tensor_can_be_written_in_blocks_of_rows(tmp_path):
-    whole = filled(torch.float32, (7, 3))
+    full = filled(torch.float32, (7, 3))
     with TensorFileWriter(tmp_path / "x", {"x": TensorSpec(torch.float32, (7, 3))}) as file:
-        for rows in whole.split(2):
+        for rows in full.split(2):
             file.write_rows("x", rows)
-    assert same(load_file(tmp_path / "x")["x"], whole)
+    assert same(load_file(tmp_path / "x")["x"], full)
 
 
 def test_a_file_is_removed_if_writing_fails(tmp_path):
@@ -153,7 +153,7 @@ def test_writers_get_about_the_same_number_of_bytes(sizes, writers):
     chosen = assign(sizes, ranks)
     assert len(chosen) == len(sizes)
     assert set(chosen) <= set(ranks)
-    loads = [sum(size for size, rank in zip(sizes, chosen, strict=True) if rank == own) for own in ranks]
+    loads = [sum(size for size, rank in zip(sizes, chosen, strict=True) if rank == writer) for writer in ranks]
     # No writer's load gets smaller by moving its last item to another writer.
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
@@ -162,9 +162,9 @@ def test_writers_get_about_the_same_number_of_bytes(sizes, writers):
 def test_sources_cover_every_shard_exactly_once(numel, cells, replicas, data):
     """Whether a replica has all of a shard, none of it, or its share."""
     places = [[replica * cells + cell for replica in range(replicas)] for cell in range(cells)]
-    whole = data.draw(st.booleans())
+    is_replicated = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=replicas - 1, max_size=replicas - 1)))
-    ranges = [(0, numel)] * replicas if whole else list(zip([0, *cuts], [*cuts, numel], strict=True))
+    ranges = [(0, numel)] * replicas if is_replicated else list(zip([0, *cuts], [*cuts, numel], strict=True))
     held = {rank: {0: ranges[replica]} for ranks in places for replica, rank in enumerate(ranks)}
     writer = data.draw(st.sampled_from([rank for ranks in places for rank in ranks]))
     sources = find_sources("x", 0, numel, places, held, writer)
@@ -175,7 +175,7 @@ def test_sources_cover_every_shard_exactly_once(numel, cells, replicas, data):
             start, stop = held[source.source][0]
             assert start <= source.start <= source.stop <= stop
             assert source.source in ranks
-        if whole:
+        if is_replicated:
             assert of_cell[0].source == (writer if writer in ranks else ranks[writer // cells])
 
 
@@ -202,12 +202,12 @@ def test_reading_a_range_equals_slicing_the_shard_in_memory(tmp_path_factory, da
     layout, shape = LAYOUTS[name], MeshShape.parse(mesh)
     if layout.indivisible(shape):
         return
-    whole = filled(torch.float32, layout.shape)
+    full = filled(torch.float32, layout.shape)
     folder = tmp_path_factory.mktemp("folder")
-    write(folder / "model.safetensors", {name: whole})
+    write(folder / "model.safetensors", {name: full})
     rank = data.draw(st.integers(0, shape.size - 1))
     here = Mesh(shape, rank=rank, world_size=shape.size)
-    shard = take_shard(whole, layout, here).view(-1)
+    shard = take_shard(full, layout, here).view(-1)
     start = data.draw(st.integers(0, shard.numel()))
     stop = data.draw(st.integers(start, shard.numel()))
     with TensorFolder(folder) as files:

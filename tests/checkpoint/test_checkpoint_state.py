@@ -134,11 +134,11 @@ def test_keys_with_the_same_dotted_path_keep_separate_tensors(tmp_path):
 
 
 def test_views_parameters_and_lazy_conjugates_are_saved_by_value(tmp_path):
-    whole = torch.arange(12.0).reshape(3, 4)
+    x = torch.arange(12.0).reshape(3, 4)
     tangled = torch.tensor([1 + 2j, 3 - 4j])
     document = {
-        "view": whole.T[1:],
-        "parameter": nn.Parameter(whole),
+        "view": x.T[1:],
+        "parameter": nn.Parameter(x),
         "conjugate": tangled.conj(),
         "negative": tangled.conj().imag,
         "strided": np.arange(12)[::3],
@@ -146,8 +146,8 @@ def test_views_parameters_and_lazy_conjugates_are_saved_by_value(tmp_path):
     }
     write_state(tmp_path, document)
     state = read_state(tmp_path)
-    assert torch.equal(state["view"], whole.T[1:])
-    assert torch.equal(state["parameter"], whole)
+    assert torch.equal(state["view"], x.T[1:])
+    assert torch.equal(state["parameter"], x)
     assert not state["parameter"].requires_grad
     assert state["conjugate"].tolist() == [1 - 2j, 3 + 4j]
     assert state["negative"].tolist() == [-2, 4]

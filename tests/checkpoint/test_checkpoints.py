@@ -195,8 +195,10 @@ def loaded_weights(path, config, out):
 def test_bf16_gets_its_master_weights_from_fp32_weights(pool, checkpoint, tmp_path):
     path = checkpoint(LLAMA)
     pool.run(2, train_and_save, path, settings("1x1x2"), str(tmp_path), {}, 0)
-    found = pool.run(4, masters_after_loading, path, settings("1x1x2", data=2, bf16=True), str(tmp_path), str(tmp_path))
-    before, after = found[0]
+    masters = pool.run(
+        4, masters_after_loading, path, settings("1x1x2", data=2, bf16=True), str(tmp_path), str(tmp_path)
+    )
+    before, after = masters[0]
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -309,9 +311,9 @@ def save_while_saving(path, config, out):
 
 def test_a_model_can_be_saved_while_a_checkpoint_is_being_written(pool, checkpoint, tmp_path):
     config = settings("1x1x2", asynchronous=True)
-    found = pool.run(2, save_while_saving, checkpoint(LLAMA), config, str(tmp_path), timeout_s=60)[0]
-    assert not torch.equal(*(weights["model.norm.weight"] for weights in found))
-    for weights, folder in zip(found, ("checkpoints/global_step1", "model"), strict=True):
+    saved = pool.run(2, save_while_saving, checkpoint(LLAMA), config, str(tmp_path), timeout_s=60)[0]
+    assert not torch.equal(*(weights["model.norm.weight"] for weights in saved))
+    for weights, folder in zip(saved, ("checkpoints/global_step1", "model"), strict=True):
         read = stored(tmp_path / folder)
         assert all(torch.equal(weights[name], read[name]) for name in read)
 

@@ -76,8 +76,8 @@ def test_training_goes_on_with_other_stages(pool, alone, saved, kind, layout):
     path, _, out, losses, _ = saved(kind)
     config = OTHERS[layout]
     ranks = ranks_of(config)
-    found = (alone if ranks == 1 else pool).run(ranks, resume, path, config, str(out), {})[0]
-    assert found == pytest.approx(losses, rel=1e-6)
+    resumed_losses = (alone if ranks == 1 else pool).run(ranks, resume, path, config, str(out), {})[0]
+    assert resumed_losses == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +102,11 @@ def test_files_for_each_rank_and_back(checkpoint, tmp_path, monkeypatch, capsys,
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
-        read, own = (local_state(cuboid.from_pretrained(each, section)) for each in (path, tmp_path / "ranks"))
-        assert read.keys() == own.keys()
-        assert all(torch.equal(read[name], own[name]) for name in read)
+        read, from_rank_files = (
+            local_state(cuboid.from_pretrained(folder, section)) for folder in (path, tmp_path / "ranks")
+        )
+        assert read.keys() == from_rank_files.keys()
+        assert all(torch.equal(read[name], from_rank_files[name]) for name in read)
 
 
 def test_files_for_ranks_of_other_chunks_are_rejected(checkpoint, tmp_path, monkeypatch):

@@ -74,12 +74,12 @@ def test_a_cast_equals_torchs_and_sets_the_dtype_in_the_config(checkpoint, tmp_p
 
 def test_tensors_of_integers_are_never_cast(checkpoint, tmp_path):
     shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
-    whole = stored(tmp_path / "source") | {"counts": torch.arange(2**24 + 1, 2**24 + 5), "none": torch.empty(0, 3)}
-    whole["number"] = torch.tensor(1.5)
-    save_file(whole, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    tensors = stored(tmp_path / "source") | {"counts": torch.arange(2**24 + 1, 2**24 + 5), "none": torch.empty(0, 3)}
+    tensors["number"] = torch.tensor(1.5)
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     run(tmp_path / "source", tmp_path / "cast", dtype=torch.bfloat16)
     after = stored(tmp_path / "cast")
-    assert torch.equal(after["counts"], whole["counts"])
+    assert torch.equal(after["counts"], tensors["counts"])
     assert after["none"].shape == (0, 3)
     assert after["number"] == torch.tensor(1.5, dtype=torch.bfloat16)
 
@@ -135,11 +135,11 @@ def test_a_model_without_a_class_is_only_cast_to_what_rounds_nothing(checkpoint,
 
 def test_a_value_out_of_float16s_range_is_rejected_with_the_tensors_name(checkpoint, tmp_path):
     shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
-    whole = stored(tmp_path / "source")
-    whole["model.norm.weight"][3] = 70_000.0
-    whole["lm_head.weight"][0, 0] = torch.inf
-    whole["lm_head.weight"][0, 1] = torch.nan
-    save_file(whole, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    tensors = stored(tmp_path / "source")
+    tensors["model.norm.weight"][3] = 70_000.0
+    tensors["lm_head.weight"][0, 0] = torch.inf
+    tensors["lm_head.weight"][0, 1] = torch.nan
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds 70000, .* 65504"):
         run(tmp_path / "source", tmp_path / "cast", dtype=torch.float16)
     assert nothing_left(tmp_path / "cast")
@@ -190,10 +190,10 @@ def test_files_beside_the_weights_are_copied_and_skipped_ones_are_named(checkpoi
 
 def test_pickled_weights_need_trust_and_then_convert_to_the_same(checkpoint, tmp_path):
     path = Path(checkpoint(LLAMA))
-    whole = stored(path)
+    tensors = stored(path)
     (tmp_path / "old").mkdir()
     shutil.copy(path / "config.json", tmp_path / "old")
-    halves = [dict(list(whole.items())[part::2]) for part in range(2)]
+    halves = [dict(list(tensors.items())[part::2]) for part in range(2)]
     weight_map = {}
     for number, half in enumerate(halves, 1):
         file = f"pytorch_model-0000{number}-of-00002.bin"
@@ -238,8 +238,8 @@ def test_pickles_that_cannot_be_streamed_are_rejected_with_the_reason(checkpoint
     with pytest.raises(CheckpointError, match=r"format before torch 1\.6"):
         run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
     torch.save({"a": torch.ones(6)}, file)
-    whole = file.read_bytes()
-    for damaged in (whole[:-40], whole.replace(torch.ones(6).numpy().tobytes(), torch.zeros(6).numpy().tobytes())):
+    intact = file.read_bytes()
+    for damaged in (intact[:-40], intact.replace(torch.ones(6).numpy().tobytes(), torch.zeros(6).numpy().tobytes())):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is not a complete file"):
             run(tmp_path / "old", tmp_path / "new", trust_pickle=True)

@@ -181,17 +181,17 @@ def written(tmp_path_factory):
 
 def weights_of(root, case):
     """The weights of the engine's ranks, by name."""
-    found = {}
+    weights = {}
     for file in sorted(root.glob(f"{case}.*.weights")):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 def assert_trained(root, case, folder):
     """Check that the folder has the engine's weights, in the form of the model's own checkpoints."""
     before, wanted = stored(root / CASES[case]), weights_of(root, case)
-    found = stored(folder)
-    assert found.keys() == before.keys()
+    converted = stored(folder)
+    assert converted.keys() == before.keys()
     model, start = (
         AutoModelForCausalLM.from_pretrained(folder),
         AutoModelForCausalLM.from_pretrained(root / CASES[case]),
@@ -238,9 +238,9 @@ def test_a_cast_to_the_models_dtype_gives_the_models_own_weights(written, tmp_pa
     for case in ("zero0-bf16", "zero1-bf16", "pipeline"):
         target = tmp_path / case
         run(written / case, target, model=written / CASES[case], trust_pickle=True, dtype=torch.bfloat16)
-        found = stored(target)
-        assert {x.dtype for x in found.values()} == {torch.bfloat16}
-        assert all(torch.equal(found[name], x.bfloat16()) for name, x in weights_of(written, case).items())
+        converted = stored(target)
+        assert {x.dtype for x in converted.values()} == {torch.bfloat16}
+        assert all(torch.equal(converted[name], x.bfloat16()) for name, x in weights_of(written, case).items())
 
 
 def test_direct_conversion_to_per_rank_files(written, tmp_path):

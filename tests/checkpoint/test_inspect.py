@@ -53,21 +53,21 @@ def trained(pool, checkpoint, tmp_path_factory):
 
 
 def test_step_layout_versions_and_lineage_of_a_checkpoint_are_shown(trained, checkpoint):
-    status, found = as_json(trained)
+    status, shown = as_json(trained)
     assert status == 0
-    assert found["kind"] == "checkpoint of cuboid"
-    assert found["path"] == str(trained / "global_step2")
-    assert found["step"] == 2
-    assert found["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 1}
-    assert found["layout"]["stages"] == 2
-    assert found["layout"]["world_size"] == 4
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["optimizer"]["quantities"] == ["exp_avg", "exp_avg_sq", "master"]
-    assert [(ancestor["path"], ancestor["step"]) for ancestor in found["lineage"]] == [
+    assert shown["kind"] == "checkpoint of cuboid"
+    assert shown["path"] == str(trained / "global_step2")
+    assert shown["step"] == 2
+    assert shown["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 1}
+    assert shown["layout"]["stages"] == 2
+    assert shown["layout"]["world_size"] == 4
+    assert shown["versions"]["torch"] == torch.__version__
+    assert shown["optimizer"]["quantities"] == ["exp_avg", "exp_avg_sq", "master"]
+    assert [(ancestor["path"], ancestor["step"]) for ancestor in shown["lineage"]] == [
         (str(checkpoint(LLAMA)), None),
         (str(trained / "global_step1"), 1),
     ]
-    assert found["lineage"][1]["data_fingerprint"] == "abc"
+    assert shown["lineage"][1]["data_fingerprint"] == "abc"
     status, text = inspect(trained)
     assert status == 0
     for part in ("mesh 1×2×1, 2 stage(s) of 1, 1 layers", "lineage", str(trained / "global_step1"), "exp_avg_sq"):
@@ -76,14 +76,14 @@ def test_step_layout_versions_and_lineage_of_a_checkpoint_are_shown(trained, che
 
 def test_every_tensor_and_file_of_a_checkpoint_is_listed(trained):
     folder = trained / "global_step2"
-    _, found = as_json(folder)
-    assert {file["name"]: file["bytes"] for file in found["files"]} == {
+    _, shown = as_json(folder)
+    assert {file["name"]: file["bytes"] for file in shown["files"]} == {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
     }
-    assert [file["name"] for file in found["files"] if file["sha256"] is None] == ["manifest.json"]
+    assert [file["name"] for file in shown["files"] if file["sha256"] is None] == ["manifest.json"]
     for where in ("", "optimizer/exp_avg", "optimizer/master"):
         tensors = stored(folder / where)
-        listed = {x["name"]: x for x in found["tensors"] if x["file"].rpartition("/")[0] == where}
+        listed = {x["name"]: x for x in shown["tensors"] if x["file"].rpartition("/")[0] == where}
         assert {name: tuple(x["shape"]) for name, x in listed.items()} == {
             name: tuple(x.shape) for name, x in tensors.items()
         }
@@ -113,9 +113,9 @@ def test_verify_finds_a_single_flipped_bit_and_names_the_file(trained, tmp_path)
     status, text = inspect(tmp_path / "copy", "--verify")
     assert status == 1
     assert f"wrong: {file}" in text
-    status, found = as_json(tmp_path / "copy", "--verify")
+    status, shown = as_json(tmp_path / "copy", "--verify")
     assert status == 1
-    assert len(found["faults"]) == 1
+    assert len(shown["faults"]) == 1
     assert inspect(tmp_path / "copy" / "global_step1", "--verify")[0] == 0
 
 
@@ -138,9 +138,9 @@ def test_missing_truncated_and_foreign_files_are_reported_without_verify(trained
 
 
 def test_a_hugging_face_folder_is_recognized_and_its_index_is_checked(checkpoint, tmp_path):
-    status, found = as_json(checkpoint(LLAMA))
-    assert (status, found["kind"], found["step"]) == (0, "Hugging Face checkpoint", None)
-    assert {x["name"] for x in found["tensors"]} == set(stored(checkpoint(LLAMA)))
+    status, shown = as_json(checkpoint(LLAMA))
+    assert (status, shown["kind"], shown["step"]) == (0, "Hugging Face checkpoint", None)
+    assert {x["name"] for x in shown["tensors"]} == set(stored(checkpoint(LLAMA)))
     status, text = inspect(checkpoint(LLAMA), "--verify")
     assert status == 0
     assert "no checksums are recorded" in text
@@ -155,10 +155,10 @@ def test_a_hugging_face_folder_is_recognized_and_its_index_is_checked(checkpoint
 
 def test_per_rank_files_show_their_layout_and_are_verified(checkpoint, tmp_path):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1", 2))
-    status, found = as_json(tmp_path / "ranks", "--verify")
-    assert (status, found["kind"]) == (0, "per-rank files")
-    assert found["layout"]["layers"] == [1, 1]
-    assert [file["name"] for file in found["files"] if file["sha256"] is None] == ["shards.json"]
+    status, shown = as_json(tmp_path / "ranks", "--verify")
+    assert (status, shown["kind"]) == (0, "per-rank files")
+    assert shown["layout"]["layers"] == [1, 1]
+    assert [file["name"] for file in shown["files"] if file["sha256"] is None] == ["shards.json"]
     flip(tmp_path / "ranks" / "rank-00002-of-00004.safetensors")
     status, text = inspect(tmp_path / "ranks", "--verify")
     assert status == 1
@@ -195,7 +195,7 @@ def test_pickles_of_deepspeed_are_listed_and_never_opened(tmp_path):
     (tmp_path / "run" / "global_step7").mkdir(parents=True)
     (tmp_path / "run" / "latest").write_text("global_step7")
     torch.save({"module": Harm(tmp_path / "harm")}, tmp_path / "run" / "global_step7" / "mp_rank_00_model_states.pt")
-    status, found = as_json(tmp_path / "run", "--verify")
-    assert (status, found["kind"]) == (0, "DeepSpeed checkpoint")
-    assert [file["name"] for file in found["files"]] == ["mp_rank_00_model_states.pt"]
+    status, shown = as_json(tmp_path / "run", "--verify")
+    assert (status, shown["kind"]) == (0, "DeepSpeed checkpoint")
+    assert [file["name"] for file in shown["files"]] == ["mp_rank_00_model_states.pt"]
     assert not (tmp_path / "harm").exists()

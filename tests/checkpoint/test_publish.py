@@ -98,7 +98,7 @@ def check_own(folder):
 
 def crash_everywhere(saves, folder, before, after, every=1):
     """Crash before every change: the old or the new weights are intact, and the next save removes other files."""
-    found = []
+    values = []
     for change in itertools.count(1, every):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(saves / f"{before}1", folder)
@@ -106,7 +106,7 @@ def crash_everywhere(saves, folder, before, after, every=1):
         child = forked(crash_at, saves / f"{after}2", folder, change)
         child.join(30)
         assert child.exitcode in (0, CRASHED)
-        found.append(value_of(folder))
+        values.append(value_of(folder))
         for form in [list(FORMS)[change % 3]] if every > 1 else [list(FORMS)[change % 3], after]:
             save(saves / f"{form}3", folder)
             assert value_of(folder) == 3.0
@@ -116,9 +116,9 @@ def crash_everywhere(saves, folder, before, after, every=1):
             assert not (folder / SCRATCH).exists()
         if child.exitcode == 0:
             break
-    assert set(found) == {1.0, 2.0}
-    assert found == sorted(found)
-    return len(found)
+    assert set(values) == {1.0, 2.0}
+    assert values == sorted(values)
+    return len(values)
 
 
 @pytest.mark.parametrize(("before", "after"), [("single", "two"), ("two", "single"), ("three", "two")])

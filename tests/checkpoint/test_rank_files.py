@@ -59,9 +59,9 @@ def laid_out(draw):
 @given(laid_out(), st.data())
 def test_a_ranks_file_has_exactly_its_shards_and_all_files_together_everything(tmp_path_factory, drawn, data):
     mesh, cut = drawn
-    whole = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
+    full = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
     rows = data.draw(st.lists(st.integers(1, max(cut.shape[0], 1)), max_size=4))
-    blocks = list(torch.tensor_split(whole, sorted(row for row in rows if row < cut.shape[0])))
+    blocks = list(torch.tensor_split(full, sorted(row for row in rows if row < cut.shape[0])))
     tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredLayout.of(cut), stages=(0,))
     folder = tmp_path_factory.mktemp("ranks")
     plan = RankPlan(mesh, (), {"x": tensor}, ())
@@ -69,15 +69,15 @@ def test_a_ranks_file_has_exactly_its_shards_and_all_files_together_everything(t
     write_document(folder, write_rank_files(folder, tensors, plan, lambda _: None))
     places = RankFolder.read(folder).topology
     for place in range(places.world_size):
-        own = load_file(folder / file_name(places, place))["x"]
-        padded = take_shard(whole, cut, Mesh(mesh, rank=place, world_size=places.world_size))
-        assert torch.equal(own, padded[: own.shape[0]])
-        assert not padded[own.shape[0] :].any()
+        shard = load_file(folder / file_name(places, place))["x"]
+        padded = take_shard(full, cut, Mesh(mesh, rank=place, world_size=places.world_size))
+        assert torch.equal(shard, padded[: shard.shape[0]])
+        assert not padded[shard.shape[0] :].any()
     height = data.draw(st.integers(1, 200))
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(tensors_module, "BLOCK_BYTES", height)
         read = open_rank_files(folder, stack, lambda _: contextlib.nullcontext(lambda _: None))
-        assert torch.equal(torch.cat(list(read.blocks("x"))), whole)
+        assert torch.equal(torch.cat(list(read.blocks("x"))), full)
 
 
 @pytest.mark.sample(4)
@@ -131,15 +131,15 @@ def test_tensor_names_of_old_checkpoints_are_kept(checkpoint, tmp_path):
     """The GPT-2 of 2019 was saved without the base model's prefix, and with masks that are ignored now."""
     old = tmp_path / "old"
     shutil.copytree(checkpoint(FUSED), old)
-    whole = {name.removeprefix("transformer."): x for name, x in stored(old).items()}
+    tensors = {name.removeprefix("transformer."): x for name, x in stored(old).items()}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 4, 4).tril() for layer in range(2)}
-    save_file(whole | masks, old / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | masks, old / "model.safetensors", metadata={"format": "pt"})
     output = run(old, tmp_path / "ranks", config=layout("1x2x1", 2))
     assert "left out: tensor h.0.attn.bias, which the model doesn't use" in output
     run(tmp_path / "ranks", tmp_path / "back")
     after = stored(tmp_path / "back")
-    assert after.keys() == whole.keys()
-    assert all(torch.equal(after[name], x) for name, x in whole.items())
+    assert after.keys() == tensors.keys()
+    assert all(torch.equal(after[name], x) for name, x in tensors.items())
 
 
 def alter(file):
@@ -177,7 +177,7 @@ def test_damaged_per_rank_files_are_rejected_with_their_names(checkpoint, tmp_pa
 def test_a_checkpoint_that_ranks_could_not_load_is_rejected_with_the_tensors_name(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint(LLAMA), source)
-    whole = stored(source)
+    weights = stored(source)
 
     def assert_rejected(tensors, expected, **options):
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -186,12 +186,12 @@ def test_a_checkpoint_that_ranks_could_not_load_is_rejected_with_the_tensors_nam
         assert nothing_left(tmp_path / "ranks")
 
     name = "model.layers.1.mlp.up_proj.weight"
-    assert_rejected({key: x for key, x in whole.items() if key != name}, f"no tensor for {name}")
-    assert_rejected(whole | {"model.extra.weight": torch.ones(2)}, r"a tensor model\.extra\.weight")
-    assert_rejected(whole | {name: torch.ones(3, 3)}, rf"{name} is of shape \[3, 3\]")
-    assert_rejected(whole, "world.* 6", world_size=6)
-    assert_rejected(whole, "divide", config=layout("1x3x1"))
-    assert_rejected(whole, "stages", config=layout("1x1x1", 4))
+    assert_rejected({key: x for key, x in weights.items() if key != name}, f"no tensor for {name}")
+    assert_rejected(weights | {"model.extra.weight": torch.ones(2)}, r"a tensor model\.extra\.weight")
+    assert_rejected(weights | {name: torch.ones(3, 3)}, rf"{name} is of shape \[3, 3\]")
+    assert_rejected(weights, "world.* 6", world_size=6)
+    assert_rejected(weights, "divide", config=layout("1x3x1"))
+    assert_rejected(weights, "stages", config=layout("1x1x1", 4))
 
 
 def test_experts_that_are_stored_separately_are_not_sharded_by_a_mesh(checkpoint, tmp_path):
@@ -230,8 +230,8 @@ def test_loading_a_ranks_file_equals_slicing_the_full_checkpoint(
     # All of the first replica, and one of the second, which reads the same files.
     for rank in (*range(places), 2 * places - 1):
         cut = load(monkeypatch, path, config, rank, 2 * places)
-        own = _machine_of(cut.cuboid.mesh, tmp_path)
-        model = load(monkeypatch, own, config, rank, 2 * places)
+        rank_folder = _machine_of(cut.cuboid.mesh, tmp_path)
+        model = load(monkeypatch, rank_folder, config, rank, 2 * places)
         wanted, state = local_state(cut), local_state(model)
         assert state.keys() == wanted.keys()
         tensors = [name for name, x in wanted.items() if isinstance(x, torch.Tensor)]
@@ -243,21 +243,23 @@ def test_loading_a_ranks_file_equals_slicing_the_full_checkpoint(
 def _machine_of(mesh, tmp_path):
     """A folder as on a rank's machine: with the rank's own file, and the files beside the weights."""
     document = RankFolder.read(tmp_path / "ranks")
-    own = tmp_path / f"rank {mesh.rank}"
-    own.mkdir()
+    rank_folder = tmp_path / f"rank {mesh.rank}"
+    rank_folder.mkdir()
     for file in (tmp_path / "ranks").iterdir():
         if not file.name.startswith("rank-") or file.name == document.file_of(mesh.coordinate):
-            shutil.copy(file, own)
-    return own
+            shutil.copy(file, rank_folder)
+    return rank_folder
 
 
 def test_options_of_from_pretrained_are_respected(checkpoint, tmp_path, monkeypatch):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1"))
     config = layout_section("1x2x1")
     model = load(monkeypatch, tmp_path / "ranks", config, 1, 2, dtype=torch.bfloat16, attention_dropout=0.25)
-    whole = load(monkeypatch, checkpoint(LLAMA), config, 1, 2)
+    full_precision = load(monkeypatch, checkpoint(LLAMA), config, 1, 2)
     assert model.config.attention_dropout == 0.25
-    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(model.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(x, y.bfloat16()) for x, y in zip(model.parameters(), full_precision.parameters(), strict=True)
+    )
     with cuboid.scope(config):
         model, report = LlamaForCausalLM.from_pretrained(
             tmp_path / "ranks", attention_dropout=0.5, output_loading_info=True

@@ -47,8 +47,8 @@ def test_weights_survive_two_meshes_and_come_back_as_plain_ones(pool, architectu
     path = small_checkpoint(AUTO[architecture], architecture, tmp_path / "model")
     out, again = tmp_path / "out", tmp_path / "again"
     wanted = pool.run(ranks_of(SAVED), train_and_save, path, str(out), timeout_s=TIMEOUT_S)[0]
-    found, weights = pool.run(ranks_of(OTHER), resume_and_save, path, str(out), str(again), timeout_s=TIMEOUT_S)[0]
-    assert found == pytest.approx(wanted, rel=1e-4)
+    losses, weights = pool.run(ranks_of(OTHER), resume_and_save, path, str(out), str(again), timeout_s=TIMEOUT_S)[0]
+    assert losses == pytest.approx(wanted, rel=1e-4)
     assert same(again / f"global_step{BEFORE}", out / f"global_step{BEFORE}")
     run(again, tmp_path / "plain")
     plain = AUTO[architecture].from_pretrained(tmp_path / "plain").state_dict()

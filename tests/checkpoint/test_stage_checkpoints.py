@@ -73,7 +73,7 @@ def load_stage(monkeypatch, path, stage, stages, **options):
 @pytest.mark.parametrize("counts", [(4,), (1, 3), (1, 2, 1)])
 def test_a_stage_reads_only_its_own_tensors(monkeypatch, checkpoint, caplog, small, counts):
     path = checkpoint(small)
-    whole = stored(path)
+    checkpoint_tensors = stored(path)
     counted = CountedBytes(monkeypatch)
     seen = set()
     for stage in range(len(counts)):
@@ -81,16 +81,16 @@ def test_a_stage_reads_only_its_own_tensors(monkeypatch, checkpoint, caplog, sma
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="transformers"):
             model = load_stage(monkeypatch, path, stage, len(counts), balance=counts)
-        own = {name: x for name, x in local_state(model).items() if name in whole}
-        assert {name for name, _ in model.named_parameters()} == set(own)
-        assert all(torch.equal(x, whole[name]) for name, x in own.items())
-        assert counted.count == sum(x.nbytes for x in own.values())
+        stage_tensors = {name: x for name, x in local_state(model).items() if name in checkpoint_tensors}
+        assert {name for name, _ in model.named_parameters()} == set(stage_tensors)
+        assert all(torch.equal(x, checkpoint_tensors[name]) for name, x in stage_tensors.items())
+        assert counted.count == sum(x.nbytes for x in stage_tensors.values())
         assert "UNEXPECTED" not in caplog.text
         assert "MISSING" not in caplog.text
         assert not any(parameter.is_meta for parameter in model.parameters())
         assert not any(buffer.is_meta for buffer in model.buffers())
-        seen |= set(own)
-    assert seen == set(whole)
+        seen |= set(stage_tensors)
+    assert seen == set(checkpoint_tensors)
 
 
 def test_architectures_without_a_parallel_plan_load_in_stages(monkeypatch, tmp_path):
@@ -110,37 +110,37 @@ def test_architectures_without_a_parallel_plan_load_in_stages(monkeypatch, tmp_p
     # Several files, and experts that are merged while loading.
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    whole = model.state_dict()
+    full_state = model.state_dict()
     counted = CountedBytes(monkeypatch)
     for stage in range(3):
         counted.count = 0
         part = load_stage(monkeypatch, tmp_path, stage, 3)
-        own = local_state(part)
-        assert all(torch.equal(x, whole[name]) for name, x in own.items())
+        stage_state = local_state(part)
+        assert all(torch.equal(x, full_state[name]) for name, x in stage_state.items())
         assert counted.count == sum(parameter.nbytes for parameter in part.parameters())
 
 
 def test_a_checkpoint_of_the_base_model_without_its_prefix(monkeypatch, checkpoint, tmp_path, caplog):
     """Save a model as the GPT-2 of 2019 was saved, without the base model's prefix."""
-    whole = stored(checkpoint(TIED))
+    full_state = stored(checkpoint(TIED))
     save_file(
-        {name.removeprefix("transformer."): x for name, x in whole.items()},
+        {name.removeprefix("transformer."): x for name, x in full_state.items()},
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
     (tmp_path / "config.json").write_text((Path(checkpoint(TIED)) / "config.json").read_text())
     for stage in range(2):
         with caplog.at_level(logging.WARNING, logger="transformers"):
-            own = local_state(load_stage(monkeypatch, tmp_path, stage, 2))
-        assert all(torch.equal(x, whole[name]) for name, x in own.items() if name in whole)
+            stage_state = local_state(load_stage(monkeypatch, tmp_path, stage, 2))
+        assert all(torch.equal(x, full_state[name]) for name, x in stage_state.items() if name in full_state)
     assert "UNEXPECTED" not in caplog.text
 
 
 def test_a_missing_tensor_is_an_error_of_its_stage_only(monkeypatch, checkpoint, tmp_path):
     path = Path(checkpoint(UNTIED))
-    whole = stored(path)
-    del whole["model.layers.3.mlp.up_proj.weight"]
-    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = stored(path)
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     load_stage(monkeypatch, tmp_path, 0, 2)
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\.mlp\.up_proj\.weight"):
@@ -161,7 +161,7 @@ def test_stages_and_mesh_together_read_every_byte_once(pool, checkpoint):
     read, held = zip(*pool.run(8, bytes_read, path, pipeline(2, "1x2x2")), strict=True)
     assert sum(read) == total
     # The vocabulary's last rows are padded.
-    assert all(own <= kept <= own * 1.02 for own, kept in zip(read, held, strict=True))
+    assert all(bytes_of_rank <= kept <= bytes_of_rank * 1.02 for bytes_of_rank, kept in zip(read, held, strict=True))
 
 
 # --- saving ------------------------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def loss_of_final_states(path, mesh, chunk_bytes):
         chunk_bytes=chunk_bytes,
     )
     norm = gradient.square().sum()
-    own = model.lm_head.weight.grad.square().sum()
-    return loss.item(), norm.item(), own.item()
+    head_norm = model.lm_head.weight.grad.square().sum()
+    return loss.item(), norm.item(), head_norm.item()
 
 
 def _class_and_config(path):
@@ -245,8 +245,8 @@ def _class_and_config(path):
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 10**9])
 def test_the_chunked_loss_on_a_mesh(pool, checkpoint, mesh, chunk_bytes):
     path = checkpoint(UNTIED)
-    ((loss, norm, own),) = pool.run(1, loss_of_final_states, path, None, 10**9)
+    ((loss, norm, head_norm),) = pool.run(1, loss_of_final_states, path, None, 10**9)
     ranks = pool.run(MeshShape.parse(mesh).size, loss_of_final_states, path, mesh, chunk_bytes)
     assert [rank[0] for rank in ranks] == pytest.approx([loss] * len(ranks), rel=1e-6)
     assert sum(rank[1] for rank in ranks) == pytest.approx(norm, rel=1e-5)
-    assert sum(rank[2] for rank in ranks) == pytest.approx(own, rel=1e-5)
+    assert sum(rank[2] for rank in ranks) == pytest.approx(head_norm, rel=1e-5)

@@ -24,8 +24,10 @@ STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
 def bench(checkpoint, folder, config, *options):
     """Exit status, what was printed, and the report if there is one."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    given = ("--model", checkpoint, "--config", folder / "config.json", "--json", folder / "out" / "report.json")
-    status, output = world(2, BIN / "cuboid", "bench", *given, "--seq-len", 32, "--steps", 2, "--warmup", 1, *options)
+    arguments = ("--model", checkpoint, "--config", folder / "config.json", "--json", folder / "out" / "report.json")
+    status, output = world(
+        2, BIN / "cuboid", "bench", *arguments, "--seq-len", 32, "--steps", 2, "--warmup", 1, *options
+    )
     report = folder / "out" / "report.json"
     return status, output, json.loads(report.read_text()) if report.exists() else None
 

@@ -229,8 +229,8 @@ def test_offloading_that_a_mesh_has_no_rule_for_is_rejected(zero, message):
     ],
 )
 def test_settings_that_are_incompatible_with_a_pipeline_are_rejected(keys, world_size, message):
-    whole = {"pipeline": PIPELINE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **keys}
-    config, rest = split_config(whole)
+    sections = {"pipeline": PIPELINE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **keys}
+    config, rest = split_config(sections)
     with pytest.raises(ConfigError, match=message):
         check_framework_config(config, rest, world_size)
 

@@ -17,10 +17,10 @@ def run(checkpoint: Callable[[SmallModel], str], folder: Path, ranks: int, count
     sources = [fuzzing.source_of(case, folder) for case in cases]
     # DeepSpeed keeps its world size in module variables, so that a process can only be used for one.
     with WorkerPool(ranks) as pool:
-        found = pool.run(ranks, fuzzing.attempt_all, sources, checkpoint(SMALL), timeout_s=120 + 3 * count)
-    wrong = [fault for case, *each in zip(cases, *found, strict=True) if (fault := fuzzing.faults(case, each))]
+        by_rank = pool.run(ranks, fuzzing.attempt_all, sources, checkpoint(SMALL), timeout_s=120 + 3 * count)
+    wrong = [fault for case, *results in zip(cases, *by_rank, strict=True) if (fault := fuzzing.faults(case, results))]
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
-    return sum(status == "trained" for status, _ in found[0])
+    return sum(status == "trained" for status, _ in by_rank[0])
 
 
 @pytest.mark.parametrize(("ranks", "count"), [pytest.param(1, 40, marks=pytest.mark.slow), (2, 20)])

@@ -139,11 +139,11 @@ def kept_by_autograd(small, mesh, dtype):
     ids = tokens(small)
     with keepers.hooks:
         loss = model(input_ids=ids, labels=ids).loss
-    found = keepers.bytes()
+    kept = keepers.bytes()
     loss.backward()
     last = str(small.layers - 1)
-    layer = {kind: size for (number, kind), size in found.items() if number == last}
-    return cuboid.mesh_of(model).coordinate, layer, sum(found.values())
+    layer = {kind: size for (number, kind), size in kept.items() if number == last}
+    return cuboid.mesh_of(model).coordinate, layer, sum(kept.values())
 
 
 @pytest.mark.sample(6)
@@ -151,14 +151,14 @@ def kept_by_autograd(small, mesh, dtype):
 @pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_kept_activations_match_the_formula(pool, small, mesh, dtype):
-    shape, whole, size = MeshShape.parse(mesh), describe_modules(built(small)), dtype.itemsize
-    ends = end_kept_bytes(end_sizes(whole), shape, BATCH, LENGTH, element_bytes=size)
+    shape, described, size = MeshShape.parse(mesh), describe_modules(built(small)), dtype.itemsize
+    ends = end_kept_bytes(end_sizes(described), shape, BATCH, LENGTH, element_bytes=size)
     for at, layer, model in pool.run(shape.size, kept_by_autograd, small, mesh, dtype):
-        sizes = block_sizes(whole, shape), kept_sizes(whole, shape, at)
+        sizes = block_sizes(described, shape), kept_sizes(described, shape, at)
         assert layer == layer_kept_bytes(*sizes, shape, BATCH, LENGTH, element_bytes=size)
         assert model == small.layers * sum(layer.values()) + sum(ends.values())
         # And as one sum.
-        assert model == sum(model_kept_bytes(whole, shape, at, BATCH, LENGTH, element_bytes=size).values())
+        assert model == sum(model_kept_bytes(described, shape, at, BATCH, LENGTH, element_bytes=size).values())
 
 
 def bytes_of_ends(small, mesh):
@@ -203,9 +203,9 @@ def held_after_a_step(small, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_gradients_and_optimizer_states_are_divided_by_the_mesh(pool, mesh):
     small = dataclasses.replace(MODELS["llama"], vocabulary=144)
-    whole = sum(p.numel() for p in built(small).parameters())
+    total = sum(p.numel() for p in built(small).parameters())
     shape = MeshShape.parse(mesh)
-    expected = state_bytes(whole, shape, element_bytes=4, optimizer_bytes=8)
+    expected = state_bytes(total, shape, element_bytes=4, optimizer_bytes=8)
     for held in pool.run(shape.size, held_after_a_step, small, mesh):
         assert held == [expected["parameters"], expected["gradients"], expected["optimizer"]]
 
@@ -214,24 +214,24 @@ def gathered_blocks(small, mesh):
     """Size of each weight's unsharded block."""
     model = sharded(small, mesh)
     cuboid.mesh_of(model).connect()
-    found = {}
+    sizes = {}
     for name in BLOCKS:
         linear = model.get_submodule(name)
         with linear.sharded_params["weight"].unshard(linear.weight) as block:
-            found[name] = block.untyped_storage().nbytes()
-    return found
+            sizes[name] = block.untyped_storage().nbytes()
+    return sizes
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "3x1x2", "2x2x2", "1x2x3"])
 def test_unsharded_weights_have_the_formulas_size(pool, mesh):
     small = MODELS["llama"]
-    shape, whole = MeshShape.parse(mesh), built(small)
+    shape, model = MeshShape.parse(mesh), built(small)
     expected = {
-        name: block_bytes(whole.get_parameter(f"{name}.weight").shape, kind, shape, 4) for name, kind in BLOCKS.items()
+        name: block_bytes(model.get_parameter(f"{name}.weight").shape, kind, shape, 4) for name, kind in BLOCKS.items()
     }
-    for found in pool.run(shape.size, gathered_blocks, small, mesh):
-        assert found == expected
+    for sizes in pool.run(shape.size, gathered_blocks, small, mesh):
+        assert sizes == expected
 
 
 @given(st.sampled_from(["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x2x2", "1x4x2"]), st.booleans(), st.integers(1, 4))
@@ -243,11 +243,11 @@ def test_activations_shrink_as_the_mesh_grows(mesh, gated, nonlinearity):
         features = 64 // (on.sequence * on.hidden)
         return layer_kept_bytes(sizes, KeptSizes(8, features, nonlinearity), on, 8, 16)
 
-    alone, own = kept(MeshShape()), kept(shape)
+    alone, on_mesh = kept(MeshShape()), kept(shape)
     for keeper in ("linear_inputs", "attention", "nonlinearity"):
-        assert own[keeper] * shape.size == alone[keeper]
+        assert on_mesh[keeper] * shape.size == alone[keeper]
     # Statistics are the same on all ranks along `hidden`, and gathered weights on all of `batch` and `sequence`.
-    assert alone["norms"] <= own["norms"] * shape.size
+    assert alone["norms"] <= on_mesh["norms"] * shape.size
 
 
 def test_models_without_a_formula_are_rejected():

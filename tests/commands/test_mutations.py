@@ -96,7 +96,9 @@ def where(mutation: Mutation) -> tuple[Layout, SmallModel, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", {where(each): each for each in MUTATIONS}.values(), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "mutation", {where(mutation): mutation for mutation in MUTATIONS}.values(), ids=lambda mutation: mutation.name
+)
 def test_without_a_mistake_nothing_is_found(run: Run, mutation: Mutation) -> None:
     report = run(mutation, healthy=True)
     assert report.passed, describe(report)

@@ -99,7 +99,7 @@ def test_equal_outcomes_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "failing"),
     [
         ({"loss": 2.1}, [("loss", "step 1")]),
         ({"loss": math.nan}, [("loss", "step 1")]),
@@ -110,8 +110,8 @@ def test_equal_outcomes_pass() -> None:
         ({"logits": torch.zeros(1, 4, 5)}, [("logits", "logits")]),
     ],
 )
-def test_each_kind_is_compared(changes: dict[str, torch.Tensor | float], found: list[tuple[str, str]]) -> None:
-    assert wrong(**changes) == found
+def test_each_kind_is_compared(changes: dict[str, torch.Tensor | float], failing: list[tuple[str, str]]) -> None:
+    assert wrong(**changes) == failing
 
 
 def test_missing_and_surplus_tensors_fail() -> None:
@@ -157,8 +157,10 @@ def test_the_first_difference_is_located(failing: list, sentence: str | None) ->
     names = [("activation", "first"), ("activation", "second"), ("logits", "logits")]
     names += [("loss", "step 1"), ("loss", "step 2"), ("gradient", "first"), ("gradient", "second")]
     names += [("weight", "first"), ("weight", "second")]
-    found = first_difference([Check(*name, error=float(name in failing), magnitude=1, tolerance=0.5) for name in names])
-    assert found is None if sentence is None else sentence in (found or "")
+    located = first_difference(
+        [Check(*name, error=float(name in failing), magnitude=1, tolerance=0.5) for name in names]
+    )
+    assert located is None if sentence is None else sentence in (located or "")
 
 
 def test_a_report_is_printed_and_written(tmp_path: Path) -> None:
@@ -209,11 +211,11 @@ def test_gradients_are_float64_under_the_mode() -> None:
 
 def test_parts_of_the_residual_stream_are_assembled() -> None:
     topology = Topology(MeshShape(2, 3, 2), 12)
-    whole = torch.arange(2 * 7 * 4).view(2, 7, 4)
-    padded = functional.pad(whole, (0, 0, 0, 2))
+    full = torch.arange(2 * 7 * 4).view(2, 7, 4)
+    padded = functional.pad(full, (0, 0, 0, 2))
     at = [topology.coordinate(rank) for rank in range(12)]
     parts = [padded[c.batch : c.batch + 1, c.sequence * 3 : c.sequence * 3 + 3, c.hidden * 2 :][..., :2] for c in at]
-    assert torch.equal(assemble(parts, at, topology.shape)[:, :7], whole)
+    assert torch.equal(assemble(parts, at, topology.shape)[:, :7], full)
 
 
 def test_every_kind_of_row_occurs() -> None:
@@ -281,11 +283,11 @@ def test_the_engine_config_has_the_sections_that_affect_results() -> None:
     plan = engine_plan_of(Plan("nowhere", batch=4, accumulate=3), config)
     assert (plan.dtype, plan.mean_over, plan.clipping) == ("float32", "micro_batches", 0.5)
     assert (plan.learning_rate, plan.betas, plan.weight_decay) == (0.01, (0.8, 0.9), Plan("nowhere").weight_decay)
-    given = engine_config_of(plan, config)
-    assert given["zero_optimization"] == {"stage": 2}
-    assert given["optimizer"]["params"]["lr"] == 0.01
-    assert (given["train_micro_batch_size_per_gpu"], given["gradient_accumulation_steps"]) == (4, 3)
-    assert not {"scheduler", "tensorboard"} & given.keys()
+    engine_config = engine_config_of(plan, config)
+    assert engine_config["zero_optimization"] == {"stage": 2}
+    assert engine_config["optimizer"]["params"]["lr"] == 0.01
+    assert (engine_config["train_micro_batch_size_per_gpu"], engine_config["gradient_accumulation_steps"]) == (4, 3)
+    assert not {"scheduler", "tensorboard"} & engine_config.keys()
 
 
 def test_the_mean_of_a_pipeline_is_over_tokens() -> None:
@@ -303,8 +305,8 @@ def test_deepspeeds_default_clipping_is_used() -> None:
 
 def test_auto_values_are_taken_from_the_plan() -> None:
     config = {"optimizer": {"params": {"lr": "auto", "betas": "auto"}}, "gradient_clipping": "auto"}
-    given, plan = engine_plan_of(Plan("nowhere"), config), Plan("nowhere")
-    assert (given.learning_rate, given.betas, given.clipping) == (plan.learning_rate, plan.betas, plan.clipping)
+    parsed, plan = engine_plan_of(Plan("nowhere"), config), Plan("nowhere")
+    assert (parsed.learning_rate, parsed.betas, parsed.clipping) == (plan.learning_rate, plan.betas, plan.clipping)
 
 
 def test_tolerances_follow_the_precision() -> None:
@@ -390,15 +392,15 @@ def test_by_default_micro_batches_cross_the_models_thresholds(tmp_path: Path) ->
     assert lengths[1][1] < config.sliding_window
     assert plan.chunk_bytes(0, 50, 1) == 4 * 4 * 3 * 50
     assert plan.chunk_bytes(1, 50, 1) is None
-    given = complete(Plan(str(tmp_path), sequence_length=64), None)
-    assert (given.cases, given.model_config().sliding_window) == (None, 64)
+    completed = complete(Plan(str(tmp_path), sequence_length=64), None)
+    assert (completed.cases, completed.model_config().sliding_window) == (None, 64)
 
 
 def test_positions_reach_the_end_of_the_table_and_stop_there(tmp_path: Path) -> None:
     SmallModel("gpt2", positions=40).write(tmp_path)
     plan = complete(Plan(str(tmp_path), accumulate=2), None)
     positions = [batch["position_ids"] for batch in plan.micro_batches(0, 0, 50) if "position_ids" in batch]
-    assert [int(each.max()) for each in positions] == [39]
+    assert [int(x.max()) for x in positions] == [39]
     with pytest.raises(CuboidError, match="sequence_length is 41, beyond the model's 40 positions"):
         complete(Plan(str(tmp_path), sequence_length=41), None)
 

@@ -256,11 +256,11 @@ def test_an_interrupted_run_resumes_to_the_same_losses(job, finished, interrupte
     status, output = run(*LAUNCHERS[launcher], *train_arguments(job, out, config, "--resume"))
     assert status == 0, output
     assert output.count(f"going on after step {step} of {STEPS}, from {out}") == 1, output
-    report, whole = report_of(out), report_of(finished("deepspeed", config)[0])
-    assert report.train_losses == whole.train_losses
-    assert report.heldout_losses == whole.heldout_losses
+    report, uninterrupted = report_of(out), report_of(finished("deepspeed", config)[0])
+    assert report.train_losses == uninterrupted.train_losses
+    assert report.heldout_losses == uninterrupted.heldout_losses
     assert report.resumed_after == [step]
-    assert report.speed.tokens == whole.speed.tokens
+    assert report.speed.tokens == uninterrupted.speed.tokens
     assert (out / "loss.png").is_file()
 
 
@@ -269,11 +269,11 @@ def test_an_interrupted_run_resumes_on_one_rank(job, finished, interrupted):
     out, step, _ = interrupted("shielded")
     status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "alone", "--resume", f"--steps={STEPS}"))
     assert status == 0, output
-    report, whole = report_of(out), report_of(finished("deepspeed", "mesh")[0])
+    report, uninterrupted = report_of(out), report_of(finished("deepspeed", "mesh")[0])
     assert report.world_size == 1
-    assert report.train_losses[:step] == whole.train_losses[:step]
-    assert report.train_losses == pytest.approx(whole.train_losses, rel=1e-5)
-    assert report.losses.heldout_last == pytest.approx(whole.losses.heldout_last, rel=1e-5)
+    assert report.train_losses[:step] == uninterrupted.train_losses[:step]
+    assert report.train_losses == pytest.approx(uninterrupted.train_losses, rel=1e-5)
+    assert report.losses.heldout_last == pytest.approx(uninterrupted.losses.heldout_last, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -345,9 +345,9 @@ def test_a_model_comes_from_a_checkpoint_or_from_a_config_and_a_tokenizer(job, t
     ):
         with pytest.raises(CuboidError, match=message):
             plan(wrong)
-    found = plan(options(arch_config=config, tokenizer=tokenizer, steps=1))
-    whole = plan(options(model=job / "model", steps=1))
-    assert (found.vocabulary, found.model_sha256) == (whole.vocabulary, whole.model_sha256)
+    from_config = plan(options(arch_config=config, tokenizer=tokenizer, steps=1))
+    from_model = plan(options(model=job / "model", steps=1))
+    assert (from_config.vocabulary, from_config.model_sha256) == (from_model.vocabulary, from_model.model_sha256)
 
 
 @pytest.mark.slow
@@ -389,12 +389,12 @@ def start_again(job, out, config):
 
 def ranks_of(launcher):
     """The processes of the ranks, by rank."""
-    found = {}
+    processes = {}
     for child in psutil.Process(launcher.pid).children(recursive=True):
         for part in child.cmdline():
             if part.startswith("--local_rank="):
-                found[int(part.partition("=")[2])] = child
-    return found
+                processes[int(part.partition("=")[2])] = child
+    return processes
 
 
 def kill_a_rank_in_a_step(launcher, checkpoints):
@@ -454,15 +454,15 @@ def test_a_killed_run_goes_on_by_the_same_command_line_as_if_nothing_had_happene
     status, output = finish(start_again(job, tmp_path, config), timeout_s=240)
     assert status == 0, output
     assert output.count(f"going on after step {latest} of {STEPS}, from {tmp_path}") == 1, output
-    whole = uninterrupted(config)
-    report, expected = report_of(tmp_path), report_of(whole)
+    expected_out = uninterrupted(config)
+    report, expected = report_of(tmp_path), report_of(expected_out)
     assert report.resumed_after == [latest]
     assert report.train_losses == expected.train_losses
     assert report.heldout_losses == expected.heldout_losses
-    for name in ("train_losses.csv", *(f"model/{path.name}" for path in (whole / "model").iterdir())):
-        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+    for name in ("train_losses.csv", *(f"model/{path.name}" for path in (expected_out / "model").iterdir())):
+        assert (tmp_path / name).read_bytes() == (expected_out / name).read_bytes(), name
     # Neither a lock nor anything incomplete is left.
-    assert files_in(tmp_path) == files_in(whole)
+    assert files_in(tmp_path) == files_in(expected_out)
 
 
 def files_in(folder):

@@ -67,7 +67,7 @@ def test_a_classifiers_head_and_the_engine(tmp_path):
     model, adapter = written(tmp_path, AutoModelForSequenceClassification, "llama", task_type="SEQ_CLS")
     plan = Plan(model, batch=4, accumulate=2, adapter=adapter)
     report = verify(plan, config_of(stages=2, segments=1), timeout_s=TIMEOUT_S)
-    assert report.passed, [each.first_difference for each in report.passes]
+    assert report.passed, [compared.first_difference for compared in report.passes]
     core, engine = report.passes
     assert any("score" in check.name for check in core.checks if check.kind == "gradient")
     assert any("score" in check.name for check in engine.checks if check.kind == "moment")

@@ -137,7 +137,7 @@ def test_a_checkpoint_is_compared_as_what_it_is_for(pool, saved, name, config):
 def test_the_engine_is_compared_too(saved, name):
     plan = Plan(saved(name), batch=4, accumulate=2, data_parallel=2)
     report = verify(plan, config_of("1x1x2"), timeout_s=TIMEOUT_S)
-    assert report.passed, [each.first_difference for each in report.passes]
+    assert report.passed, [compared.first_difference for compared in report.passes]
 
 
 def test_a_model_of_images_is_refused(saved):
@@ -249,9 +249,9 @@ def test_zeros_in_front_of_a_dropout_are_not_taken_for_dropped():
 
 def test_ranks_with_the_same_padding_but_other_tokens_were_not_given_the_same():
     dropout = torch.nn.Sequential(torch.nn.Dropout(0.1))
-    given = torch.zeros(2, 3, 8, 64)
-    given[:, :, 5:] = torch.randn(2, 3, 3, 64)
-    one, other = (probe_masks(dropout.named_modules(), dropout, lambda x=x: dropout(x))["0"] for x in given)
+    inputs = torch.zeros(2, 3, 8, 64)
+    inputs[:, :, 5:] = torch.randn(2, 3, 3, 64)
+    one, other = (probe_masks(dropout.named_modules(), dropout, lambda x=x: dropout(x))["0"] for x in inputs)
     assert not torch.equal(one.inputs[0], other.inputs[0])
 
 
@@ -288,9 +288,9 @@ def masks_alike(seeds, again=()):
     with set_checkpoint_early_stop(False):
         repeated = probe_masks(modules(checkpointed), torch.nn.ModuleDict({"layer": checkpointed}), backward)
     (mesh,) = ThreadRanks(MeshShape(1, 1, 1)).meshes
-    found = compare_masks(calls, repeated, mesh)
-    assert {name.partition(", masks")[0] for name in found} == {"layer, its dropout 0", "layer, its dropout 1"}
-    return {name.rpartition(" ")[2] for name, (error, largest) in found.items() if error > largest}
+    differences = compare_masks(calls, repeated, mesh)
+    assert {name.partition(", masks")[0] for name in differences} == {"layer, its dropout 0", "layer, its dropout 1"}
+    return {name.rpartition(" ")[2] for name, (error, largest) in differences.items() if error > largest}
 
 
 def test_masks_of_functions_are_compared_between_calls_and_with_their_recomputation():

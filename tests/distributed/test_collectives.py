@@ -22,21 +22,21 @@ def both_ways(sizes, dtype):
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     for size in sizes:
         parts = [torch.arange(size, dtype=dtype).mul(3 + other).sin() for other in range(ranks)]
-        wholes = [torch.arange(ranks * size, dtype=dtype).mul(2 + other).cos() for other in range(ranks)]
+        terms_of_rank = [torch.arange(ranks * size, dtype=dtype).mul(2 + other).cos() for other in range(ranks)]
         for direct in (False, True):
             out = torch.empty(ranks * size, dtype=dtype)
             collectives.gather_into(out, parts[rank], group, direct=direct)
             assert torch.equal(out, torch.cat(parts))
             out = torch.empty(size, dtype=dtype)
-            collectives.reduce_scatter_into(out, wholes[rank], group, direct=direct)
-            wanted = torch.stack([whole[rank * size : (rank + 1) * size] for whole in wholes]).sum(0)
+            collectives.reduce_scatter_into(out, terms_of_rank[rank], group, direct=direct)
+            wanted = torch.stack([terms[rank * size : (rank + 1) * size] for terms in terms_of_rank]).sum(0)
             assert torch.equal(out, wanted)
             # A part of the result that lies in its place already, and a sum in several tensors.
             out = torch.full((ranks, size), float("nan"), dtype=dtype)
             collectives.gather_into(out, out[rank].copy_(parts[rank]), group, direct=direct)
             assert torch.equal(out.view(-1), torch.cat(parts))
             outs = [torch.empty(size // 3, dtype=dtype), torch.empty(1, size - size // 3, dtype=dtype)]
-            collectives.start_reduce_scatter_into(outs, wholes[rank].clone(), group, direct=direct).wait()
+            collectives.start_reduce_scatter_into(outs, terms_of_rank[rank].clone(), group, direct=direct).wait()
             # Which of the ranks' terms are added up first depends on the sizes.
             torch.testing.assert_close(torch.cat([outs[0], outs[1][0]]), wanted)
     return True

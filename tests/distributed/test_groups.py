@@ -44,7 +44,7 @@ def test_where_a_device_is_bound_one_split_makes_the_groups_of_a_partition_on_al
             connected(shape, pipe, rank, size)
             assert len(world.partitions) <= MOST
             for partition in world.partitions:
-                ranks = [rank for own in partition for rank in own]
+                ranks = [rank for group in partition for rank in group]
                 assert len(ranks) == len(set(ranks)), "no rank twice"
             # Those of the host's memory are made apart, and nobody takes part in a split for them.
             assert world.splits == []

@@ -91,15 +91,15 @@ def ranks_of(stages, axes):
 def test_messages_and_collectives_of_a_pipeline_have_one_order(pool, checkpoint, stages, axes):
     ranks = ranks_of(stages, axes)
     issued = pool.run(ranks, recorded, step_of_pipeline, checkpoint(SMALL), stages, axes, timeout_s=TIMEOUT_S)
-    found = check_orders(issued)
-    assert found["send"] == found["recv_"] > 8
-    for own in issued:
+    counts = check_orders(issued)
+    assert counts["send"] == counts["recv_"] > 8
+    for calls in issued:
         # Every group has met before the first activation is sent or received, behind a byte for each channel.
         messages = [
-            place for place, each in enumerate(own) if each.peer is not None and each.tensors[0][1] != "torch.uint8"
+            place for place, call in enumerate(calls) if call.peer is not None and call.tensors[0][1] != "torch.uint8"
         ]
-        known = {each.group for each in own[: messages[0]]}
-        assert {each.group for each in own} == known
+        known = {call.group for call in calls[: messages[0]]}
+        assert {call.group for call in calls} == known
 
 
 def recorded_with_former_programs(path):
@@ -131,7 +131,7 @@ def gather_directly():
 def test_messages_that_gloo_sends_in_place_of_a_collective_would_wait_for_one_another_on_one_stream(pool):
     """Why they are gloo's alone (:attr:`Mesh.spans_networks`)."""
     issued = pool.run(2, gather_directly, timeout_s=TIMEOUT_S)
-    check_orders([own[:1] for own in issued])
+    check_orders([calls[:1] for calls in issued])
     with pytest.raises(AssertionError, match="circle"):
         check_orders(issued)
 
@@ -165,9 +165,9 @@ def synchronised(path, stages, axes):
     expected = step_of_pipeline(path, stages, axes, 2, 2)
     device = SynchronisedDevice(timeout_s=60.0)
     with device.in_use():
-        found = step_of_pipeline(path, stages, axes, 2, 2)
+        actual = step_of_pipeline(path, stages, axes, 2, 2)
     assert not device.under_way
-    return same(expected, found), device.synchronised
+    return same(expected, actual), device.synchronised
 
 
 def synchronised_with_former_programs(path, first_only):
@@ -202,9 +202,9 @@ def test_the_former_programs_wait_for_ever_at_the_first_kernel_that_is_loaded(fr
 def poisoned_step(step, *arguments):
     expected = step(*arguments)
     with poisoned() as started:
-        found = step(*arguments)
+        actual = step(*arguments)
     assert len(started) > 20
-    return same(expected, found)
+    return same(expected, actual)
 
 
 @pytest.mark.sample(2)
@@ -230,7 +230,7 @@ def test_nothing_of_a_pipeline_is_read_written_or_freed_before_its_collective_ha
 def mistakes():
     """What the poison finds, by the mistake."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    found = {}
+    seen = {}
 
     def gather(x, out):
         return AsyncResult(out, [collectives._gather(out, x, group=group, async_op=True)])
@@ -238,8 +238,8 @@ def mistakes():
     with poisoned():
         x, out = torch.full((4,), float(rank)), torch.empty(8)
         pending = gather(x, out)
-        found["early"] = bool(out.isnan().all())
-        found["result"] = pending.wait().tolist()
+        seen["early"] = bool(out.isnan().all())
+        seen["result"] = pending.wait().tolist()
         for mistake in ("changed", "written", "freed"):
             x, out = torch.full((4,), float(rank)), torch.empty(8)
             pending = gather(x, out)
@@ -251,15 +251,15 @@ def mistakes():
                 del x
             with pytest.raises(PoisonError) as caught:
                 pending.wait()
-            found[mistake] = str(caught.value)
+            seen[mistake] = str(caught.value)
     with pytest.raises(PoisonError, match="1 collectives were never waited for"), poisoned():
         gather(torch.zeros(4), torch.empty(8))
-    return found
+    return seen
 
 
 def test_the_poison_finds_mistakes(pool):
-    for found in pool.run(2, mistakes, timeout_s=TIMEOUT_S):
-        assert found == {
+    for seen in pool.run(2, mistakes, timeout_s=TIMEOUT_S):
+        assert seen == {
             "early": True,
             "result": [0.0] * 4 + [1.0] * 4,
             "changed": "an input of all-gather was changed before its end",
@@ -276,7 +276,7 @@ def test_a_late_collective_shows_who_reads_or_changes_early():
         assert out.isnan().all()
         x += 1
         assert pending.wait().tolist() == [1.0, 2.0, 1.0, 2.0]
-        own = torch.empty(1)
-        assert collectives._reduce_scatter(own, x, group=group) is None
-        assert own.tolist() == [2.0]
+        reduced = torch.empty(1)
+        assert collectives._reduce_scatter(reduced, x, group=group) is None
+        assert reduced.tolist() == [2.0]
     assert started == ["all-gather", "reduce-scatter"]

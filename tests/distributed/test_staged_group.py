@@ -23,40 +23,40 @@ def everything(group):
     rank = dist.get_rank()
     torch.manual_seed(rank)
     x = torch.randn(RANKS * 3)
-    found = []
+    results = []
     for name in ("broadcast", "all_reduce"):
-        own = x.clone()
-        getattr(dist, name)(own, *([1] if name == "broadcast" else []), group=group)
-        found.append(own)
+        local = x.clone()
+        getattr(dist, name)(local, *([1] if name == "broadcast" else []), group=group)
+        results.append(local)
     out = torch.empty(RANKS, RANKS * 3)
     work = dist.all_gather_into_tensor(out.view(-1), x, group=group, async_op=True)
     work.wait()
-    found.append(out)
+    results.append(out)
     parts = [torch.empty_like(x) for _ in range(RANKS)]
     dist.all_gather(parts, x, group=group)
-    found += parts
+    results += parts
     parts = [torch.empty_like(x) for _ in range(RANKS)] if rank == 2 else None
     dist.gather(x, parts, dst=2, group=group)
-    found += parts or []
-    own = torch.empty_like(x)
-    dist.scatter(own, [x * (r + 1) for r in range(RANKS)] if rank == 1 else None, src=1, group=group)
-    found.append(own)
-    own = torch.empty(3)
-    dist.reduce_scatter_tensor(own, x.clone(), group=group)
-    found.append(own)
+    results += parts or []
+    local = torch.empty_like(x)
+    dist.scatter(local, [x * (r + 1) for r in range(RANKS)] if rank == 1 else None, src=1, group=group)
+    results.append(local)
+    local = torch.empty(3)
+    dist.reduce_scatter_tensor(local, x.clone(), group=group)
+    results.append(local)
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
-    found.append(out)
+    results.append(out)
     received = torch.empty_like(x)
     works = [dist.irecv(received, (rank - 1) % RANKS, group=group), dist.isend(x, (rank + 1) % RANKS, group=group)]
     for work in works:
         work.wait()
-    found.append(received)
+    results.append(received)
     objects = [None] * RANKS
     dist.all_gather_object(objects, {"rank": rank}, group=group)
-    assert [each["rank"] for each in objects] == list(range(RANKS))
+    assert [one["rank"] for one in objects] == list(range(RANKS))
     dist.barrier(group=group)
-    return found
+    return results
 
 
 def both():

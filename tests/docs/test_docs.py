@@ -63,8 +63,8 @@ def test_files_that_are_to_be_touched_exist():
     folders = [ROOT, ROOT / "plugin" / "cuboid", ROOT / "patches"]
     there = {path.name for top in ("plugin", "docs", "tests") for path in (ROOT / top).rglob("*.*")}
     for name in re.findall(r"`([\w./-]+\.(?:py|md|json|toml|txt))`", DEVELOPERS[0].read_text(encoding="utf-8")):
-        found = name in there if "/" not in name else any((folder / name).exists() for folder in folders)
-        assert found or (ROOT / name).exists(), f"CONTRIBUTING.md names {name}, which does not exist"
+        is_there = name in there if "/" not in name else any((folder / name).exists() for folder in folders)
+        assert is_there or (ROOT / name).exists(), f"CONTRIBUTING.md names {name}, which does not exist"
 
 
 @pages
@@ -121,8 +121,8 @@ def test_generated_parts_are_up_to_date(case):
 
 
 def test_a_change_of_code_after_a_measurement_fails_no_check_but_is_told_when_pages_are_made(monkeypatch, tmp_path):
-    for each in (ROOT / "docs").glob("*.md"):
-        shutil.copy(each, tmp_path)
+    for page in (ROOT / "docs").glob("*.md"):
+        shutil.copy(page, tmp_path)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     monkeypatch.setattr(generate.freshness, "fingerprint", lambda *_: "another")
     assert generate.main(["colossalai_3d", "--check"]) == 0
@@ -131,8 +131,8 @@ def test_a_change_of_code_after_a_measurement_fails_no_check_but_is_told_when_pa
 
 
 def test_a_page_that_is_out_of_date_is_named(monkeypatch, tmp_path, capsys):
-    for each in (ROOT / "docs").glob("*.md"):
-        shutil.copy(each, tmp_path)
+    for source in (ROOT / "docs").glob("*.md"):
+        shutil.copy(source, tmp_path)
     page = tmp_path / "config.md"
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("| key | type |", "| key | kind |"), encoding="utf-8")
@@ -187,9 +187,9 @@ def test_the_table_of_architectures_is_what_their_probes_find_today(tmp_path):
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         for case, (key, entry) in zip(cases, pool.map(architectures.probe_pipeline, cases), strict=True):
             architectures.write_entry(table, case, key, entry)
-    found, known = (without_errors(json.loads(path.read_text())) for path in (table, architectures.TABLE))
-    for part in found:
-        assert found[part] == known[part]
+    probed, known = (without_errors(json.loads(path.read_text())) for path in (table, architectures.TABLE))
+    for part in probed:
+        assert probed[part] == known[part]
 
 
 def test_a_case_that_there_is_not_is_refused(capsys):

@@ -90,7 +90,7 @@ def listed():
     """The names in the first columns of the page's tables, by section."""
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     rows = {text.splitlines()[0]: re.findall(r"^\| (`[^|]*) \|", text, flags=re.MULTILINE) for text in sections}
-    return {title: {name for row in found for name in re.findall(r"`([^`]+)`", row)} for title, found in rows.items()}
+    return {title: {name for row in cells for name in re.findall(r"`([^`]+)`", row)} for title, cells in rows.items()}
 
 
 def name_of_class(cls):
@@ -128,29 +128,29 @@ def put_on(name, layout):
     with mock.patch.dict(os.environ, WORLD_SIZE=str(world), RANK="0"):
         model = cuboid.shard(model, {"train_micro_batch_size_per_gpu": 4, **sections})
     assert vars(model.config) == config
-    found = set()
+    put = set()
     for path, module in model.named_modules():
         old, attributes = before.get(path, (type(module), {*vars(module)}))
         if type(module) is not old:
-            found.add(("Classes", name_of_class(type(module))))
+            put.add(("Classes", name_of_class(type(module))))
         if issubclass(type(module), old) and old not in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout):
-            found |= {("Attributes", attribute) for attribute in vars(module).keys() - attributes}
+            put |= {("Attributes", attribute) for attribute in vars(module).keys() - attributes}
         for hooks in (value for key, value in vars(module).items() if key.endswith("_hooks")):
-            found |= {("Hooks", name_of_hook(hook)) for hook in hooks.values()}
+            put |= {("Hooks", name_of_hook(hook)) for hook in hooks.values()}
     for parameter in model.parameters():
         assert not vars(parameter)
         assert not parameter._backward_hooks
         assert not parameter._post_accumulate_grad_hooks
-    return found
+    return put
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_all_that_is_put_on_a_model_is_listed(name, layout):
-    found = put_on(name, layout)
-    assert {(section, name) for section, name in found if name not in listed()[section]} == set()
+    put = put_on(name, layout)
+    assert {(section, name) for section, name in put if name not in listed()[section]} == set()
 
 
 def test_all_that_is_listed_is_put_on_some_model():
-    found = set().union(*(put_on(name, layout) for name, layout in CASES))
-    missing = {(section, name) for section, names in listed().items() for name in names} - found
+    put = set().union(*(put_on(name, layout) for name, layout in CASES))
+    missing = {(section, name) for section, names in listed().items() for name in names} - put
     assert missing == set()

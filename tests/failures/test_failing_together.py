@@ -165,16 +165,16 @@ def _load_and_go_on(path):
 def test_any_exception_while_one_rank_loads_is_raised_on_all_and_the_next_load_is_in_step(pool, checkpoint):
     (first, losses), (second, same) = pool.run(2, _load_and_go_on, checkpoint(SMALL), timeout_s=TIMEOUT_S)
     damaged = f"{checkpoint(SMALL)}: can't be loaded: "
-    found = [
+    expected = [
         ("CheckpointError", f"{damaged}RuntimeError: in a loader", 1),
         ("RankError", "LlamaForCausalLM.from_pretrained: MemoryError", 1),
         ("CheckpointError", f"{damaged}ValueError: a shape", 1),
         ("CheckpointError", f"{damaged}KeyError: 'x'", 1),
     ]
-    assert [each[:3] for each in first[:4]] == found
-    assert [each[:3] for each in second[:4]] == found
-    assert [each[3] for each in first[:4]] == ["NoneType"] * 4
-    assert [each[3] for each in second[:4]] == ["RuntimeError", "MemoryError", "ValueError", "KeyError"]
+    assert [failure[:3] for failure in first[:4]] == expected
+    assert [failure[:3] for failure in second[:4]] == expected
+    assert [failure[3] for failure in first[:4]] == ["NoneType"] * 4
+    assert [failure[3] for failure in second[:4]] == ["RuntimeError", "MemoryError", "ValueError", "KeyError"]
     assert first[4] == second[4]
     assert first[4][::2] == ("ConfigError", 0)
     assert losses == same
@@ -316,11 +316,11 @@ def _fail_where_nothing_notices(aborts, failing):
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_where_nothing_tells_of_a_failed_rank_groups_are_aborted_and_all_raise_its_error(failing):
     endings = endings_of(2, _fail_where_nothing_notices, True, failing, timeout_s=60.0)
-    own, told = endings[failing], endings[1 - failing]
-    assert (own.kind, own.text) == ("ValueError", "boom")
+    failed, told = endings[failing], endings[1 - failing]
+    assert (failed.kind, failed.text) == ("ValueError", "boom")
     assert (told.kind, told.text, told.rank) == ("RankError", "step 1: ValueError: boom", failing)
     # The others' two seconds to fail alike, and half a second until the next look.
-    assert told.after_s < own.after_s - 2
+    assert told.after_s < failed.after_s - 2
 
 
 @pytest.mark.slow

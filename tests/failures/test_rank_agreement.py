@@ -145,7 +145,7 @@ def _nested():
 def test_a_rank_that_fails_outside_of_what_the_others_are_in_ends_them_too(pool):
     for seen in pool.run(2, _nested, timeout_s=TIMEOUT_S):
         between = (RankError, "outer: ValueError: between", 1)
-        assert [each[:3] for each in seen[:3]] == [between, (CheckpointError, "late", 0), between]
+        assert [failure[:3] for failure in seen[:3]] == [between, (CheckpointError, "late", 0), between]
         assert seen[3:] == ["done", "done"]
 
 

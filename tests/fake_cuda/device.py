@@ -32,11 +32,11 @@ def load():
         ctypes.CDLL(str(library))
 
 
-def watch(found, *, answer=True):
+def watch(waiting, *, answer=True):
     """A context in which ``torch.device("cuda")`` has tensors without values.
 
     Args:
-        found: takes what would wait: ``{"what", "where", "line"}``, the operation, the innermost file that is ours or
+        waiting: takes what would wait: ``{"what", "where", "line"}``, the operation, the innermost file that is ours or
             transformers', and its line of code.
         answer: what the host reads where it asks the device for a bool. Whole numbers are 0, others 1.
     """
@@ -78,7 +78,7 @@ def watch(found, *, answer=True):
             frame = ours[-1] if ours else frames[-2]
             parts = Path(frame.filename).parts
             root = max(i for i, part in enumerate(parts) if part in ("cuboid", "transformers") or i == 0)
-            found.append({"what": what, "where": "/".join(parts[root:]), "line": frame.line})
+            waiting.append({"what": what, "where": "/".join(parts[root:]), "line": frame.line})
 
     @contextmanager
     def watching():

@@ -74,19 +74,19 @@ def classes():
     return torch.zeros(ROWS, dtype=torch.int64, device="cuda")
 
 
-def layers(found, *axes, given=(), answer=True, labels=ids, keys=None, sections=None, **options):
+def layers(waits, *axes, extras=(), answer=True, labels=ids, keys=None, sections=None, **options):
     """The second step of a sharded model, so that what is done once for all steps isn't counted."""
     world(axes[0] * axes[1] * axes[2], axes[0] * axes[1] * axes[2] - 1)
     model = model_of({"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, **(sections or {})}, **options)
-    with device.watch(found, answer=answer):
+    with device.watch(waits, answer=answer):
         put_on_device(model)
         for _ in range(2):
-            found.clear()
-            extra = {name: torch.ones_like(ids()) for name in given}
+            waits.clear()
+            extra = {name: torch.ones_like(ids()) for name in extras}
             model(input_ids=ids(), labels=labels(), **extra).loss.backward()
 
 
-def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=None, sections=None, **options):
+def pipeline(waits, stage, *axes, extras=(), answer=True, keys=None, schedule=None, sections=None, **options):
     """The second step of one stage of two, with two micro-batches of three segments."""
     size = axes[0] * axes[1] * axes[2]
     world(2 * size, 2 * size - 1 if stage else 0)
@@ -96,27 +96,27 @@ def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=Non
     share = pipelines.share_micro_batches
     if stage:
         # Nothing comes from the rank that reads the data.
-        share = mock.Mock(side_effect=lambda given, *_: list(given))
-    with device.watch(found, answer=answer), mock.patch.object(pipelines, "share_micro_batches", share):
+        share = mock.Mock(side_effect=lambda batches, *_: list(batches))
+    with device.watch(waits, answer=answer), mock.patch.object(pipelines, "share_micro_batches", share):
         put_on_device(model)
         runs = pipelines.Pipeline(model)
         for _ in range(2):
-            found.clear()
-            batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *given)} for _ in range(2)]
+            waits.clear()
+            batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *extras)} for _ in range(2)]
             runs.train(iter(batches), 2)
 
 
-def optimizer(found, *, split):
+def optimizer(waits, *, split):
     """The second optimizer step of one of two replicas, with clipping."""
     world(4, 3)
     model = model_of({"tensor_parallel": mesh_of(1, 2, 1)})
     mesh = cuboid.mesh_of(model)
-    with device.watch(found):
+    with device.watch(waits):
         put_on_device(model)
         replica = replica_optimizer(torch.optim.AdamW(model.parameters()), mesh, torch.bfloat16, split=split)
         counted = set(map(id, model.parameters()))
         for _ in range(2):
-            found.clear()
+            waits.clear()
             for parameter in model.parameters():
                 parameter.main_grad.zero_()
             replica.reduce()
@@ -126,7 +126,7 @@ def optimizer(found, *, split):
             replica.clear()
 
 
-def flash(found):
+def flash(waits):
     """As on a GPU with kernels for bfloat16, which are also given fewer heads of keys than of queries."""
     heads = []
     forward = kernels.CudaFlash.forward
@@ -139,12 +139,12 @@ def flash(found):
         mock.patch.object(torch.backends.cuda, "can_use_flash_attention", return_value=True),
         mock.patch.object(kernels.CudaFlash, "forward", note),
     ):
-        pipeline(found, 1, 1, 1, 1)
+        pipeline(waits, 1, 1, 1, 1)
     # Two steps of six units of one layer each, of which all but the first segment have a past.
     assert heads == [(8, 2)] * 2 * 10, heads
 
 
-def grouped_experts(found):
+def grouped_experts(waits):
     """As on a GPU with a kernel for the products of all experts; without it, the host reads how many rows each has."""
     products = []
     multiply = torch.nn.functional.grouped_mm
@@ -154,12 +154,12 @@ def grouped_experts(found):
         return multiply(*args, **kwargs)
 
     with mock.patch.object(torch.nn.functional, "grouped_mm", note):
-        layers(found, 2, 2, 2, **EXPERTS)
+        layers(waits, 2, 2, 2, **EXPERTS)
     # Two steps of two layers: up and down, and for each of them the gradients of input and weight.
     assert len(products) == 2 * 2 * 6, len(products)
 
 
-def fused_norms(found):
+def fused_norms(waits):
     """Where a mesh leaves rows whole, torch's kernel normalises them."""
     norms = []
     normalise = torch.nn.functional.rms_norm
@@ -169,14 +169,14 @@ def fused_norms(found):
         return normalise(*args)
 
     with mock.patch.object(torch.nn.functional, "rms_norm", note):
-        layers(found, 2, 2, 1)
+        layers(waits, 2, 2, 1)
     # Two steps of two layers with two norms each, and one behind them.
     assert len(norms) == 2 * 5, len(norms)
 
 
-def snapshot(found):
+def snapshot(waits):
     """What stops training for a checkpoint that is written in the background: one wait for all copies."""
-    with device.watch(found):
+    with device.watch(waits):
         values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
         tensors = [
             ShardedTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, ShardRange.of_shard(x))
@@ -186,9 +186,9 @@ def snapshot(found):
         take_snapshot(SavePlan(0, items, None, {}, {}, lambda _: None))
 
 
-def save(found):
+def save(waits):
     """A checkpoint that training waits for: one wait for all copies of a round, and none for each tensor."""
-    with device.watch(found):
+    with device.watch(waits):
         values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
         tensors = tuple(
             ShardedTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, ShardRange.of_shard(x))
@@ -221,42 +221,42 @@ class Event(torch.cpu.Event):
 
 
 STEPS = {
-    "layers": lambda found: layers(found, 2, 2, 2),
-    "layers with a head of keys for each rank": lambda found: layers(found, 2, 2, 2, num_key_value_heads=8),
-    "layers with a mask": lambda found: layers(found, 2, 2, 2, given=MASK),
-    "layers with positions": lambda found: layers(found, 2, 2, 2, given=POSITIONS),
-    "packed layers": lambda found: layers(found, 2, 2, 2, given=POSITIONS, answer=False),
+    "layers": lambda waits: layers(waits, 2, 2, 2),
+    "layers with a head of keys for each rank": lambda waits: layers(waits, 2, 2, 2, num_key_value_heads=8),
+    "layers with a mask": lambda waits: layers(waits, 2, 2, 2, extras=MASK),
+    "layers with positions": lambda waits: layers(waits, 2, 2, 2, extras=POSITIONS),
+    "packed layers": lambda waits: layers(waits, 2, 2, 2, extras=POSITIONS, answer=False),
     "layers with whole rows": fused_norms,
-    "layers whose weights are kept": lambda found: layers(found, 2, 2, 2, keys={"weight_gather": "step"}),
+    "layers whose weights are kept": lambda waits: layers(waits, 2, 2, 2, keys={"weight_gather": "step"}),
     "experts": grouped_experts,
-    "encoder": lambda found: layers(
-        found, 2, 2, 2, given=MASK, auto=transformers.AutoModelForMaskedLM, **BERT, num_key_value_heads=8
+    "encoder": lambda waits: layers(
+        waits, 2, 2, 2, extras=MASK, auto=transformers.AutoModelForMaskedLM, **BERT, num_key_value_heads=8
     ),
-    "head for sequences": lambda found: layers(
-        found, 2, 2, 2, auto=SEQUENCES, labels=classes, pad_token_id=1, num_labels=2
+    "head for sequences": lambda waits: layers(
+        waits, 2, 2, 2, auto=SEQUENCES, labels=classes, pad_token_id=1, num_labels=2
     ),
-    "stage that reduces once a step": lambda found: pipeline(found, 1, 2, 2, 1, keys=ONCE),
-    "two chunks": lambda found: pipeline(found, 1, 1, 2, 1, schedule=V, num_hidden_layers=4),
-    "two chunks that reduce once a step": lambda found: pipeline(
-        found, 0, 2, 1, 1, keys=ONCE, schedule=V, num_hidden_layers=4
+    "stage that reduces once a step": lambda waits: pipeline(waits, 1, 2, 2, 1, keys=ONCE),
+    "two chunks": lambda waits: pipeline(waits, 1, 1, 2, 1, schedule=V, num_hidden_layers=4),
+    "two chunks that reduce once a step": lambda waits: pipeline(
+        waits, 0, 2, 1, 1, keys=ONCE, schedule=V, num_hidden_layers=4
     ),
-    "stage of experts": lambda found: pipeline(found, 1, 1, 2, 2, **EXPERTS),
-    "layers on the host": lambda found: layers(found, 2, 2, 2, sections=HOST),
-    "stage on the host": lambda found: pipeline(found, 1, 1, 2, 2, sections=HOST),
-    "two chunks on the host": lambda found: pipeline(found, 1, 1, 2, 1, schedule=V, num_hidden_layers=4, sections=HOST),
-    "first stage": lambda found: pipeline(found, 0, 1, 2, 2),
-    "last stage": lambda found: pipeline(found, 1, 1, 2, 2),
-    "last stage without a mesh": lambda found: pipeline(found, 1, 1, 1, 1),
-    "padded stage": lambda found: pipeline(found, 1, 1, 2, 2, given=MASK, answer=False),
-    "packed stage": lambda found: pipeline(found, 1, 1, 2, 2, given=POSITIONS, answer=False),
-    "padded eager stage": lambda found: pipeline(
-        found, 1, 1, 2, 2, given=MASK, answer=False, attn_implementation="eager"
+    "stage of experts": lambda waits: pipeline(waits, 1, 1, 2, 2, **EXPERTS),
+    "layers on the host": lambda waits: layers(waits, 2, 2, 2, sections=HOST),
+    "stage on the host": lambda waits: pipeline(waits, 1, 1, 2, 2, sections=HOST),
+    "two chunks on the host": lambda waits: pipeline(waits, 1, 1, 2, 1, schedule=V, num_hidden_layers=4, sections=HOST),
+    "first stage": lambda waits: pipeline(waits, 0, 1, 2, 2),
+    "last stage": lambda waits: pipeline(waits, 1, 1, 2, 2),
+    "last stage without a mesh": lambda waits: pipeline(waits, 1, 1, 1, 1),
+    "padded stage": lambda waits: pipeline(waits, 1, 1, 2, 2, extras=MASK, answer=False),
+    "packed stage": lambda waits: pipeline(waits, 1, 1, 2, 2, extras=POSITIONS, answer=False),
+    "padded eager stage": lambda waits: pipeline(
+        waits, 1, 1, 2, 2, extras=MASK, answer=False, attn_implementation="eager"
     ),
     "stage with flash attention": flash,
     "snapshot": snapshot,
     "save": save,
-    "optimizer": lambda found: optimizer(found, split=False),
-    "optimizer with ZeRO-1": lambda found: optimizer(found, split=True),
+    "optimizer": lambda waits: optimizer(waits, split=False),
+    "optimizer with ZeRO-1": lambda waits: optimizer(waits, split=True),
 }
 
 
@@ -277,11 +277,11 @@ def main(names):
     # transformers leaves out what it would look at in tensors without values.
     transformers.masking_utils.is_tracing = lambda *_: False
     for name in names or STEPS:
-        found, error = [], None
+        waits, error = [], None
         try:
-            STEPS[name](found)
+            STEPS[name](waits)
         except Exception as raised:
             error = "".join(traceback.format_exception(raised))
-        print(json.dumps({"step": name, "found": found, "error": error}), flush=True)
+        print(json.dumps({"step": name, "waits": waits, "error": error}), flush=True)
         if dist.is_initialized():
             dist.destroy_process_group()

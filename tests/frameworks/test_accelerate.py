@@ -143,9 +143,9 @@ def script(config, split, folder, **options):
 
 def answers(accelerator):
     """What accelerate says about data, and about ranks, and what it gathers, sends and splits."""
-    rank, own = torch.distributed.get_rank(), accelerator.process_index
+    rank, process = torch.distributed.get_rank(), accelerator.process_index
     ranks = torch.distributed.get_world_size()
-    sent = [own]
+    sent = [process]
     broadcast_object_list(sent, from_process=1)
     with accelerator.split_between_processes(list(range(5))) as split:
         shares = accelerator.gather_for_metrics(split, use_gather_object=True)
@@ -155,13 +155,13 @@ def answers(accelerator):
     mains = [None] * ranks
     torch.distributed.all_gather_object(mains, (accelerator.is_main_process, accelerator.is_last_process))
     return {
-        "process": own,
+        "process": process,
         "ranks": (PartialState().process_index == rank, PartialState().num_processes == ranks, mains),
-        "gathered": gather({"own": torch.tensor([own, 10 + own])})["own"].tolist(),
-        "scalars": accelerator.gather(torch.tensor(own)).tolist(),
-        "objects": gather_object([f"of {own}"]),
-        "sent": (int(broadcast(torch.tensor(own), from_process=1)), sent),
-        "padded to": accelerator.pad_across_processes(torch.ones(1 + own)).tolist(),
+        "gathered": gather({"own": torch.tensor([process, 10 + process])})["own"].tolist(),
+        "scalars": accelerator.gather(torch.tensor(process)).tolist(),
+        "objects": gather_object([f"of {process}"]),
+        "sent": (int(broadcast(torch.tensor(process), from_process=1)), sent),
+        "padded to": accelerator.pad_across_processes(torch.ones(1 + process)).tolist(),
         "shares": (split, shares, padded["rows"]),
         "seed": torch.initial_seed(),
     }
@@ -179,12 +179,12 @@ def said_by(call):
 def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
     replicas = 2
     rates, _ = alone(replicas, split)
-    found = pool.run(4, script, config_of({"hidden": 2}), split, str(tmp_path))
-    for seen in found:
+    results = pool.run(4, script, config_of({"hidden": 2}), split, str(tmp_path))
+    for seen in results:
         assert seen["world"] == replicas
         assert seen["length"] == len(rates)
         assert seen["rates"] == pytest.approx(rates)
-        assert seen["rows"] == next(other["rows"] for other in found if other["data"] == seen["data"])
+        assert seen["rows"] == next(other["rows"] for other in results if other["data"] == seen["data"])
         assert sorted(seen["numbers"]) == list(range(ROWS))
         assert sorted(seen["objects"]) == sorted(f"row {at}" for at in range(ROWS))
         assert seen["micro"] == (BATCH // replicas if split else BATCH)
@@ -216,7 +216,7 @@ def check_answers(asked, data):
 
 def schedule_of_the_config(config, split):
     """The rates of a schedule in the config, whose length is of a loader in one process; without a GPU or with none."""
-    found = []
+    results = []
     loading = DataLoaderConfiguration(split_batches=split)
     for options in ({}, {"cpu": True}):
         with accelerator_of(config, dataloader_config=loading, **options) as accelerator:
@@ -232,8 +232,8 @@ def schedule_of_the_config(config, split):
                 accelerator.backward(model(**batch).loss)
                 optimizer.step()
                 schedule.step()
-            found.append((cuboid.mesh_of(model).shape.size, [*rates, model.get_lr()[0]]))
-    return found
+            results.append((cuboid.mesh_of(model).shape.size, [*rates, model.get_lr()[0]]))
+    return results
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["batches", "split batches"])
@@ -246,8 +246,8 @@ def test_a_schedule_in_the_config_ends_with_the_loader_also_on_the_cpu(pool, spl
         },
     }
     sections["scheduler"]["params"]["warmup_min_lr"] = "auto"
-    for found in pool.run(2, schedule_of_the_config, config_of({"hidden": 2}, **sections), split):
-        for size, rates in found:
+    for results in pool.run(2, schedule_of_the_config, config_of({"hidden": 2}, **sections), split):
+        for size, rates in results:
             assert size == 2
             assert len(rates) == ROWS // BATCH + 1
             assert max(rates) == pytest.approx(1e-2)

@@ -57,11 +57,11 @@ def reference(pool, checkpoint):
 )
 def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint, reference, mesh, stages):
     path, config = checkpoint(LLAMA), settings(mesh, stages)
-    found = pool.run(4, under_booster, path, config)[0]
-    assert_alike(found, reference(LLAMA, by_tokens=stages is not None), EXACT)
+    results = pool.run(4, under_booster, path, config)[0]
+    assert_alike(results, reference(LLAMA, by_tokens=stages is not None), EXACT)
     # DeepSpeed refuses gradients in float64.
-    found = pool.run(4, under_booster, path, config, torch.float32)[0]
-    assert_alike(found, pool.run(4, under_deepspeed, path, config, torch.float32)[0], CLOSE)
+    results = pool.run(4, under_booster, path, config, torch.float32)[0]
+    assert_alike(results, pool.run(4, under_deepspeed, path, config, torch.float32)[0], CLOSE)
 
 
 @pytest.mark.sample(2)
@@ -73,20 +73,20 @@ def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint
 )
 def test_replicas_compute_what_one_process_does(pool, checkpoint, reference, mesh, stages, data, zero):
     config = settings(mesh, stages, data=data, zero_optimization={"stage": zero})
-    found = pool.run(4, under_booster, checkpoint(LLAMA), config)[0]
+    results = pool.run(4, under_booster, checkpoint(LLAMA), config)[0]
     wanted = reference(LLAMA, by_tokens=stages is not None, data=data if stages is None else 1)
     if zero == 1 and data > 1:
         # A rank's own gradients are its replica's alone; only its share of the sum is anywhere.
-        del found["gradients"]
-    assert_alike(found, wanted, EXACT)
+        del results["gradients"]
+    assert_alike(results, wanted, EXACT)
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble-v", pytest.param("seq1f1b-interleaved", marks=pytest.mark.slow)])
 def test_ranks_with_several_chunks_compute_what_one_process_does(pool, checkpoint, reference, schedule):
     small, config = dataclasses.replace(TIED, layers=4), settings("1x1x1", 2, zero_optimization={"stage": 1})
     config["pipeline"] |= {"schedule": schedule, "chunks": 2}
-    found = pool.run(2, under_booster, checkpoint(small), config)[0]
-    assert_alike(found, reference(small, by_tokens=True), EXACT)
+    results = pool.run(2, under_booster, checkpoint(small), config)[0]
+    assert_alike(results, reference(small, by_tokens=True), EXACT)
     places = [StageManager(stage, 2, parse_config(config).placement) for stage in range(2)]
     ends = [(place.num_model_chunks, place.is_first_stage(), place.is_last_stage()) for place in places]
     is_v = schedule == "zero_bubble-v"
@@ -94,8 +94,8 @@ def test_ranks_with_several_chunks_compute_what_one_process_does(pool, checkpoin
 
 
 def test_a_model_in_memory_is_sharded_with_its_optimizer_and_schedule(pool, checkpoint, reference):
-    found = pool.run(4, functools.partial(under_booster, in_memory=True), checkpoint(TIED), settings("1x2x1", 2))[0]
-    assert_alike(found, reference(TIED, by_tokens=True), EXACT)
+    results = pool.run(4, functools.partial(under_booster, in_memory=True), checkpoint(TIED), settings("1x2x1", 2))[0]
+    assert_alike(results, reference(TIED, by_tokens=True), EXACT)
 
 
 def accumulate(path, config, passes):
@@ -161,13 +161,14 @@ def step_in_bf16(path, config, steps):
         optimizer.zero_grad()
     masters = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     runs = model.adapter.state().quantities["master"]
-    own = dict(model.module.named_parameters())
+    parameters = dict(model.module.named_parameters())
     followed = all(
-        torch.equal(run.values.bfloat16(), own[name].detach().view(-1)[run.start : run.stop])
+        torch.equal(run.values.bfloat16(), parameters[name].detach().view(-1)[run.start : run.stop])
         for name, run in runs.items()
     )
     moved = {
-        name: run.values.sub(own[name].detach().view(-1)[run.start : run.stop].float()) for name, run in runs.items()
+        name: run.values.sub(parameters[name].detach().view(-1)[run.start : run.stop].float())
+        for name, run in runs.items()
     }
     return {parameter.dtype for parameter in model.parameters()}, masters, followed, before, moved
 

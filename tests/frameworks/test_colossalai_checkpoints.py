@@ -95,12 +95,12 @@ def test_one_framework_resumes_from_the_others_checkpoint(pool, checkpoint, tmp_
     written, resumed = (with_bf16(LAYOUTS[name]) if precision == "bf16" else LAYOUTS[name] for name in layouts)
     first, second = (RUNS[name] for name in frameworks)
     pool.run(4, first, path, written, None, folder, range(BEFORE))
-    found = pool.run(4, second, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
+    losses = pool.run(4, second, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
     # The framework that wrote it resumes with the same losses, which differ from those without the checkpoint.
     wanted = pool.run(4, first, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
     fresh = pool.run(4, second, path, resumed, None, None, range(BEFORE, AFTER))[0][0]
     tolerance = 3e-3 if precision == "bf16" else CLOSE
-    assert found == pytest.approx(wanted, rel=tolerance)
+    assert losses == pytest.approx(wanted, rel=tolerance)
     assert fresh != pytest.approx(wanted, rel=tolerance)
 
 
@@ -120,12 +120,12 @@ def test_the_same_layout_resumes_bit_for_bit_and_plain_transformers_loads_it(
         assert torch.equal(tensor, weights[name]), name
     assert not (tmp_path / "latest").exists()
     assert sorted(json.loads((folder / "manifest.json").read_text())["files"]) == sorted(
-        found.relative_to(folder).as_posix()
-        for found in folder.rglob("*")
-        if found.is_file() and found.name != "manifest.json"
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "manifest.json"
     )
-    whole = pool.run(4, booster_run, path, config, None, None, range(AFTER))[0][0]
-    assert pool.run(4, booster_run, path, config, folder, None, range(BEFORE, AFTER))[0][0] == whole[BEFORE:]
+    uninterrupted = pool.run(4, booster_run, path, config, None, None, range(AFTER))[0][0]
+    assert pool.run(4, booster_run, path, config, folder, None, range(BEFORE, AFTER))[0][0] == uninterrupted[BEFORE:]
 
 
 @pytest.mark.slow
@@ -138,9 +138,9 @@ def test_weights_survive_two_meshes_and_come_back_as_plain_ones(pool, tmp_path, 
     saved, other = LAYOUTS["2x2x1"], LAYOUTS["2 x 1x2x1"]
     pool.run(4, booster_run, path, saved, None, out, range(BEFORE))
     wanted = pool.run(4, booster_run, path, saved, out, None, range(BEFORE, AFTER))[0][0]
-    found, weights = pool.run(4, booster_run, path, other, out, again, range(BEFORE, AFTER))[0]
+    losses, weights = pool.run(4, booster_run, path, other, out, again, range(BEFORE, AFTER))[0]
     # What a loss is divided by is a replica's own number of labels.
-    assert found == pytest.approx(wanted, rel=2e-2)
+    assert losses == pytest.approx(wanted, rel=2e-2)
     run(again, tmp_path / "plain")
     plain = auto.from_pretrained(tmp_path / "plain").state_dict()
     assert plain.keys() == weights.keys()
@@ -166,7 +166,7 @@ def save_parts(path, config, root):
         torch.distributed.barrier()
         return there | ({"schedule"} if state["scheduler"] else set())
 
-    found = []
+    parts_saved = []
     step(0)
     for call in (
         lambda: booster.save_optimizer(optimizer, root / "mixed"),
@@ -176,7 +176,7 @@ def save_parts(path, config, root):
         lambda: (step(1), booster.save_model(model, root / "mixed")),
     ):
         call()
-        found.append(parts())
+        parts_saved.append(parts())
     errors = []
     booster.save_optimizer(optimizer, root / "apart")
     for call in (
@@ -192,13 +192,13 @@ def save_parts(path, config, root):
             errors.append("")
         except CuboidError as error:
             errors.append(str(error))
-    return found, errors
+    return parts_saved, errors
 
 
 def test_parts_of_one_state_are_combined_and_parts_of_different_states_are_not(pool, checkpoint, tmp_path):
-    for found, errors in pool.run(4, save_parts, checkpoint(LLAMA), LAYOUTS["2 x 2 stages"], tmp_path):
+    for parts_saved, errors in pool.run(4, save_parts, checkpoint(LLAMA), LAYOUTS["2 x 2 stages"], tmp_path):
         everything = {"weights", "moments", "state", "schedule"}
-        assert found == [
+        assert parts_saved == [
             {"moments", "state"},
             {"weights", "moments", "state"},
             everything,

@@ -147,13 +147,13 @@ def test_replicas_get_shares_of_the_data_and_the_ranks_of_one_the_same(pool):
         "tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": 2},
         "pipeline": {"engine": "seq1f1b", "stages": 2},
     }
-    found = pool.run(8, loaded_rows, config)
-    assert [place for _, place, _ in found] == [
+    results = pool.run(8, loaded_rows, config)
+    assert [place for _, place, _ in results] == [
         (stage, stage == 0, stage == 1, replica) for stage in (0, 1) for replica in (0, 1) for _ in range(2)
     ]
-    assert {sizes for _, _, sizes in found} == {(2, 2, 2)}
-    of_replica = {place[3]: rows for rows, place, _ in found}
-    assert all(rows == of_replica[place[3]] for rows, place, _ in found)
+    assert {sizes for _, _, sizes in results} == {(2, 2, 2)}
+    of_replica = {place[3]: rows for rows, place, _ in results}
+    assert all(rows == of_replica[place[3]] for rows, place, _ in results)
     for epoch in (0, 1):
         assert sorted(of_replica[0][epoch] + of_replica[1][epoch]) == list(range(12))
     assert of_replica[0][0] != of_replica[0][1]

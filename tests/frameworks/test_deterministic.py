@@ -89,14 +89,14 @@ def booster_run(path, config, folder, first):
 
 def check_runs(pool, run, path, config, ranks, tmp_path):
     """Two runs, and one that goes on from the first one's checkpoint, each in new processes."""
-    found = []
+    runs = []
     for folder, first in (("one", 0), ("two", 0), ("one", SAVED_AFTER)):
         with pool.fresh() as processes:
             arguments = (path, config, str(tmp_path / folder), first)
-            found.append(processes.run(ranks, run, *arguments, timeout_s=TIMEOUT_S))
-    whole, again, resumed = found
-    assert again == whole
-    assert resumed == [(losses[SAVED_AFTER:], own) for losses, own in whole]
+            runs.append(processes.run(ranks, run, *arguments, timeout_s=TIMEOUT_S))
+    uninterrupted, again, resumed = runs
+    assert again == uninterrupted
+    assert resumed == [(losses[SAVED_AFTER:], rank_bits) for losses, rank_bits in uninterrupted]
 
 
 ZERO_BUBBLE, V = {"schedule": "zero_bubble"}, {"schedule": "zero_bubble-v", "chunks": 2}

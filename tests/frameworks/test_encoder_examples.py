@@ -88,8 +88,8 @@ def test_embeddings_after_training_on_a_mesh_are_those_of_one_process(request, t
     assert status == 0, output
     example = runpy.run_path(str(SCRIPT))
     losses, before, plain = trained_plainly(folder, example)
-    found = [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
-    assert found == pytest.approx(losses, abs=2e-5)
+    printed = [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
+    assert printed == pytest.approx(losses, abs=2e-5)
     texts = [text for pair in PAIRS for text in pair]
     tokenizer = AutoTokenizer.from_pretrained(out)
     saved = AutoModel.from_pretrained(out).eval()
@@ -132,9 +132,9 @@ def test_a_classifier_in_stages_is_trained_as_by_the_plain_trainer(tiny, tmp_pat
     assert status == 0, plain
     status, output = world(2, CLASSIFIER, without, texts, tmp_path / "staged")
     assert status == 0, output
-    found, expected = ([float(x) for x in re.findall(r"loss'?: '?([\d.]+)", text)] for text in (output, plain))
-    assert len(found) > 4
-    assert found == pytest.approx(expected, rel=1e-3)
+    losses, expected = ([float(x) for x in re.findall(r"loss'?: '?([\d.]+)", text)] for text in (output, plain))
+    assert len(losses) > 4
+    assert losses == pytest.approx(expected, rel=1e-3)
     ours, theirs = stored(tmp_path / "staged"), stored(tmp_path / "plain")
     assert ours.keys() == theirs.keys()
     for name, x in theirs.items():

@@ -82,35 +82,35 @@ def reports(tmp_path_factory):
 
 
 def test_the_data_loader_gives_each_replica_its_share(reports):
-    _, found = reports
-    assert len(found) == 4
+    _, by_rank = reports
+    assert len(by_rank) == 4
     shares = {}
-    for report in found:
+    for report in by_rank:
         assert shares.setdefault(report["data"], report["rows"]) == report["rows"]
     assert shares.keys() == {0, 1}
     assert shares[0] != shares[1]
-    assert all(report["batch"] == 4 for report in found)
+    assert all(report["batch"] == 4 for report in by_rank)
 
 
 def test_training_goes_on_alike_on_all_ranks(reports):
-    _, found = reports
-    for report in found:
+    _, by_rank = reports
+    for report in by_rank:
         assert report["dtype"] == "torch.bfloat16"
         assert report["groups"] == [0.1, 0.0]
         assert report["lr"] == pytest.approx([0, 0.0025, 0.005, 0.0075], abs=1e-6)
-        same_data = next(other for other in found if other["data"] == report["data"])
+        same_data = next(other for other in by_rank if other["data"] == report["data"])
         assert report["losses"] == same_data["losses"]
-        assert report["norm"] == found[0]["norm"] > 0
+        assert report["norm"] == by_rank[0]["norm"] > 0
 
 
 def test_the_monitor_writes_what_it_writes(reports):
-    root, found = reports
+    root, by_rank = reports
     (path,) = root.glob("monitor/*lr.csv")
     with path.open() as file:
         rows = list(csv.reader(file))[1:]
     # DeepSpeed counts samples: two rows for each of two replicas a step.
     assert [int(row[0]) for row in rows] == [4, 8, 12, 16]
-    assert [float(row[1]) for row in rows] == pytest.approx(found[0]["lr"], abs=1e-6)
+    assert [float(row[1]) for row in rows] == pytest.approx(by_rank[0]["lr"], abs=1e-6)
 
 
 def test_deepspeed_resumes_its_own_checkpoint_on_the_same_layout(reports):

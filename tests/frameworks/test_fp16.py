@@ -56,11 +56,11 @@ def split(path, config, root):
     """The same with Cuboid; the last steps are those of another engine, from a checkpoint."""
     with _on_any_cpu():
         engine = make_engine(path, config)
-        found = _steps(engine, STEPS)
+        steps = _steps(engine, STEPS)
         engine.save_checkpoint(root)
         fresh = make_engine(path, config)
         fresh.load_checkpoint(root)
-        return [*found, *_steps(fresh, AFTER, skip=STEPS)]
+        return [*steps, *_steps(fresh, AFTER, skip=STEPS)]
 
 
 def overflow_on_one(path, config, rank):
@@ -94,20 +94,20 @@ def expected(checkpoint):
     def of(replicas):
         # Processes that have had no engine yet: DeepSpeed keeps the groups of the first one.
         with WorkerPool(replicas) as fresh:
-            found, *_ = fresh.run(replicas, plain, checkpoint(SMALL), DYNAMIC, replicas, timeout_s=TIMEOUT_S)
-        scales = [scale for _, scale, _ in found]
-        assert 0 < found[-1][2] < STEPS
+            steps, *_ = fresh.run(replicas, plain, checkpoint(SMALL), DYNAMIC, replicas, timeout_s=TIMEOUT_S)
+        scales = [scale for _, scale, _ in steps]
+        assert 0 < steps[-1][2] < STEPS
         assert any(later > earlier for earlier, later in pairwise(scales))
-        return found
+        return steps
 
     return of
 
 
 def check(pool, path, expected, root, mesh, stages, zero, data):
     config = settings(mesh, stages, zero=zero, data=data, fp16=DYNAMIC)
-    for found in pool.run(ranks_of(config, data), split, path, config, root, timeout_s=TIMEOUT_S):
-        assert [rest for _, *rest in found] == [rest for _, *rest in expected(data)]
-        assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in expected(data)], rel=2e-3)
+    for steps in pool.run(ranks_of(config, data), split, path, config, root, timeout_s=TIMEOUT_S):
+        assert [rest for _, *rest in steps] == [rest for _, *rest in expected(data)]
+        assert [loss for loss, *_ in steps] == pytest.approx([loss for loss, *_ in expected(data)], rel=2e-3)
 
 
 @pytest.mark.sample(1)
@@ -126,5 +126,5 @@ def test_it_does_so_on_every_layout(pool, checkpoint, expected, tmp_path, mesh, 
 def test_an_overflow_on_one_rank_is_one_on_all(pool, checkpoint, mesh, stages, rank):
     config = settings(mesh, stages, fp16={"initial_scale_power": 6, "hysteresis": 1}, learning_rate=1e-2)
     del config["scheduler"]
-    for found in pool.run(2, overflow_on_one, checkpoint(SMALL), config, rank, timeout_s=TIMEOUT_S):
-        assert found == (1, 0.5, False, True)
+    for result in pool.run(2, overflow_on_one, checkpoint(SMALL), config, rank, timeout_s=TIMEOUT_S):
+        assert result == (1, 0.5, False, True)

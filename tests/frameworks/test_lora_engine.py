@@ -94,8 +94,10 @@ def boosted(path, adapter, config, folder):
     for _ in range(STEPS):
         micro_batches = [next(batches) for _ in range(2)]
         if "pipeline" in config:
-            whole = {name: torch.cat([each[name] for each in micro_batches]) for name in micro_batches[0]}
-            losses.append(float(booster.execute_pipeline(iter([whole]), inside, None, optimizer)["loss"]))
+            joined = {
+                name: torch.cat([micro_batch[name] for micro_batch in micro_batches]) for name in micro_batches[0]
+            }
+            losses.append(float(booster.execute_pipeline(iter([joined]), inside, None, optimizer)["loss"]))
         else:
             losses.append(0.0)
             for batch in micro_batches:
@@ -136,8 +138,8 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
     path = checkpoint(SMALL)
     results = pool.run(ranks, trained_sharded, path, adapter, config, resumed, str(tmp_path), timeout_s=TIMEOUT_S)
     losses, norm, state = trained_plain(path, adapter)
-    for found, last_norm, _ in results:
-        assert found == pytest.approx(losses, rel=2e-6)
+    for rank_losses, last_norm, _ in results:
+        assert rank_losses == pytest.approx(losses, rel=2e-6)
         assert last_norm == pytest.approx(norm, rel=1e-5)
     if data == 1:
         # Every element of the factors has one owner.
@@ -163,8 +165,8 @@ def test_a_booster_trains_an_adapter_as_plain_peft(pool, checkpoint, adapter, tm
     }
     results = pool.run(2, boosted, checkpoint(SMALL), adapter, config, str(tmp_path), timeout_s=TIMEOUT_S)
     losses, _, state = trained_plain(checkpoint(SMALL), adapter)
-    for found in results:
-        assert found == pytest.approx(losses[:STEPS], rel=2e-5)
+    for rank_losses in results:
+        assert rank_losses == pytest.approx(losses[:STEPS], rel=2e-5)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     for name, value in state.items():
         torch.testing.assert_close(saved[name.replace(".default.", ".")], value, rtol=1e-5, atol=1e-5, msg=name)

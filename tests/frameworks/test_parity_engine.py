@@ -93,11 +93,11 @@ def test_the_configs_checkpointing_trains_to_the_same_losses(
         section = {"mode": mode, "cpu_checkpointing": on_host}
         config = {**settings(mesh, stages), "activation_checkpointing": section}
         ranks = pool.run(2, _trained, path, config, timeout_s=TIMEOUT_S)
-        losses["host" if on_host else mode] = [own for own, _ in ranks]
+        losses["host" if on_host else mode] = [rank_losses for rank_losses, _ in ranks]
         assert [checkpoints for _, checkpoints in ranks] == [mode != "none"] * 2
     assert losses["layers"] == losses["attention"] == losses["host"]
-    for own, plain in zip(losses["layers"], losses["none"], strict=True):
-        assert own == pytest.approx(plain, rel=1e-6)
+    for rank_losses, plain in zip(losses["layers"], losses["none"], strict=True):
+        assert rank_losses == pytest.approx(plain, rel=1e-6)
 
 
 def _resumed(path: str, config: dict[str, Any], folder: str | None) -> list[float]:

@@ -141,7 +141,7 @@ def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "message"),
+    ("package", "installed", "message"),
     [
         ("transformers", "5.17.0", "cuboid works with transformers >=5.21,<5.25, but 5.17.0 is installed"),
         ("accelerate", "1.9.0", "cuboid works with accelerate >=1.10,<1.16, but 1.9.0 is installed"),
@@ -150,11 +150,11 @@ def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(
         ("torch", "2.13.0.dev1+cpu", None),
     ],
 )
-def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, found, message):
+def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, installed, message):
     def version(name):
-        if name == package and found is None:
+        if name == package and installed is None:
             raise PackageNotFoundError
-        return found if name == package else original(name)
+        return installed if name == package else original(name)
 
     original = requirements.version
     monkeypatch.setattr(requirements, "version", version)
@@ -166,15 +166,15 @@ def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, found,
 
 
 @pytest.mark.parametrize(
-    ("found", "is_known"), [("0.18.1", False), ("0.19.0", True), ("0.21.2", True), ("0.22.0", False)]
+    ("installed", "is_known"), [("0.18.1", False), ("0.19.0", True), ("0.21.2", True), ("0.22.0", False)]
 )
-def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch, found, is_known):
-    monkeypatch.setattr(requirements, "version", lambda _: found)
+def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch, installed, is_known):
+    monkeypatch.setattr(requirements, "version", lambda _: installed)
     if is_known:
         requirements.check_version("peft")
         return
     with pytest.raises(
-        ImportError, match=f"^cuboid works with peft >=0.19,<0.22, but {found} is installed: pip install"
+        ImportError, match=f"^cuboid works with peft >=0.19,<0.22, but {installed} is installed: pip install"
     ):
         requirements.check_version("peft")
 

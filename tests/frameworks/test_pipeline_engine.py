@@ -132,38 +132,40 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("pipeline")
-    found = reports_of(4, SCRIPT, root)
-    assert len(found) == 4
-    return root, found
+    by_rank = reports_of(4, SCRIPT, root)
+    assert len(by_rank) == 4
+    return root, by_rank
 
 
 def test_stages_share_the_layers_and_both_ends_have_the_tied_embedding(reports):
-    _, found = reports
-    assert {(report["stage"], report["data"]) for report in found} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    _, by_rank = reports
+    assert {(report["stage"], report["data"]) for report in by_rank} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     embedding, norm, layer = 64 * 32, 32, 32 * (32 + 32 + 16 + 16) + 3 * 32 * 64 + 2 * 32
-    by_stage = {report["stage"]: report["parameters"] for report in found}
+    by_stage = {report["stage"]: report["parameters"] for report in by_rank}
     assert sum(by_stage.values()) == 3 * layer + 2 * embedding + norm
-    assert {(report["stage"], *report["ends"]) for report in found} == {(0, True, False), (1, False, True)}
-    assert all(report["batch"] == 8 and report["stages"] == 2 for report in found)
-    assert all(report["groups"] == [0.1, 0.0] for report in found)
+    assert {(report["stage"], *report["ends"]) for report in by_rank} == {(0, True, False), (1, False, True)}
+    assert all(report["batch"] == 8 and report["stages"] == 2 for report in by_rank)
+    assert all(report["groups"] == [0.1, 0.0] for report in by_rank)
 
 
 def test_all_ranks_train_alike(reports):
-    _, found = reports
-    for report in found:
-        assert report["losses"] == found[0]["losses"]
-        assert report["norms"] == found[0]["norms"]
+    _, by_rank = reports
+    for report in by_rank:
+        assert report["losses"] == by_rank[0]["losses"]
+        assert report["norms"] == by_rank[0]["norms"]
         assert report["lr"] == pytest.approx([0, 0.0025, 0.005, 0.0075], abs=1e-6)
         assert report["boundary"] is False
         assert report["micro_batches"] == 4
     # The learning rate is 0 at first. Each epoch has the same two batches.
-    assert found[0]["losses"][2] == found[0]["losses"][0]
-    assert found[0]["losses"][3] < found[0]["losses"][1]
+    assert by_rank[0]["losses"][2] == by_rank[0]["losses"][0]
+    assert by_rank[0]["losses"][3] < by_rank[0]["losses"][1]
 
 
 def test_the_measured_cut_takes_effect_and_the_stages_of_a_replica_agree(reports):
-    _, found = reports
-    first, last = ({report["data"]: report["cuts"] for report in found if report["stage"] == stage} for stage in (0, 1))
+    _, by_rank = reports
+    first, last = (
+        {report["data"]: report["cuts"] for report in by_rank if report["stage"] == stage} for stage in (0, 1)
+    )
     # Each replica measures its own times, so two of them may cut differently.
     assert first == last
     for cuts in first.values():
@@ -195,8 +197,8 @@ def test_mistakes_are_told_on_every_rank_and_training_goes_on(reports):
 
 
 def test_what_is_saved_opens_in_plain_transformers(reports):
-    _, found = reports
-    first = next(report for report in found if "plain" in report)
+    _, by_rank = reports
+    first = next(report for report in by_rank if "plain" in report)
     assert first["plain"] == pytest.approx(first["saved"], rel=1e-6)
 
 
@@ -208,14 +210,14 @@ def test_a_resumed_engine_reads_its_data_on_from_where_it_was(reports):
 
 
 def test_the_monitor_has_loss_and_learning_rate(reports):
-    root, found = reports
+    root, by_rank = reports
     for name in ("lr", "train_loss"):
         (path,) = root.glob(f"monitor/*{name}.csv")
         with path.open() as file:
             rows = list(csv.reader(file))[1:]
         assert [int(row[0]) for row in rows[:4]] == [8, 16, 24, 32]
         if name == "train_loss":
-            assert [float(row[1]) for row in rows[:4]] == pytest.approx(found[0]["losses"][:4], rel=1e-6)
+            assert [float(row[1]) for row in rows[:4]] == pytest.approx(by_rank[0]["losses"][:4], rel=1e-6)
 
 
 def test_the_trace_holds_every_unit_of_every_stage_on_one_clock(reports):

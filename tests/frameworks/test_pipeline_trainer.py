@@ -170,9 +170,9 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(root):
 def test_two_replicas_whose_ranks_are_not_neighbours(root, stream):
     script = root / "script.py"
     # Of a stream, whole epochs of two steps, since the Trainer can't know where they end.
-    given = {"stream": True, "train": 32, "max_steps": 5, "eval_strategy": "no"} if stream else {"train": 40}
-    expected = result_of(*alone(script, plan_of(root, f"alone{stream}", "untied", 8, **given)))
-    plan = plan_of(root, f"piped{stream}", "untied", 4, config=config_of(2, {}), **given)
+    settings = {"stream": True, "train": 32, "max_steps": 5, "eval_strategy": "no"} if stream else {"train": 40}
+    expected = result_of(*alone(script, plan_of(root, f"alone{stream}", "untied", 8, **settings)))
+    plan = plan_of(root, f"piped{stream}", "untied", 4, config=config_of(2, {}), **settings)
     # DeepSpeed's optimizer: its engine steps the schedule before the Trainer logs the rate.
     compare(expected, result_of(*world(4, script, plan)), logs_next_rate=True)
     compare_weights(root, f"alone{stream}", f"piped{stream}")
@@ -182,13 +182,13 @@ def test_two_replicas_whose_ranks_are_not_neighbours(root, stream):
 def test_a_checkpoint_resumes_where_it_was_saved(root):
     save = {"save_strategy": "steps", "save_steps": 3}
     config = config_of(2, {"sequence": 2})
-    whole = result_of(*world(4, root / "script.py", plan_of(root, "saved", "tied", 4, config=config, **save)))
+    uninterrupted = result_of(*world(4, root / "script.py", plan_of(root, "saved", "tied", 4, config=config, **save)))
     checkpoint = str(root / "saved" / "checkpoint-3")
     plan = plan_of(root, "resumed", "tied", 4, config=config, resume=checkpoint, **save)
     resumed = result_of(*world(4, root / "script.py", plan))
-    losses, rest = ({e["step"]: e["loss"] for e in run[2] if "loss" in e} for run in (whole, resumed))
+    losses, rest = ({e["step"]: e["loss"] for e in run[2] if "loss" in e} for run in (uninterrupted, resumed))
     assert {step: rest[step] for step in range(4, 9)} == pytest.approx({s: losses[s] for s in range(4, 9)}, rel=1e-6)
-    assert resumed[1] == pytest.approx(whole[1], rel=1e-6)
+    assert resumed[1] == pytest.approx(uninterrupted[1], rel=1e-6)
     # What the Trainer saves beside the engine's own files opens with plain transformers.
     reopened = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
     started = LlamaForCausalLM.from_pretrained(root / "tied").state_dict()
@@ -294,8 +294,8 @@ def test_other_configs_keep_accelerates_data_loader(monkeypatch):
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}}))
     monkeypatch.setenv("WORLD_SIZE", "4")
 
-    def loader(dataloader, **given):
-        return given
+    def loader(dataloader, **keywords):
+        return keywords
 
     for other in (state, SimpleNamespace(deepspeed_plugin=None), SimpleNamespace()):
         monkeypatch.setattr(accelerate, "AcceleratorState", lambda other=other: other)

@@ -27,8 +27,8 @@ def _sample():
         "descriptors": process.num_fds(),
         "threads": process.num_threads(),
         "objects": len(objects),
-        "tensors": sum(issubclass(type(each), torch.Tensor) for each in objects),
-        "kinds": Counter(type(each).__name__ for each in objects),
+        "tensors": sum(issubclass(type(x), torch.Tensor) for x in objects),
+        "kinds": Counter(type(x).__name__ for x in objects),
     }
 
 

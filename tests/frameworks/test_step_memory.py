@@ -69,14 +69,14 @@ def third_step(mode, params):
         model = AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **SIZES), dtype=torch.bfloat16)
         count = sum(parameter.numel() for parameter in model.parameters())
         engine, *_ = deepspeed.initialize(model=cuboid.shard(model.train(), config), config=config)
-        step, found = engine.optimizer.step, []
+        step, peaks = engine.optimizer.step, []
 
         def watched(*args, **kwargs):
             gradients = [x for group in getattr(engine.optimizer, "fp32_groups_gradients", []) for x in group]
             rounded = all(torch.equal(x.bfloat16().float(), x) for x in gradients)
             live.most = live.now
             result = step(*args, **kwargs)
-            found.append((live.most / count, rounded))
+            peaks.append((live.most / count, rounded))
             return result
 
         with mock.patch.object(engine.optimizer, "step", watched):
@@ -87,7 +87,7 @@ def third_step(mode, params):
                 for _ in range(2):
                     engine.backward(engine(**batch).loss)
                     engine.step()
-    return found[-1]
+    return peaks[-1]
 
 
 @pytest.mark.parametrize("params", [FOREACH, FUSED], ids=["foreach", "fused"])

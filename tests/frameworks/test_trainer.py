@@ -282,9 +282,9 @@ def test_trainers_of_trl_report_what_they_do_without_a_mesh(trl_paths, mode, rep
     plain = (script, start, trl_paths / "plain", "null", mode)
     expected, expected_evaluation = result_of(*(alone(*plain) if replicas == 1 else world(replicas, *plain)))
     sharded = (script, start, trl_paths / "sharded", json.dumps(config_of({"sequence": 2})), mode)
-    found, evaluation = result_of(*world(2 * replicas, *sharded))
+    reported, evaluation = result_of(*world(2 * replicas, *sharded))
     assert len(expected) == 3
-    for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
+    for step, wanted in zip([*reported, evaluation], [*expected, expected_evaluation], strict=True):
         assert step.keys() == wanted.keys()
         for name in (name for name in step if not name.endswith(TIMES)):
             assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
@@ -320,9 +320,9 @@ def test_trainers_of_trl_in_stages_report_what_they_do_in_one_process(trl_paths,
     keys = {"engine": "seq1f1b", "stages": 2, "segments": 1 if "reward" in mode else 2}
     config = config_of(mesh) | {"pipeline": {**keys, "stage_balance": "layers", "schedule": schedule}}
     ranks = 2 * replicas * math.prod(mesh.values())
-    found, evaluation = result_of(*world(ranks, script, start, trl_paths / "staged", json.dumps(config), mode))
+    reported, evaluation = result_of(*world(ranks, script, start, trl_paths / "staged", json.dumps(config), mode))
     assert len(expected) == 3
-    for step, wanted in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
+    for step, wanted in zip([*reported, evaluation], [*expected, expected_evaluation], strict=True):
         assert step.keys() == wanted.keys()
         for name in (name for name in step if not name.endswith(TIMES)):
             assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name

@@ -61,11 +61,11 @@ def counts(model, seed=0):
     return float(loss), gradients, calls.fused + calls.products, torch.rand(()).item()
 
 
-def assert_same_bits(found, expected):
-    assert found[0] == expected[0]
-    assert found[3] == expected[3]
+def assert_same_bits(actual, expected):
+    assert actual[0] == expected[0]
+    assert actual[3] == expected[3]
     for name, gradient in expected[1].items():
-        assert torch.equal(found[1][name], gradient), name
+        assert torch.equal(actual[1][name], gradient), name
 
 
 @pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
@@ -73,8 +73,8 @@ def test_each_mode_computes_the_same_and_only_layers_runs_attention_again(runs):
     none, layers, attention = (
         counts(cuboid.shard(small(), {**runs, **checkpointing(mode)})) for mode in ("none", "layers", "attention")
     )
-    for found in (layers, attention):
-        assert_same_bits(found, none)
+    for actual in (layers, attention):
+        assert_same_bits(actual, none)
     assert attention[2] == none[2]
     units = 3 if "pipeline" in runs else 1
     # A segment after the first has two calls: for itself, and for those before it.
@@ -123,9 +123,9 @@ def test_a_scripts_own_choice_of_what_is_kept_stays():
     model = cuboid.shard(small(), {**MESH, **checkpointing("attention")})
     expected = counts(model)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    found = counts(model)
-    assert_same_bits(found, expected)
-    assert found[2] == expected[2]
+    actual = counts(model)
+    assert_same_bits(actual, expected)
+    assert actual[2] == expected[2]
     assert len(seen) == 2
 
 
@@ -248,10 +248,10 @@ def live_bytes():
     """Of all storages that Python's objects refer to."""
     gc.collect()
     storages = {}
-    for each in gc.get_objects():
+    for candidate in gc.get_objects():
         # Sparse tensors of other tests have no storage.
-        if isinstance(each, torch.Tensor) and each.layout is torch.strided:
-            storage = each.untyped_storage()
+        if isinstance(candidate, torch.Tensor) and candidate.layout is torch.strided:
+            storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

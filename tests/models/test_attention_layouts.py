@@ -60,9 +60,9 @@ def test_norms_over_all_heads(architecture, heads, mesh):
     threaded = assert_as_alone(model, mesh, step_of(**batch))
     assert not blocks_computed_whole(model)
     # Each has its own share of the norms' weights too.
-    own = sum(p.numel() for name, p in threaded.models[0].named_parameters() if name.endswith("_norm.weight"))
-    whole = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_norm.weight"))
-    assert own == pytest.approx(whole / threaded.plan.mesh.size, rel=0.35)
+    local_count = sum(p.numel() for name, p in threaded.models[0].named_parameters() if name.endswith("_norm.weight"))
+    total_count = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_norm.weight"))
+    assert local_count == pytest.approx(total_count / threaded.plan.mesh.size, rel=0.35)
 
 
 @pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])
@@ -135,7 +135,7 @@ def test_a_forward_without_backward_leaves_no_tensors(lora_rank, mesh):
     for _ in range(3):
         threaded.run(lambda model: model(**batch, use_cache=False).loss.item())
         gc.collect()
-        counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        counts.append(sum(issubclass(type(candidate), torch.Tensor) for candidate in gc.get_objects()))
     assert counts[1] == counts[2]
 
 

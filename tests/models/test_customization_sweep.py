@@ -55,8 +55,8 @@ class Run:
     def __init__(self, entry, layout, path, change, moment):
         config = config_of(layout, entry)
         # An engine may be given a whole model, or one that is sharded.
-        whole = entry != "load" and moment != "sharded"
-        if whole:
+        is_whole = entry != "load" and moment != "sharded"
+        if is_whole:
             self.model = built(change.cls, tied=change.tied)
             if moment == "whole":
                 change.apply(self.model)
@@ -137,9 +137,9 @@ def agreed(action):
         why = str(error) if isinstance(error, ScriptError) else f"{NOT_OURS} {type(error).__name__}: {error}"
     whys = [None] * dist.get_world_size()
     dist.all_gather_object(whys, why)
-    whys = [each for each in whys if each is not None]
+    whys = [other for other in whys if other is not None]
     if whys:
-        raise Refused(next((each for each in whys if not each.startswith(NOT_OURS)), whys[0]))
+        raise Refused(next((other for other in whys if not other.startswith(NOT_OURS)), whys[0]))
     return result
 
 
@@ -236,9 +236,9 @@ def names_for(entry, moment):
     return [name for name, change in CHANGES.items() if entry != "load" or not change.of]
 
 
-def assert_right_or_refused(found):
+def assert_right_or_refused(verdicts):
     """Check verdicts by name: that no change is dropped or mistaken, and that refusals name it."""
-    assert {name: said for name, said in found.items() if not is_right_or_refused(name, said)} == {}
+    assert {name: said for name, said in verdicts.items() if not is_right_or_refused(name, said)} == {}
 
 
 def is_right_or_refused(name, said):
@@ -288,13 +288,13 @@ FEW = [
 )
 def test_what_a_script_changes_is_right_or_refused(pool, paths, entry, layout, moment):
     mesh, stages = LAYOUTS[layout]
-    found = swept(pool, paths, entry, layout, moment, [*FEW, *(["class: block"] if moment == "later" else [])])
-    assert_right_or_refused(found)
+    verdicts = swept(pool, paths, entry, layout, moment, [*FEW, *(["class: block"] if moment == "later" else [])])
+    assert_right_or_refused(verdicts)
     right = {name for name in FEW if name.startswith("values")}
     # Pipelines sum losses in parts, and without a mesh norms stay the model's own modules.
     right |= {"loss: class weights"} if stages == 1 else set()
     right |= {"instance: epsilon of a norm"} if mesh == (1, 1, 1) else set()
-    assert {name for name, said in found.items() if said == "right"} == right
+    assert {name for name, said in verdicts.items() if said == "right"} == right
 
 
 MOMENTS_OF = {"shard": ("whole", "engine", "later"), "load": ("whole", "engine", "later")}
@@ -308,8 +308,8 @@ AT_ONCE = 16
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("entry", "moment"), [(e, m) for e in ENTRIES for m in MOMENTS_OF.get(e, MOMENTS)])
 def test_every_change_is_right_or_refused(paths, entry, layout, moment):
-    found, names = {}, names_for(entry, moment)
+    verdicts, names = {}, names_for(entry, moment)
     for first in range(0, len(names), AT_ONCE):
         with WorkerPool(ranks_of(layout)) as pool:
-            found |= swept(pool, paths, entry, layout, moment, names[first : first + AT_ONCE])
-    assert_right_or_refused(found)
+            verdicts |= swept(pool, paths, entry, layout, moment, names[first : first + AT_ONCE])
+    assert_right_or_refused(verdicts)

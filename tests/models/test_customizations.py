@@ -50,14 +50,14 @@ def verdict(config, change, *, before):
         else:
             loss = model(**batch()).loss
             loss.backward()
-        found = full_gradients(model)
+        actual = full_gradients(model)
     except cuboid.CuboidError as error:
         return f"refused: {error}"
     if cuboid.mesh_of(model).rank:
         return "right"  # the first rank is given the gradients
     wanted, gradients = expected(change)
     errors = [float((loss.detach() - wanted).abs())]
-    errors += [float((found[name] - gradients[name]).abs().max()) for name in found.keys() & gradients.keys()]
+    errors += [float((actual[name] - gradients[name]).abs().max()) for name in actual.keys() & gradients.keys()]
     return "right" if max(errors) < 1e-6 and len(errors) > 1 else f"WRONG: {max(errors)}"
 
 
@@ -102,7 +102,7 @@ CONFIGS = {**{name: section(mesh) for name, mesh in MESHES.items()}, "stages": S
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_a_script_changed_before_is_refused_by_name(pool, config):
     for rank in pool.run(2, verdicts, config, [*HOOKS, *CHANGES], True):
-        assert [name for name, found in rank.items() if not found.startswith("refused: ")] == []
+        assert [name for name, said in rank.items() if not said.startswith("refused: ")] == []
         assert "'model.layers.0.self_attn.q_proj' has a forward hook" in rank["forward hook of a projection"]
         assert "model.embed_tokens.weight has a gradient hook" in rank["gradient hook of the embedding"]
         assert "model.layers.0.mlp.forward was replaced on this instance" in rank["forward of a block"]
@@ -117,9 +117,9 @@ def test_what_a_script_changed_before_is_refused_by_name(pool, config):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_a_script_changes_after_is_refused_by_name(pool, config):
     cases = [name for name in (*HOOKS, *CHANGES) if name not in ONLY_BEFORE]
-    for rank, found in enumerate(pool.run(2, verdicts, config, cases, False)):
+    for rank, by_case in enumerate(pool.run(2, verdicts, config, cases, False)):
         # On the stage that hasn't a module, the script itself fails.
-        wrong = [name for name, said in found.items() if not said.startswith("refused: ")]
+        wrong = [name for name, said in by_case.items() if not said.startswith("refused: ")]
         assert wrong == [], f"rank {rank}: {wrong}"
 
 
@@ -131,8 +131,8 @@ def alone(_):
 
 
 def test_hooks_are_carried_over_where_nothing_is_cut(pool):
-    (found,) = pool.run(1, alone, None)
-    assert set(found.values()) == {"right"}, found
+    (by_case,) = pool.run(1, alone, None)
+    assert set(by_case.values()) == {"right"}, by_case
 
 
 def marked(config):

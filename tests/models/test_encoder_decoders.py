@@ -81,22 +81,24 @@ def on_threads(model, mesh):
     plan, ranks = certified_plan(model, shape), ThreadRanks(shape)
 
     def sharded(mesh):
-        own = copy.deepcopy(model)
-        return shard_modules(own, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh))
+        copied = copy.deepcopy(model)
+        return shard_modules(
+            copied, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh)
+        )
 
     return ranks, [sharded(mesh) for mesh in ranks.meshes]
 
 
 def whole_gradients(models):
     """Of all ranks' shards."""
-    wholes = {}
+    gradients = {}
     for model in models:
         mesh, layouts = model.cuboid.mesh, sharded_layouts(model)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                whole = wholes.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=parameter.dtype))
-                put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
-    return wholes
+                full = gradients.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=parameter.dtype))
+                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+    return gradients
 
 
 def assert_as_plain(plain, mesh, batch, prepare=lambda model: None):
@@ -115,11 +117,11 @@ def assert_as_plain(plain, mesh, batch, prepare=lambda model: None):
         with torch.no_grad():
             return loss.detach(), model.eval()(**batch)
 
-    for loss, found in ranks.run(step):
+    for loss, answer in ranks.run(step):
         assert torch.allclose(loss, expected.loss, atol=1e-6)
         for name in ("logits", "encoder_last_hidden_state"):
             # Norms are in float32 whatever the model is in.
-            assert torch.allclose(found[name], outputs[name], atol=1e-4), name
+            assert torch.allclose(answer[name], outputs[name], atol=1e-4), name
     gradients = whole_gradients(models)
     trained = {name: x.grad for name, x in plain.named_parameters() if x.grad is not None}
     assert gradients.keys() == trained.keys()
@@ -224,8 +226,8 @@ def test_a_checkpoint_is_read_as_slices_trained_and_saved_for_plain_transformers
         expected.append(loss.item())
     expected.append(plain(**batch).loss.item())
     saved = AutoModelForSeq2SeqLM.from_pretrained(f"{path}-saved", dtype=torch.float64)
-    for (name, own), other in zip(plain.state_dict().items(), saved.state_dict().values(), strict=True):
-        assert torch.allclose(own, other, atol=1e-5), name
+    for (name, parameter), other in zip(plain.state_dict().items(), saved.state_dict().values(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-5), name
     for losses, name, share in results:
         assert losses == pytest.approx(expected, abs=1e-5)
         assert name == type(plain).__name__
@@ -250,8 +252,8 @@ def test_a_head_of_its_own_is_found_in_the_files_that_are_read(monkeypatch, tmp_
     model = cuboid.from_pretrained(tmp_path, section, dtype=torch.float64, **options)
     layouts = sharded_layouts(model)
     for name in ("lm_head.weight", "shared.weight"):
-        own = take_shard(plain.get_parameter(name).detach(), layouts[name], model.cuboid.mesh)
-        assert torch.equal(model.get_parameter(name), own), name
+        shard = take_shard(plain.get_parameter(name).detach(), layouts[name], model.cuboid.mesh)
+        assert torch.equal(model.get_parameter(name), shard), name
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -275,12 +277,12 @@ def test_what_a_micro_batch_may_not_hold_is_named():
     assert "labels is [3, 8, 1], but input_ids is [3, 13]" in message_of(
         model, {**batch, "labels": batch["labels"].unsqueeze(-1)}
     )
-    given = {**batch, "decoder_input_ids": batch["labels"][:, :5].clamp(min=0)}
-    assert "labels is [3, 8], but input_ids is [3, 13] and decoder_input_ids is [3, 5]" in message_of(model, given)
+    decoding = {**batch, "decoder_input_ids": batch["labels"][:, :5].clamp(min=0)}
+    assert "labels is [3, 8], but input_ids is [3, 13] and decoder_input_ids is [3, 5]" in message_of(model, decoding)
     assert "needs labels or decoder_input_ids" in message_of(model, {"input_ids": batch["input_ids"]})
     rows = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["input_ids"][:2]}
     assert "input_ids has 3 rows, but decoder_input_ids has 2" in message_of(model, rows)
-    mask = {**given, "labels": given["decoder_input_ids"], "decoder_attention_mask": torch.ones(3, 7)}
+    mask = {**decoding, "labels": decoding["decoder_input_ids"], "decoder_attention_mask": torch.ones(3, 7)}
     assert message_of(model, mask) == "decoder_attention_mask is [3, 7], but decoder_input_ids is [3, 5]"
     flat = {**batch, "input_ids": torch.arange(8)}
     assert message_of(model, flat) == "input_ids must be [batch, sequence], not [8]"

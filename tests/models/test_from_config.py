@@ -38,17 +38,17 @@ def made_by_rank(monkeypatch, config, mesh, stages, rank, seed=0):
 
 
 def put_together(monkeypatch, config, mesh, stages):
-    wholes = {}
+    weights = {}
     for rank in range(MeshShape.parse(mesh).size * stages):
         model = made_by_rank(monkeypatch, config, mesh, stages, rank)
-        layouts, own = sharded_layouts(model), model.cuboid.mesh
+        layouts, made_mesh = sharded_layouts(model), model.cuboid.mesh
         for name, shard in model.named_parameters(remove_duplicate=False):
-            if own.shape.size == 1:
-                wholes[name] = shard.detach()
+            if made_mesh.shape.size == 1:
+                weights[name] = shard.detach()
             else:
-                whole = wholes.setdefault(name, torch.full(layouts[name].shape, torch.nan))
-                put_shard(whole, shard.detach(), layouts[name], own.shape, own.coordinate)
-    return wholes
+                full = weights.setdefault(name, torch.full(layouts[name].shape, torch.nan))
+                put_shard(full, shard.detach(), layouts[name], made_mesh.shape, made_mesh.coordinate)
+    return weights
 
 
 @pytest.mark.sample(2)
@@ -58,10 +58,10 @@ def test_a_seed_gives_the_same_weights_on_every_mesh_and_in_every_pipeline(monke
     config = CONFIGS[architecture]
     alone = made_by_rank(monkeypatch, config, "1x1x1", 1, 0)
     expected = dict(alone.named_parameters(remove_duplicate=False))
-    found = put_together(monkeypatch, config, mesh, stages)
-    assert found.keys() == expected.keys()
-    for name, whole in found.items():
-        assert torch.equal(whole, expected[name]), name
+    weights = put_together(monkeypatch, config, mesh, stages)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
     other = made_by_rank(monkeypatch, config, "1x1x1", 1, 0, seed=1)
     assert not torch.equal(other.get_input_embeddings().weight, alone.get_input_embeddings().weight)
 
@@ -90,9 +90,9 @@ def test_a_rank_never_holds_more_than_its_slices_and_a_unit(monkeypatch):
 
     monkeypatch.setattr(from_scratch, "initialized", watched)
     model = made_by_rank(monkeypatch, config, "2x2x2", 1, 3)
-    whole = model.num_parameters()
-    assert max(largest) < whole / 4
-    assert sum(parameter.numel() for parameter in model.parameters()) < whole / 7
+    total = model.num_parameters()
+    assert max(largest) < total / 4
+    assert sum(parameter.numel() for parameter in model.parameters()) < total / 7
 
 
 def test_in_a_scope_every_from_config_makes_slices(monkeypatch):

@@ -21,8 +21,8 @@ LEARNING_RATE, DECAY, STEPS = 1e-2, 0.1, 3
 
 def _trains(frozen, name):
     """Whether a parameter is trained, by what is frozen; with two stages each has two of the four layers."""
-    found = re.search(r"layers\.(\d+)\.", name)
-    layer = int(found[1]) if found else None
+    match = re.search(r"layers\.(\d+)\.", name)
+    layer = int(match[1]) if match else None
     return {
         "nothing": True,
         "first stage": "embed" not in name and layer not in (0, 1),
@@ -152,13 +152,13 @@ def check_frozen(pool, checkpoint, tmp_path, frozen, config, data):
     assert losses == pytest.approx(plain_losses, abs=2e-5)
     assert norm == pytest.approx(plain_norm, rel=1e-4)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    for name, whole in state.items():
+    for name, weight in state.items():
         if _trains(frozen, name):
             # A step is up to the learning rate, and Adam makes a gradient of nothing but rounding one of that length.
-            assert float((whole - plain_state[name]).abs().max()) < LEARNING_RATE / 20, name
-            assert not torch.equal(whole, untouched[name]), name
+            assert float((weight - plain_state[name]).abs().max()) < LEARNING_RATE / 20, name
+            assert not torch.equal(weight, untouched[name]), name
         else:
-            assert torch.equal(whole, untouched[name]), name
+            assert torch.equal(weight, untouched[name]), name
 
 
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -171,7 +171,7 @@ def test_a_frozen_stage_in_bfloat16(pool, checkpoint, tmp_path, data):
     assert losses == pytest.approx(plain_losses, abs=2e-2)
     assert norm == pytest.approx(plain_norm, rel=5e-2)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-    assert all(torch.equal(whole, untouched[name]) != _trains("first stage", name) for name, whole in state.items())
+    assert all(torch.equal(weight, untouched[name]) != _trains("first stage", name) for name, weight in state.items())
 
 
 def _refused(path, tied, config):

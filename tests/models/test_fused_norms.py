@@ -46,9 +46,9 @@ def gradients(norm, x):
 def test_values_and_gradients_are_those_of_its_class(cls, dtype, tolerance):
     norm, fused = pair(cls, dtype)
     x = torch.randn(2, 5, FEATURES).to(dtype)
-    for found, wanted in zip(gradients(fused, x), gradients(norm, x), strict=True):
-        assert found.dtype == wanted.dtype
-        assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+    for actual, wanted in zip(gradients(fused, x), gradients(norm, x), strict=True):
+        assert actual.dtype == wanted.dtype
+        assert (actual - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
 def saved_bytes(norm, x):
@@ -96,9 +96,9 @@ class Doubled(LlamaRMSNorm):
 
 
 def test_only_what_computes_the_formula_is_fused():
-    own = LlamaRMSNorm(FEATURES)
-    own.forward = lambda x: x
-    others = [Doubled(FEATURES), nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES), own]
+    patched = LlamaRMSNorm(FEATURES)
+    patched.forward = lambda x: x
+    others = [Doubled(FEATURES), nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES), patched]
     assert rms_norms(nn.ModuleList(others)) == {}
 
 

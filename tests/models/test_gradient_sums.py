@@ -35,7 +35,7 @@ def model_of(dtype):
 def batches():
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, SIZES["vocab_size"], (MICRO_BATCHES, 1, LENGTH), generator=generator)
-    return [{"input_ids": each, "labels": each} for each in ids]
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def plain(dtype):
@@ -60,16 +60,17 @@ def gradients_of(model):
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
 
 
-def error(found, exact):
+def error(gradients, exact):
     """Of all gradients together, in relation to their norm."""
-    squares = sum((found[name] - each).pow(2).sum() for name, each in exact.items())
-    return (squares / sum(each.pow(2).sum() for each in exact.values())).sqrt().item()
+    squares = sum((gradients[name] - gradient).pow(2).sum() for name, gradient in exact.items())
+    return (squares / sum(gradient.pow(2).sum() for gradient in exact.values())).sqrt().item()
 
 
 def test_a_pipeline_adds_up_its_units_gradients_in_float32():
     exact = plain(torch.float64)
     of_plain, with_sums, without = (
-        error(found, exact) for found in (plain(torch.bfloat16), in_segments(sums=True), in_segments(sums=False))
+        error(gradients, exact)
+        for gradients in (plain(torch.bfloat16), in_segments(sums=True), in_segments(sums=False))
     )
     # 64 units round 64 times, plain training 4 times.
     assert with_sums < 1.05 * of_plain

@@ -93,21 +93,23 @@ def on_threads(model, mesh):
     plan, ranks = certified_plan(model, shape), ThreadRanks(shape)
 
     def sharded(mesh):
-        own = copy.deepcopy(model)
-        return shard_modules(own, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh))
+        copied = copy.deepcopy(model)
+        return shard_modules(
+            copied, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh)
+        )
 
     return ranks, [sharded(mesh) for mesh in ranks.meshes]
 
 
 def whole_of(models, tensors):
     """Whole tensors of what all ranks have by the names of parameters."""
-    wholes = {}
-    for model, own in zip(models, tensors, strict=True):
+    full_tensors = {}
+    for model, shards in zip(models, tensors, strict=True):
         mesh, layouts = model.cuboid.mesh, sharded_layouts(model)
-        for name, shard in own.items():
-            whole = wholes.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=shard.dtype))
-            put_shard(whole, shard, layouts[name], mesh.shape, mesh.coordinate)
-    return wholes
+        for name, shard in shards.items():
+            full = full_tensors.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=shard.dtype))
+            put_shard(full, shard, layouts[name], mesh.shape, mesh.coordinate)
+    return full_tensors
 
 
 def score(output, batch):
@@ -159,10 +161,10 @@ def test_loss_logits_and_every_gradient_are_those_of_the_plain_model(architectur
             answer = model.eval()(**batch)
         return loss.detach(), answer
 
-    found = ranks.run(step)
+    results = ranks.run(step)
     names = [name for name in ("logits", "start_logits", "last_hidden_state", "pooler_output") if name in expected]
     assert names
-    for loss, answer in found:
+    for loss, answer in results:
         # Some of transformers' losses are in float32 whatever the model is in.
         assert torch.allclose(loss.double(), score(expected, batch).double(), atol=1e-6)
         for name in names:
@@ -236,8 +238,8 @@ def test_the_task_is_read_from_the_checkpoint_and_what_is_saved_is_plain(pool, t
         optimizer.zero_grad()
         assert all(abs(losses[step] - loss.item()) < 1e-6 for losses, _, _ in results)
     saved = AUTO[task].from_pretrained(f"{path}-{task}", dtype=torch.float64)
-    for (name, own), other in zip(plain.named_parameters(), saved.parameters(), strict=True):
-        assert torch.allclose(own, other, atol=1e-6), name
+    for (name, parameter), other in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-6), name
     for _, name, share in results:
         assert name == type(plain).__name__
         assert share < 0.35
@@ -266,15 +268,15 @@ def test_a_new_head_is_the_same_on_every_mesh_and_all_else_is_the_checkpoints(mo
     expected = dict(alone.named_parameters())
     torch.manual_seed(1)
     models = [loaded_by_rank(monkeypatch, tmp_path, "2x1x2", wanted, rank) for rank in range(4)]
-    found = whole_of(models, [{n: x.detach() for n, x in m.named_parameters()} for m in models])
-    assert found.keys() == expected.keys()
-    for name, whole in found.items():
-        assert torch.equal(whole, expected[name]), name
+    weights = whole_of(models, [{n: x.detach() for n, x in m.named_parameters()} for m in models])
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
     head = "score.weight" if architecture == "llama" else "classifier.weight"
-    assert 0.01 < found[head].std() < 0.04
+    assert 0.01 < weights[head].std() < 0.04
     prefix = f"{trained.base_model_prefix}."
     for name, value in trained.base_model.named_parameters():
-        assert torch.equal(found[prefix + name], value), name
+        assert torch.equal(weights[prefix + name], value), name
 
 
 def test_a_language_model_without_its_head_is_damaged(monkeypatch, tmp_path):

@@ -43,9 +43,9 @@ def test_bits_are_those_of_the_device_alone(runs, mode, late):
     expected = counts(cuboid.shard(small(), {**runs, **checkpointing(mode)}))
     model = on_host(runs, mode, late)
     for _ in range(2):
-        found = counts(model)
-        assert_same_bits(found, expected)
-        assert found[2] == expected[2]
+        actual = counts(model)
+        assert_same_bits(actual, expected)
+        assert actual[2] == expected[2]
     assert model.cuboid.host_store.buffers.used_bytes == 0
 
 

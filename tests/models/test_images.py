@@ -70,14 +70,14 @@ def score(output):
 def two_steps(model, task, full_gradients, norm):
     """Loss, norm and all gradients of each of two steps of SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
-    found = []
+    steps = []
     for step in range(2):
         optimizer.zero_grad()
         loss = score(model(**micro_batch(task, seed=step)))
         loss.backward()
-        found.append((loss.item(), norm(model), full_gradients(model)))
+        steps.append((loss.item(), norm(model), full_gradients(model)))
         optimizer.step()
-    return found
+    return steps
 
 
 def plain_gradients(model):
@@ -105,9 +105,9 @@ def train_from_slices(path, mesh, task, out, checkpoints):
     model = cuboid.from_pretrained(path, ds_config(mesh), auto_class=AUTO[task], dtype=torch.float64).train()
     if checkpoints:
         model.gradient_checkpointing_enable()
-    found = two_steps(model, task, cuboid.full_gradients, sharded_norm)
+    steps = two_steps(model, task, cuboid.full_gradients, sharded_norm)
     model.save_pretrained(out)
-    return found, cuboid.full_state_dict(model)
+    return steps, cuboid.full_state_dict(model)
 
 
 def assert_as_plain(pool, tmp_path, architecture, task, mesh, checkpoints=False):
@@ -117,8 +117,8 @@ def assert_as_plain(pool, tmp_path, architecture, task, mesh, checkpoints=False)
     args = (str(tmp_path / "start"), mesh, task, str(out), checkpoints)
     results = pool.run(size, train_from_slices, *args, timeout_s=TIMEOUT_S)
     expected = two_steps(plain, task, plain_gradients, plain_norm)
-    for found, _ in results:
-        assert [each[:2] for each in found] == [pytest.approx(each[:2], rel=1e-9) for each in expected]
+    for steps, _ in results:
+        assert [step[:2] for step in steps] == [pytest.approx(step[:2], rel=1e-9) for step in expected]
     for (_, _, gradients), (_, _, wanted) in zip(results[0][0], expected, strict=True):
         assert gradients.keys() == wanted.keys()
         assert_close(gradients, wanted)
@@ -129,9 +129,9 @@ def assert_as_plain(pool, tmp_path, architecture, task, mesh, checkpoints=False)
     assert all(torch.equal(x, weights[name]) for name, x in again.items())
 
 
-def assert_close(found, wanted):
+def assert_close(actual, wanted):
     for name, x in wanted.items():
-        assert (found[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
+        assert (actual[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_ranks_must_be_given_the_same_images():
     plan, ranks = certified_plan(plain, shape), ThreadRanks(shape)
 
     def step(mesh):
-        own = copy.deepcopy(plain)
+        copied = copy.deepcopy(plain)
         sharded = shard_modules(
-            own, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh)
+            copied, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh)
         )
         with pytest.raises(CuboidError, match="theirs differ in pixel_values, labels"):
             sharded(**micro_batch("classes", seed=mesh.rank))

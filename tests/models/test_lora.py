@@ -60,20 +60,20 @@ class Adapted(Threaded):
 
     def __init__(self, model, mesh, **options):
         super().__init__(model, mesh)
-        self.models = [adapted(own, **options) for own in self.models]
+        self.models = [adapted(rank_model, **options) for rank_model in self.models]
 
     def whole(self, value_of):
         """By the names of the model's parameters, put together from all ranks."""
-        wholes = {}
+        full_tensors = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             inner = model.get_base_model()
             layouts = sharded_layouts(inner)
             for name, parameter in inner.named_parameters():
                 value = value_of(parameter)
                 if value is not None:
-                    whole = wholes.setdefault(name, value.new_zeros(layouts[name].shape))
-                    put_shard(whole, value, layouts[name], mesh.shape, mesh.coordinate)
-        return wholes
+                    full = full_tensors.setdefault(name, value.new_zeros(layouts[name].shape))
+                    put_shard(full, value, layouts[name], mesh.shape, mesh.coordinate)
+        return full_tensors
 
 
 def inner_names(model):
@@ -188,32 +188,32 @@ def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
     first = assert_losses(plain, threaded)
 
     def both(change):
-        def seeded(own):
+        def seeded(peft_model):
             torch.manual_seed(11)
-            change(own)
+            change(peft_model)
 
         seeded(plain)
         threaded.run(seeded)
         return assert_losses(plain, threaded)
 
     other = LoraConfig(r=2, init_lora_weights=False, target_modules=["c_fc"])
-    both(lambda own: own.add_adapter("other", copy.deepcopy(other)))
-    second = both(lambda own: own.set_adapter("other"))
+    both(lambda peft_model: peft_model.add_adapter("other", copy.deepcopy(other)))
+    second = both(lambda peft_model: peft_model.set_adapter("other"))
     assert abs(first - second) > 1e-6
-    assert both(lambda own: own.set_adapter("default")) == pytest.approx(first, abs=1e-12)
+    assert both(lambda peft_model: peft_model.set_adapter("default")) == pytest.approx(first, abs=1e-12)
     with plain.disable_adapter(), KeepFloat64():
         expected = float(plain(**batch(), use_cache=False).loss)
 
-    def disabled(own):
-        with own.disable_adapter():
-            return own(**batch(), use_cache=False).loss.detach()
+    def disabled(peft_model):
+        with peft_model.disable_adapter():
+            return peft_model(**batch(), use_cache=False).loss.detach()
 
     assert [float(x) for x in threaded.run(disabled)] == pytest.approx([expected] * 4, abs=1e-12)
-    assert both(lambda own: own.merge_adapter()) == pytest.approx(first, abs=1e-9)
-    assert both(lambda own: own.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
-    both(lambda own: own.delete_adapter("other"))
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    both(lambda peft_model: peft_model.delete_adapter("other"))
     plain = plain.merge_and_unload()
-    threaded.models = threaded.run(lambda own: own.merge_and_unload())
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
     assert assert_losses(plain, threaded) == pytest.approx(first, abs=1e-9)
     assert not [name for name, _ in threaded.models[0].named_parameters() if "lora" in name or "base_layer" in name]
 
@@ -223,7 +223,9 @@ def test_an_adapter_from_disk_is_cut(tmp_path):
     plain = adapted(copy.deepcopy(model), lora_bias=False)
     plain.save_pretrained(tmp_path)
     threaded = Threaded(model, "2x2x1")
-    threaded.models = [PeftModel.from_pretrained(own, tmp_path, is_trainable=True) for own in threaded.models]
+    threaded.models = [
+        PeftModel.from_pretrained(rank_model, tmp_path, is_trainable=True) for rank_model in threaded.models
+    ]
     assert_losses(plain, threaded)
     assert threaded.models[0].get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
 
@@ -231,9 +233,9 @@ def test_an_adapter_from_disk_is_cut(tmp_path):
 def test_transformers_own_add_adapter_is_the_same():
     model = built("llama", kv_heads=2)
     plain, threaded = copy.deepcopy(model), Threaded(model, "1x2x2")
-    for own in (plain, *threaded.models):
+    for either in (plain, *threaded.models):
         torch.manual_seed(7)
-        own.add_adapter(LoraConfig(r=3, init_lora_weights=False, target_modules=DENSE))
+        either.add_adapter(LoraConfig(r=3, init_lora_weights=False, target_modules=DENSE))
     assert_losses(plain, threaded)
 
 
@@ -288,7 +290,7 @@ def test_a_head_that_is_trained_whole(task, mesh):
     """PEFT copies the classifier's head for each adapter, ``modules_to_save``, and trains the copy."""
     model, verdict = classifier(task)
     plain, threaded = with_head(copy.deepcopy(model), task), Threaded(model, mesh, verdict)
-    threaded.models = [with_head(own, task) for own in threaded.models]
+    threaded.models = [with_head(rank_model, task) for rank_model in threaded.models]
     with KeepFloat64():
         expected = step_of(**classes(task))(plain)
     for loss in threaded.run(step_of(**classes(task))):
@@ -299,7 +301,7 @@ def test_a_head_that_is_trained_whole(task, mesh):
     assert "score.modules_to_save.default.weight" in trained
     for name, gradient in trained.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
-    merged = threaded.run(lambda own: own.merge_and_unload())[0]
+    merged = threaded.run(lambda rank_model: rank_model.merge_and_unload())[0]
     assert {name for name, _ in merged.named_parameters()} == {name for name, _ in model.named_parameters()}
 
 
@@ -317,7 +319,7 @@ def saved_by_ranks(start, folder):
                     parameter -= parameter.grad
         model.save_pretrained(folder)
         read = PeftModel.from_pretrained(other, folder, is_trainable=True)
-        return [each(**classes("sequence")).logits.detach() for each in (model, read)]
+        return [either(**classes("sequence")).logits.detach() for either in (model, read)]
 
 
 def test_a_head_that_is_trained_whole_is_in_pefts_folder(pool, tmp_path):

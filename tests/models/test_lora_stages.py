@@ -44,7 +44,9 @@ class Staged:
         if self.shape.size > 1:
             parallel = make_parallel_plan(model, self.shape, verdict or MeshVerdict())
         options = {"gives_cache": outline.is_causal, "parallel": parallel}
-        self.models = [make_stage(model, outline, counts, each, **options) for each in self.ranks.meshes]
+        self.models = [
+            make_stage(model, outline, counts, mesh_of_rank, **options) for mesh_of_rank in self.ranks.meshes
+        ]
 
     def step(self, micro_batch, lengths):
         """The loss of each rank of the mesh; gradients stay with the models."""
@@ -58,7 +60,7 @@ class Staged:
 
     def gradients(self):
         """By the names of the model's parameters, put together from all ranks."""
-        wholes = {}
+        gradients = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             inner = unwrap(model)
             layouts = sharded_layouts(inner)
@@ -66,11 +68,11 @@ class Staged:
                 if parameter.grad is None:
                     continue
                 if name not in layouts:
-                    wholes[name] = parameter.grad
+                    gradients[name] = parameter.grad
                     continue
-                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
-                put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
-        return wholes
+                full = gradients.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+        return gradients
 
 
 def assert_gradients(plain, staged):
@@ -85,7 +87,7 @@ def assert_gradients(plain, staged):
 def assert_as_plain(model, plain, staged, micro_batch, lengths, folder):
     # A stage draws initial values by the names of its layers, so both read the same.
     plain.save_pretrained(folder)
-    staged.models = [PeftModel.from_pretrained(own, folder, is_trainable=True) for own in staged.models]
+    staged.models = [PeftModel.from_pretrained(stage_model, folder, is_trainable=True) for stage_model in staged.models]
     with KeepFloat64():
         expected = step_of(**micro_batch)(plain)
     for loss in staged.step(micro_batch, lengths):
@@ -112,22 +114,22 @@ def test_a_head_that_is_trained_whole_is_on_the_last_stage(tmp_path, task, mesh)
     assert "score.modules_to_save.default.weight" in trained
     first, last = unwrap(staged.models[0]), unwrap(staged.models[-1])
     assert not [name for name, _ in first.named_parameters() if name.startswith("score")]
-    kept = {name for name, own in last.named_parameters() if name.startswith("score") and own.requires_grad}
+    kept = {name for name, x in last.named_parameters() if name.startswith("score") and x.requires_grad}
     assert kept == {name for name in trained if name.startswith("score")}
     merged = staged.ranks.run(
-        lambda mesh: [own.merge_and_unload() for own in staged.models[mesh.rank :: staged.shape.size]]
+        lambda mesh: [stage_model.merge_and_unload() for stage_model in staged.models[mesh.rank :: staged.shape.size]]
     )
-    names = {name for stages in merged for own in stages for name, _ in own.named_parameters()}
+    names = {name for stages in merged for stage_model in stages for name, _ in stage_model.named_parameters()}
     assert names == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "layers.1.self_attn.q_proj"])
 def test_other_modules_that_are_trained_whole_are_refused_on_every_stage(name):
-    for own in Staged(built("llama", kv_heads=2)).models:
-        before = [name for name, _ in own.named_modules()]
+    for stage_model in Staged(built("llama", kv_heads=2)).models:
+        before = [name for name, _ in stage_model.named_modules()]
         with pytest.raises(UnsupportedModelError, match=rf"modules_to_save=\['{re.escape(name)}'\]: .*{name}"):
-            adapted(own, modules_to_save=[name], target_modules=["v_proj"])
-        assert [name for name, _ in own.named_modules()] == before
+            adapted(stage_model, modules_to_save=[name], target_modules=["v_proj"])
+        assert [name for name, _ in stage_model.named_modules()] == before
 
 
 STEPS, RATE = 3, 1e-2
@@ -196,8 +198,8 @@ def test_a_head_trains_is_saved_for_peft_and_resumes_on_another_layout(pool, tmp
     arguments = (start, tmp_path / "first", *configs, str(tmp_path))
     results = pool.run(ranks_of(configs[0]), trained_in_stages, *arguments, timeout_s=TIMEOUT_S)
     losses, state = trained_plain(start, tmp_path / "first")
-    for found in results:
-        assert found == pytest.approx(losses, rel=1e-5)
+    for rank_losses in results:
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
     for folder in (tmp_path / "adapter", next((tmp_path / "run").glob("global_step*"))):
         saved = load_file(folder / "adapter_model.safetensors")
         keys = {name: name.replace(".modules_to_save.default.", ".").replace(".default.", ".") for name in state}

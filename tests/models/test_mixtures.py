@@ -98,10 +98,10 @@ def test_experts_that_are_given_all_tokens_are_split_too():
 def test_only_the_experts_that_a_token_is_sent_to_compute():
     model, batch = small("llama4_text"), batch_of()
     threaded, rows = Threaded(model, "1x1x2"), []
-    first = [own.model.layers[0].feed_forward.experts for own in threaded.models]
+    first = [rank_model.model.layers[0].feed_forward.experts for rank_model in threaded.models]
 
     def noted(experts, features, gate=ShardedScaledExperts.gate):
-        if any(experts is own for own in first):
+        if any(experts is of_layer for of_layer in first):
             rows.append(len(features))
         return gate(experts, features)
 
@@ -175,16 +175,16 @@ def test_all_tokens_for_the_same_experts(mesh):
             layer.mlp.router.bias.copy_(torch.tensor([0.0, 50.0, 0.0, 40.0]))
     threaded = assert_as_alone(model, mesh, step_of(**batch_of()))
     gradient = threaded.gradients()["model.layers.0.mlp.experts.down_proj"]
-    assert [bool(own.any()) for own in gradient] == [False, True, False, True]
+    assert [bool(expert.any()) for expert in gradient] == [False, True, False, True]
 
 
 def chosen_by(model, batch):
     """Experts of each row of the batch, in the first layer."""
-    found = []
-    hook = model.model.layers[0].mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2]))
+    choices = []
+    hook = model.model.layers[0].mlp.gate.register_forward_hook(lambda _, __, output: choices.append(output[2]))
     model(**batch)
     hook.remove()
-    return [set(own.flatten().tolist()) for own in found[0].unflatten(0, batch["input_ids"].shape)]
+    return [set(row.flatten().tolist()) for row in choices[0].unflatten(0, batch["input_ids"].shape)]
 
 
 def test_an_expert_whose_tokens_are_all_on_one_rank():
@@ -215,8 +215,8 @@ def test_ties_are_broken_alike_on_all_ranks():
     def note(rank):
         return lambda _, __, output: chosen.__setitem__(rank, output[2])
 
-    for rank, own in enumerate(threaded.models):
-        own.model.layers[0].mlp.gate.register_forward_hook(cuboid.local_hook(note(rank)))
+    for rank, rank_model in enumerate(threaded.models):
+        rank_model.model.layers[0].mlp.gate.register_forward_hook(cuboid.local_hook(note(rank)))
     threaded.run(step_of(**batch))
     coordinates = [mesh.coordinate for mesh in threaded.ranks.meshes]
     for rank, at in enumerate(coordinates):
@@ -240,8 +240,8 @@ def test_the_load_balancing_loss_is_that_of_the_whole_micro_batch(architecture, 
     model, batch = with_router_loss(architecture), batch_of(rows=3, length=7)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, 4:] = 0
-    for given in (batch, {**batch, "attention_mask": mask}):
-        assert_as_alone(model, mesh, step_of(**given))
+    for micro_batch in (batch, {**batch, "attention_mask": mask}):
+        assert_as_alone(model, mesh, step_of(**micro_batch))
     plain = copy.deepcopy(model)
     plain.config.output_router_logits = False
     with pytest.raises(AssertionError):
@@ -264,17 +264,17 @@ def test_router_logits_and_their_loss_are_given_whole():
     with torch.no_grad():
         with KeepFloat64():
             expected = model(**batch)
-        outputs = Threaded(model, "2x2x1").run(lambda own: own(**batch, use_cache=False))
+        outputs = Threaded(model, "2x2x1").run(lambda rank_model: rank_model(**batch, use_cache=False))
     for output in outputs:
         torch.testing.assert_close(output.aux_loss, expected.aux_loss)
-        for own, other in zip(output.router_logits, expected.router_logits, strict=True):
-            torch.testing.assert_close(own, other)
+        for logits, other in zip(output.router_logits, expected.router_logits, strict=True):
+            torch.testing.assert_close(logits, other)
 
 
 def test_router_logits_of_blocks_that_are_whole_are_an_error():
     threaded = Threaded(small("mixtral", router_jitter_noise=0.1), "2x1x1")
     with pytest.raises(UnsupportedModelError, match="output_router_logits: the routers of MixtralModel are in blocks"):
-        threaded.run(lambda own: own(**batch_of(), output_router_logits=True))
+        threaded.run(lambda rank_model: rank_model(**batch_of(), output_router_logits=True))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_what_a_layer_with_experts_keeps_is_what_the_planner_counts(architecture
     for layers in (2, 3):
         model = small(architecture, num_hidden_layers=layers, **sizes).to(torch.bfloat16)
         threaded = Threaded(model, mesh)
-        kept.append(threaded.run(lambda own: kept_bytes(own, batch_of(rows, length))))
+        kept.append(threaded.run(lambda rank_model: kept_bytes(rank_model, batch_of(rows, length))))
     described = describe_modules(model)
     layout = Layout(shape, micro_batch=rows)
     stage = _Stage(StepCost(described, layout, Cluster.parse(f"{shape.size}xH100"), length), 0)
@@ -319,7 +319,7 @@ def test_what_a_layer_with_experts_keeps_is_what_the_planner_counts(architecture
 
 def kept_bytes(model, batch):
     """Bytes of the storages that a forward keeps for its backward, besides weights, each once."""
-    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     kept = {}
 
     def pack(x):

@@ -27,8 +27,8 @@ EVEN, UNEVEN = [2, 2], [3, 1]
 
 
 def _layer(name):
-    found = re.search(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.search(r"layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _kind(grouping, name):
@@ -103,9 +103,9 @@ def trained_grouped(path, config, grouping, way):
         )[0]
     elif way == "before":
         # Made of a whole model, from which the engine takes this rank's part.
-        whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        optimizer = torch.optim.AdamW(_groups(whole, grouping), lr=1e-2)
-        engine = deepspeed.initialize(model=whole, optimizer=optimizer, config=config)[0]
+        full_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(_groups(full_model, grouping), lr=1e-2)
+        engine = deepspeed.initialize(model=full_model, optimizer=optimizer, config=config)[0]
     else:
         groups = _groups(model, grouping, keeps_empty=way == "with empty")
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -156,24 +156,24 @@ GROUPINGS = ["head", "embedding", "three", "layer-wise", "frozen lower", "frozen
 )
 def test_groups_of_some_stages_only_train_as_in_one_process(pool, checkpoint, grouping, layers, zero, way):
     path = checkpoint(SMALL)
-    found = pool.run(2, trained_grouped, path, _config(layers, zero=zero), grouping, way, timeout_s=TIMEOUT_S)
-    check_trained(found, trained_plain(path, grouping), untouched=path, grouping=grouping)
+    results = pool.run(2, trained_grouped, path, _config(layers, zero=zero), grouping, way, timeout_s=TIMEOUT_S)
+    check_trained(results, trained_plain(path, grouping), untouched=path, grouping=grouping)
 
 
-def check_trained(found, plain, *, untouched, grouping):
+def check_trained(results, plain, *, untouched, grouping):
     plain_losses, plain_norm, plain_rates, plain_state = plain
-    losses, norm, _, state = found[0]
+    losses, norm, _, state = results[0]
     assert losses == pytest.approx(plain_losses, abs=2e-5)
     assert norm == pytest.approx(plain_norm, rel=1e-4)
     # The groups are those of all stages together, on each.
-    assert all(rates == found[0][2] for _, _, rates, _ in found)
-    assert sorted(found[0][2]) == sorted(plain_rates)
+    assert all(rates == results[0][2] for _, _, rates, _ in results)
+    assert sorted(results[0][2]) == sorted(plain_rates)
     before = AutoModelForCausalLM.from_pretrained(untouched, dtype=torch.float32).state_dict()
-    for name, whole in state.items():
+    for name, weight in state.items():
         if _trains(grouping, name):
-            assert float((whole - plain_state[name]).abs().max()) < 5e-4, name
+            assert float((weight - plain_state[name]).abs().max()) < 5e-4, name
         else:
-            assert torch.equal(whole, before[name]), name
+            assert torch.equal(weight, before[name]), name
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_groups_on_other_layouts(pool, checkpoint, grouping, layers, mesh, zero,
     path, config = checkpoint(SMALL), _config(layers, mesh, zero=zero, data=data)
     if pipeline:
         config["pipeline"] |= {**pipeline, "stage_balance": "layers"}
-    found = pool.run(ranks_of(config, data), trained_grouped, path, config, grouping, "filtered", timeout_s=TIMEOUT_S)
-    check_trained(found, trained_plain(path, grouping), untouched=path, grouping=grouping)
+    results = pool.run(ranks_of(config, data), trained_grouped, path, config, grouping, "filtered", timeout_s=TIMEOUT_S)
+    check_trained(results, trained_plain(path, grouping), untouched=path, grouping=grouping)
 
 
 @pytest.mark.parametrize("grouping", ["layer-wise", pytest.param("frozen lower", marks=pytest.mark.slow)])
@@ -233,9 +233,9 @@ def _tied(path):
     return losses, messages
 
 
-def _refusal(model, optimizer, config, **given):
+def _refusal(model, optimizer, config, **options):
     with pytest.raises(OptimizerError) as caught:
-        deepspeed.initialize(model=model, optimizer=optimizer, config=config, **given)
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)
     return str(caught.value)
 
 
@@ -435,8 +435,8 @@ def _without_names(path, root):
 def _listing(*groups, rank=0):
     parameters = {name: torch.nn.Parameter(torch.zeros(1)) for names, _ in groups for name in names}
     named = {id(parameter): name for name, parameter in parameters.items()}
-    given = [{"params": [parameters[name] for name in names], **options} for names, options in groups]
-    return _stage(given, named, [], rank, ())
+    param_groups = [{"params": [parameters[name] for name in names], **options} for names, options in groups]
+    return _stage(param_groups, named, [], rank, ())
 
 
 def test_the_common_order_agrees_with_every_stage():
@@ -470,8 +470,8 @@ def test_lists_of_a_schedule_follow_the_names_of_parameters():
     state = {"base_lrs": [1.0, 2.0, 3.0], "last_epoch": 5, "_schedulers": [{"base_lrs": [1.0, 2.0, 3.0], "gamma": 2}]}
     present = {"base_lrs": [0.0, 9.0, 0.0], "_schedulers": [{"base_lrs": [0.0, 9.0, 0.0]}]}
     saved = [["a"], ["b", "c"], ["d"]]
-    found = regrouped(state, saved, [["d"], [], ["b"]], present)
-    assert found == {
+    loaded = regrouped(state, saved, [["d"], [], ["b"]], present)
+    assert loaded == {
         "base_lrs": [3.0, 9.0, 2.0],
         "last_epoch": 5,
         "_schedulers": [{"base_lrs": [3.0, 9.0, 2.0], "gamma": 2}],

@@ -42,8 +42,8 @@ def micro_batch():
 class RecordedDropout:
     """In place of ``nn.functional.dropout``: keeps the masks that it draws, or applies given ones."""
 
-    def __init__(self, given=None):
-        self.plain, self.masks, self.given = nn.functional.dropout, [], given and list(given)
+    def __init__(self, replayed=None):
+        self.plain, self.masks, self.replayed = nn.functional.dropout, [], replayed and list(replayed)
 
     def __enter__(self):
         nn.functional.dropout = self
@@ -55,10 +55,10 @@ class RecordedDropout:
     def __call__(self, x, p=0.5, training=True, inplace=False):
         if not p or not training:
             return x
-        if self.given is None:
+        if self.replayed is None:
             self.masks.append(self.plain(torch.ones_like(x), p, training))
         else:
-            self.masks.append(self.given.pop(0))
+            self.masks.append(self.replayed.pop(0))
         return x * self.masks[-1]
 
 
@@ -174,7 +174,7 @@ class Draws(nn.Module):
         return self.noisy(x)
 
     def noisy(self, x):
-        return [scaled_noise(each) for each in x]
+        return [scaled_noise(part) for part in x]
 
 
 class DrawsOnTheHost(nn.Module):

@@ -68,34 +68,38 @@ def message(call):
 
 def largest_difference(model, plain):
     """Between the gradients of a sharded model and a plain one; 0 on ranks that are given none."""
-    own = dict(plain.named_parameters(remove_duplicate=False))
-    return max((float((x - own[name].grad).abs().max()) for name, x in full_gradients(model).items()), default=0.0)
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    return max(
+        (float((x - parameters[name].grad).abs().max()) for name, x in full_gradients(model).items()), default=0.0
+    )
 
 
 # --- what a micro-batch may hold ------------------------------------------------------------------------------------
 
 
 def numbers_out_of_range(mesh):
-    ids, found = tokens(), {}
+    ids, errors = tokens(), {}
     model, table = sharded(LLAMA, mesh), sharded(TABLE, mesh)
     model(input_ids=ids, labels=ids)
     for value in (-1, LLAMA.vocabulary, LLAMA.vocabulary + 1, -101):
         labels = ids.clone()
         labels[1, 3] = value
-        found["labels", value] = message(functools.partial(model, input_ids=ids, labels=labels))
-        found["shift_labels", value] = message(functools.partial(model, input_ids=ids, shift_labels=labels, labels=ids))
-        found["input_ids", value] = message(functools.partial(model, input_ids=labels))
+        errors["labels", value] = message(functools.partial(model, input_ids=ids, labels=labels))
+        errors["shift_labels", value] = message(
+            functools.partial(model, input_ids=ids, shift_labels=labels, labels=ids)
+        )
+        errors["input_ids", value] = message(functools.partial(model, input_ids=labels))
     # No token predicts the first one.
     first = ids.clone()
     first[:, 0] = -1
     assert torch.equal(model(input_ids=ids, labels=first).loss, model(input_ids=ids, labels=ids).loss)
     last = torch.arange(LENGTH).unsqueeze(0) + TABLE.positions - LENGTH
     table(input_ids=ids, position_ids=last)
-    found["position_ids", 16] = message(lambda: table(input_ids=ids, position_ids=last + 1))
-    found["too long"] = message(lambda: table(input_ids=tokens(length=TABLE.positions + 1)))
-    found["float"] = message(lambda: model(input_ids=ids, labels=ids.float()))
-    found["empty"] = message(lambda: model(input_ids=ids[:0]))
-    return found
+    errors["position_ids", 16] = message(lambda: table(input_ids=ids, position_ids=last + 1))
+    errors["too long"] = message(lambda: table(input_ids=tokens(length=TABLE.positions + 1)))
+    errors["float"] = message(lambda: model(input_ids=ids, labels=ids.float()))
+    errors["empty"] = message(lambda: model(input_ids=ids[:0]))
+    return errors
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -115,67 +119,67 @@ def numbers_out_of_range_in_a_pipeline(mesh, stages):
     model = cuboid.shard(built(TABLE), mode(mesh, stages))
     pipeline, ids = Pipeline(model), tokens()
     first = cuboid.mesh_of(model).coordinate.data == 0
-    found = {}
+    errors = {}
 
     def run(**tensors):
-        whole = {"input_ids": ids, "labels": ids}
-        pipeline.train(iter([whole, {**whole, **tensors} if first else whole]), 2)
+        micro_batch = {"input_ids": ids, "labels": ids}
+        pipeline.train(iter([micro_batch, {**micro_batch, **tensors} if first else micro_batch]), 2)
 
     run()
     for value in (-1, LLAMA.vocabulary):
         wrong = ids.clone()
         wrong[1, 3] = value
         for name in ("labels", "input_ids"):
-            found[name, value] = message(functools.partial(run, **{name: wrong}))
-    found["position_ids", 16] = message(lambda: run(position_ids=torch.arange(LENGTH).unsqueeze(0) + 5))
-    found["base"] = message(lambda: model.base_model(input_ids=ids))
-    found["generate"] = message(lambda: model.generate(ids))
-    found["state_dict"] = message(model.state_dict)
+            errors[name, value] = message(functools.partial(run, **{name: wrong}))
+    errors["position_ids", 16] = message(lambda: run(position_ids=torch.arange(LENGTH).unsqueeze(0) + 5))
+    errors["base"] = message(lambda: model.base_model(input_ids=ids))
+    errors["generate"] = message(lambda: model.generate(ids))
+    errors["state_dict"] = message(model.state_dict)
     plain = built(TABLE)
     assert model.num_parameters() == plain.num_parameters()
     assert model.num_parameters(exclude_embeddings=True) == plain.num_parameters(exclude_embeddings=True)
     assert message(lambda: model.num_parameters(only_trainable=True)).startswith("num_parameters(only_trainable=True)")
-    return found
+    return errors
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "1x1x1"), (4, "1x2x1"), (4, "1x1x1")])
 def test_numbers_that_no_table_has_are_refused_in_a_pipeline_of_all_replicas(pool, ranks, mesh):
-    for found in pool.run(ranks, numbers_out_of_range_in_a_pipeline, mesh, 2):
-        for name, value in (key for key in found if isinstance(key, tuple)):
+    for errors in pool.run(ranks, numbers_out_of_range_in_a_pipeline, mesh, 2):
+        for name, value in (key for key in errors if isinstance(key, tuple)):
             place = "[0, 11]" if name == "position_ids" else "[1, 3]"
             named = f"{name}{place} of micro-batch 1 is {value}"
-            assert found[name, value].startswith(named)
-        assert found["base"] == found["generate"]
-        assert found["base"].startswith("a pipeline stage has no forward of its own")
-        assert "cuboid.full_state_dict" in found["state_dict"]
+            assert errors[name, value].startswith(named)
+        assert errors["base"] == errors["generate"]
+        assert errors["base"].startswith("a pipeline stage has no forward of its own")
+        assert "cuboid.full_state_dict" in errors["state_dict"]
 
 
 def other_data(mesh):
     model = sharded(LLAMA, mesh)
     other = cuboid.mesh_of(model).rank == 1
     ids = tokens()
-    whole = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "num_items_in_batch": 40}
-    whole["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
-    cases = {name: x.flip(0) for name, x in whole.items() if isinstance(x, torch.Tensor)}
-    cases["attention_mask"] = whole["attention_mask"].index_fill(1, torch.tensor([LENGTH - 1]), 0)
-    cases["position_ids"] = whole["position_ids"] + 1
-    found = {}
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "num_items_in_batch": 40}
+    batch["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
+    cases = {name: x.flip(0) for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    cases["attention_mask"] = batch["attention_mask"].index_fill(1, torch.tensor([LENGTH - 1]), 0)
+    cases["position_ids"] = batch["position_ids"] + 1
+    errors = {}
     for _ in range(4):
-        model(**whole).loss.backward()
+        model(**batch).loss.backward()
     traffic = cuboid.mesh_of(model).comm_counter
     before = traffic.snapshot()
     for name, tensor in cases.items():
-        found[name] = message(lambda name=name, x=tensor: model(**{**whole, name: x} if other else whole))
+        errors[name] = message(lambda name=name, x=tensor: model(**{**batch, name: x} if other else batch))
     sent = sum(traffic.snapshot().values()) - sum(before.values())
     items = torch.tensor(41 if other else 40)
-    found["num_items_in_batch"] = message(lambda: model(**{**whole, "num_items_in_batch": items}))
-    fewer = {name: x[:2] if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
-    found["shapes"] = message(lambda: model(**fewer if other else whole))
-    found["labels or none"] = message(lambda: model(ids) if other else model(input_ids=ids, labels=ids))
-    found["mode"] = message(lambda: model.train(not other)(input_ids=ids))
+    errors["num_items_in_batch"] = message(lambda: model(**{**batch, "num_items_in_batch": items}))
+    fewer = {name: x[:2] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    errors["shapes"] = message(lambda: model(**fewer if other else batch))
+    errors["labels or none"] = message(lambda: model(ids) if other else model(input_ids=ids, labels=ids))
+    errors["mode"] = message(lambda: model.train(not other)(input_ids=ids))
     model.train()
-    model(**whole).loss.backward()
-    return found, sent / len(cases)
+    model(**batch).loss.backward()
+    return errors, sent / len(cases)
 
 
 def test_ranks_with_other_data_are_found_out_in_every_batch_before_anything_is_computed(pool):
@@ -196,14 +200,14 @@ def sizes_of_the_ends(mesh, tied):
     """What scripts read of a stage's embedding and head, either of which another stage may have."""
     small = built(LLAMA, tie_word_embeddings=tied)
     model = cuboid.shard(built(LLAMA, tie_word_embeddings=tied), mode(mesh, 2))
-    given = {id(parameter) for parameter in model.parameters()}
+    before = {id(parameter) for parameter in model.parameters()}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert table.weight.shape == small.get_input_embeddings().weight.shape
     assert (table.num_embeddings, table.embedding_dim) == (LLAMA.vocabulary, LLAMA.hidden)
     assert head.weight.shape == small.get_output_embeddings().weight.shape
     assert (head.in_features, head.out_features, head.bias) == (LLAMA.hidden, LLAMA.vocabulary, None)
     assert model.resize_token_embeddings(LLAMA.vocabulary) is table
-    assert {id(parameter) for parameter in model.parameters()} == given
+    assert {id(parameter) for parameter in model.parameters()} == before
     assert copy.deepcopy(model).get_input_embeddings().weight.shape == table.weight.shape
     message(lambda: model.resize_token_embeddings(LLAMA.vocabulary + 1))
     for end in (table, head):
@@ -257,9 +261,9 @@ def test_a_last_short_batch_gives_what_it_gives_alone(pool, ranks, mesh, stages,
 def base_and_head(mesh):
     ids, plain, model = tokens(3), built(LLAMA), sharded(LLAMA, mesh)
     results = []
-    for each in (plain, model):
-        hidden = each.base_model(input_ids=ids).last_hidden_state
-        head = each.get_output_embeddings()
+    for either in (plain, model):
+        hidden = either.base_model(input_ids=ids).last_hidden_state
+        head = either.get_output_embeddings()
         # As trainers do that make their own loss, in two ways.
         logits = torch.nn.functional.linear(hidden, head.weight) + head(hidden)
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -289,8 +293,8 @@ def generated(mesh):
         expected = plain.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
         # All but the first rank have drawn other numbers before.
         torch.manual_seed(cuboid.mesh_of(model).rank)
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
-        alike.append(torch.equal(found, expected))
+        actual = model.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
+        alike.append(torch.equal(actual, expected))
     return alike, torch.rand(2).tolist()
 
 
@@ -327,7 +331,7 @@ def as_the_whole_model(mesh):
             parameter.zero_()
     loss = twin(input_ids=ids, labels=ids).loss
     loss.backward()
-    differences = [largest_difference(each, plain) for each in (model, twin)]
+    differences = [largest_difference(either, plain) for either in (model, twin)]
     for cast in (torch.float64, torch.bfloat16):
         twin.to(cast)
         assert float(twin(input_ids=ids, labels=ids).loss) == pytest.approx(float(expected), rel=2e-2)
@@ -350,7 +354,7 @@ def test_sizes_copies_and_casts_are_the_whole_models(pool, mesh):
 
 def refused(mesh):
     model, ids = sharded(LLAMA, mesh), tokens()
-    found = {
+    errors = {
         "resize": message(lambda: model.resize_token_embeddings(LLAMA.vocabulary + 1)),
         "pad": message(lambda: model.resize_token_embeddings(pad_to_multiple_of=64)),
         "state_dict": message(model.state_dict),
@@ -363,32 +367,32 @@ def refused(mesh):
     }
     with pytest.raises(RuntimeError) as error:
         torch.compile(model)(input_ids=ids)
-    found["torch.compile"] = str(error.value)
+    errors["torch.compile"] = str(error.value)
     for layer in model.base_model.layers:
         layer.compile(backend="eager")
     model(input_ids=ids, labels=ids).loss.backward()
     model.get_input_embeddings().neftune_noise_alpha = 5
-    found["neftune"] = message(lambda: model(input_ids=ids))
+    errors["neftune"] = message(lambda: model(input_ids=ids))
     other = sharded(LLAMA, mesh)
     other.base_model.layers[0].mlp.up_proj = torch.nn.Linear(LLAMA.hidden, 2 * LLAMA.hidden, bias=False)
-    found["surgery"] = message(lambda: other(input_ids=ids))
-    return found
+    errors["surgery"] = message(lambda: other(input_ids=ids))
+    return errors
 
 
 def test_what_a_sharded_model_cant_do_is_refused_with_what_it_can(pool):
-    found, same = pool.run(2, refused, "1x2x1")
-    assert found == same
-    assert "the embedding has 131 rows and is sharded" in found["resize"]
-    assert found["pad"].startswith("resize_token_embeddings(192)")
+    errors, same = pool.run(2, refused, "1x2x1")
+    assert errors == same
+    assert "the embedding has 131 rows and is sharded" in errors["resize"]
+    assert errors["pad"].startswith("resize_token_embeddings(192)")
     for name in ("state_dict", "base state_dict"):
-        assert "cuboid.full_state_dict(model)" in found[name]
-    assert "cuboid.from_pretrained" in found["load_state_dict"]
-    assert "save_pretrained(folder, push_to_hub=True" in found["push_to_hub"]
-    assert found["compile"].startswith("mode='max-autotune' has no rule")
-    assert "call model.compile() once the model is sharded" in found["torch.compile"]
-    assert "PeftModel.from_pretrained(model, folder" in found["load_adapter"]
-    assert found["neftune"].startswith("neftune_noise_alpha")
-    assert "layers.0.mlp.up_proj" in found["surgery"]
+        assert "cuboid.full_state_dict(model)" in errors[name]
+    assert "cuboid.from_pretrained" in errors["load_state_dict"]
+    assert "save_pretrained(folder, push_to_hub=True" in errors["push_to_hub"]
+    assert errors["compile"].startswith("mode='max-autotune' has no rule")
+    assert "call model.compile() once the model is sharded" in errors["torch.compile"]
+    assert "PeftModel.from_pretrained(model, folder" in errors["load_adapter"]
+    assert errors["neftune"].startswith("neftune_noise_alpha")
+    assert "layers.0.mlp.up_proj" in errors["surgery"]
 
 
 @pytest.mark.parametrize("stages", [None, 2])
@@ -457,44 +461,44 @@ def others_of_its_config(mesh, stages, folder):
     plain, ids = built(LLAMA).eval(), tokens()
     before = described(plain.config)
     model = cuboid.shard(copy.deepcopy(plain), mode(mesh, stages))
-    own = copy.deepcopy(model.config)
+    config = copy.deepcopy(model.config)
     made = [
-        type(model)(own),
-        type(model)._from_config(own),
+        type(model)(config),
+        type(model)._from_config(config),
         AutoModelForCausalLM.from_config(model.config),
         type(plain)(model.config),
         type(model).from_pretrained(folder),
     ]
-    found = [described(model.config) == described(own) == before]
+    alike = [described(model.config) == described(config) == before]
     for other in made:
         other.load_state_dict(plain.state_dict())
-        found += [type(other) is type(plain), torch.equal(other.eval()(ids).logits, plain(ids).logits)]
-    base = type(model.base_model)(own)
+        alike += [type(other) is type(plain), torch.equal(other.eval()(ids).logits, plain(ids).logits)]
+    base = type(model.base_model)(config)
     base.load_state_dict(plain.base_model.state_dict())
-    found.append(type(base) is type(plain.base_model))
-    found.append(torch.equal(base.eval()(ids).last_hidden_state, plain.base_model(ids).last_hidden_state))
+    alike.append(type(base) is type(plain.base_model))
+    alike.append(torch.equal(base.eval()(ids).last_hidden_state, plain.base_model(ids).last_hidden_state))
     if stages is None:
         model.eval()
         alone = model(input_ids=ids).logits
         # The others have left it as it is.
-        found.append(float((alone - plain(ids).logits).abs().max()) < 1e-5)
+        alike.append(float((alone - plain(ids).logits).abs().max()) < 1e-5)
         model.config._attn_implementation = "eager"
-        found.append(message(lambda: model(input_ids=ids)).startswith("attn_implementation is 'eager', but was 'sdpa'"))
+        alike.append(message(lambda: model(input_ids=ids)).startswith("attn_implementation is 'eager', but was 'sdpa'"))
         model.config._attn_implementation = "sdpa"
         cuboid.unregister()
-        found.append("cuboid.register()" in message(lambda: model(input_ids=ids)))
+        alike.append("cuboid.register()" in message(lambda: model(input_ids=ids)))
         cuboid.register()
-        found.append(torch.equal(model(input_ids=ids).logits, alone))
+        alike.append(torch.equal(model(input_ids=ids).logits, alone))
     cuboid.save_pretrained(model, f"{folder}-saved")
-    return found
+    return alike
 
 
 @pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x2", None), ("1x1x1", 2)])
 def test_models_made_of_a_sharded_ones_config_or_class_are_plain(pool, tmp_path, mesh, stages):
     plain = built(LLAMA)
     plain.save_pretrained(tmp_path / "start")
-    for found in pool.run(2, others_of_its_config, mesh, stages, str(tmp_path / "start")):
-        assert all(found), found
+    for alike in pool.run(2, others_of_its_config, mesh, stages, str(tmp_path / "start")):
+        assert all(alike), alike
     wanted, saved = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("start", "start-saved"))
     assert saved == wanted
 
@@ -507,10 +511,10 @@ def step_for(asked, labels):
 
     def step(model):
         output = model(input_ids=tokens(3, 7), labels=tokens(3, 7) if labels else None, use_cache=False, **asked)
-        states = [own for own in output.hidden_states if own is not None]
-        loss = sum((at + 1) * own.square().mean() for at, own in enumerate(states))
+        states = [hidden for hidden in output.hidden_states if hidden is not None]
+        loss = sum((at + 1) * hidden.square().mean() for at, hidden in enumerate(states))
         (loss + output.loss if labels else loss).backward()
-        return [own.detach() for own in states]
+        return [hidden.detach() for hidden in states]
 
     return step
 
@@ -529,9 +533,9 @@ def test_hidden_states_of_all_layers_are_whole_and_differentiable(name, mesh, ho
     with KeepFloat64():
         expected = step(plain)
     assert len(expected) == (2 if how == "two layers" else plain.config.num_hidden_layers + 1)
-    for found in threaded.run(step):
-        for own, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+    for states in threaded.run(step):
+        for hidden, wanted in zip(states, expected, strict=True):
+            torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-12)
     for parameter, gradient in threaded.gradients().items():
         wanted = plain.get_parameter(parameter).grad
         torch.testing.assert_close(
@@ -540,21 +544,21 @@ def test_hidden_states_of_all_layers_are_whole_and_differentiable(name, mesh, ho
 
 
 def outputs_that_have_no_rule(mesh):
-    ids, found = tokens(), []
+    ids, answers = tokens(), []
     model = cuboid.shard(built(LLAMA, _attn_implementation="eager"), mode(mesh))
-    found.append(message(lambda: model(input_ids=ids, output_attentions=True)))
+    answers.append(message(lambda: model(input_ids=ids, output_attentions=True)))
     model.config.output_attentions = True
-    found.append(message(lambda: model(input_ids=ids)))
+    answers.append(message(lambda: model(input_ids=ids)))
     model.config.output_attentions = False
-    found.append(type(model(input_ids=ids, return_dict=False)).__name__)
+    answers.append(type(model(input_ids=ids, return_dict=False)).__name__)
     # It splits activations only at its first layer.
     bloom = BloomConfig(vocab_size=LLAMA.vocabulary, hidden_size=16, n_layer=2, n_head=4)
     late = cuboid.shard(AutoModelForCausalLM.from_config(bloom), mode(mesh))
-    found.append(message(lambda: late(input_ids=ids, output_hidden_states=True)))
+    answers.append(message(lambda: late(input_ids=ids, output_hidden_states=True)))
     # All ranks have to ask for the same.
-    own = cuboid.mesh_of(model).rank == 0
-    found.append(message(lambda: model(input_ids=ids, output_hidden_states=own)))
-    return found
+    is_first = cuboid.mesh_of(model).rank == 0
+    answers.append(message(lambda: model(input_ids=ids, output_hidden_states=is_first)))
+    return answers
 
 
 def test_other_outputs_of_layers_are_refused_by_name(pool):
@@ -580,5 +584,5 @@ def losses_whatever_the_config_asks_for(stages):
 
 
 def test_a_pipeline_trains_alike_whatever_its_config_asks_forwards_for(pool):
-    for found in pool.run(2, losses_whatever_the_config_asks_for, 2):
-        assert found == [True, True]
+    for alike in pool.run(2, losses_whatever_the_config_asks_for, 2):
+        assert alike == [True, True]

@@ -99,10 +99,10 @@ def parameter_sizes(small, mesh):
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 def test_every_parameter_is_an_exact_fraction(pool, mesh):
     small = SmallModel("llama", heads=24, kv_heads=24, head_dim=4, vocabulary=144)
-    whole = {name: p.numel() for name, p in built(small).named_parameters()}
+    sizes = {name: p.numel() for name, p in built(small).named_parameters()}
     ranks = MeshShape.parse(mesh).size
     for held in pool.run(ranks, parameter_sizes, small, mesh):
-        assert held == {name: (size // ranks, size // ranks) for name, size in whole.items()}
+        assert held == {name: (size // ranks, size // ranks) for name, size in sizes.items()}
 
 
 def saved_for_backward(small, mesh):
@@ -208,11 +208,11 @@ def logits_by_mode(small, mesh, gather_logits):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", ["auto", True, False])
 def test_whole_unpadded_logits_where_they_are_wanted(pool, setting):
-    whole = (BATCH, 13, WIDE.vocabulary)
+    full_shape = (BATCH, 13, WIDE.vocabulary)
     for shapes in pool.run(6, logits_by_mode, WIDE, "1x2x3", setting):
-        assert shapes["train", False] == shapes["eval", False] == whole
-        assert shapes["train", True] == (whole if setting is True else None)
-        assert shapes["eval", True] == (None if setting is False else whole)
+        assert shapes["train", False] == shapes["eval", False] == full_shape
+        assert shapes["train", True] == (full_shape if setting is True else None)
+        assert shapes["eval", True] == (None if setting is False else full_shape)
 
 
 def refusals(small, mesh):
@@ -275,8 +275,8 @@ def base_that_fails_on_one_rank(mesh, failing):
 
 
 def test_a_failure_in_the_forward_of_a_base_model_is_raised_on_all_ranks():
-    told, own = endings_of(2, base_that_fails_on_one_rank, "1x2x1", 1)
-    assert (own.kind, own.text) == ("ValueError", "boom")
+    told, failed = endings_of(2, base_that_fails_on_one_rank, "1x2x1", 1)
+    assert (failed.kind, failed.text) == ("ValueError", "boom")
     assert (told.kind, told.text, told.rank) == ("RankError", "forward: ValueError: boom", 1)
 
 
@@ -436,7 +436,7 @@ def test_a_heads_bias_is_cut_as_its_weight(pool, tmp_path, mesh):
     model = LlamaWithBiasForCausalLM(small.config())
     nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
-    found = pool.run(MeshShape.parse(mesh).size, head_reloaded, tmp_path, mesh)[0]
+    reloaded = pool.run(MeshShape.parse(mesh).size, head_reloaded, tmp_path, mesh)[0]
     expected = model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert reloaded.keys() == expected.keys()
+    assert all(torch.equal(reloaded[name], expected[name]) for name in expected)

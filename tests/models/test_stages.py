@@ -64,8 +64,10 @@ ARCHITECTURES = {
 
 def config_of(architecture):
     sizes = {} if architecture == "gpt2" else LLAMA_LIKE
-    given = {**COMMON, **sizes, **ARCHITECTURES[architecture]}
-    config = transformers.AutoConfig.for_model(architecture, **{k: v for k, v in given.items() if k != "head_dim" or v})
+    options = {**COMMON, **sizes, **ARCHITECTURES[architecture]}
+    config = transformers.AutoConfig.for_model(
+        architecture, **{k: v for k, v in options.items() if k != "head_dim" or v}
+    )
     for name in NO_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
@@ -137,8 +139,8 @@ def run_stages(stages, outline, *, chunk_bytes=3 * BATCH * VOCABULARY * 4):
     for model, _, chunk in stages:
         leaf = sent[-1].detach().requires_grad_() if sent else None
         received.append(leaf)
-        given = {"ids": ids} if leaf is None else {"hidden": leaf}
-        sent.append(chunk.run(model, position_ids=positions, **given))
+        inputs = {"ids": ids} if leaf is None else {"hidden": leaf}
+        sent.append(chunk.run(model, position_ids=positions, **inputs))
     scale = 1 / int((labels != IGNORE_INDEX).sum())
     loss, gradient = loss_of(stages[-1][0], outline, sent[-1], labels, scale, chunk_bytes=chunk_bytes)
     for leaf, output in zip(reversed(received), reversed(sent), strict=True):
@@ -151,11 +153,11 @@ def run_stages(stages, outline, *, chunk_bytes=3 * BATCH * VOCABULARY * 4):
     return Outcome(sent[-1].detach(), loss, gradients)
 
 
-def assert_equal(cut, whole, tolerance):
-    torch.testing.assert_close(cut.hidden, whole.hidden, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(cut.loss, whole.loss, rtol=tolerance, atol=0, check_dtype=False)
-    assert cut.gradients.keys() == whole.gradients.keys()
-    for name, gradient in whole.gradients.items():
+def assert_equal(cut, expected, tolerance):
+    torch.testing.assert_close(cut.hidden, expected.hidden, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(cut.loss, expected.loss, rtol=tolerance, atol=0, check_dtype=False)
+    assert cut.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
         torch.testing.assert_close(cut.gradients[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -167,36 +169,36 @@ def assert_equal(cut, whole, tolerance):
 def test_stages_in_a_chain_compute_what_the_whole_model_computes(architecture):
     model, outline = built(architecture)
     with precision(keep_float64=True):
-        whole = run_whole(model, outline)
+        expected = run_whole(model, outline)
         for counts in [(4,), (1, 3), (1, 2, 1)]:
             stages = cut_copies(model, outline, counts)
             for part, _, _ in stages:
                 part.zero_grad()
-            assert_equal(run_stages(stages, outline), whole, 1e-11)
+            assert_equal(run_stages(stages, outline), expected, 1e-11)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "opt"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(architecture, reentrant):
     model, outline = built(architecture)
-    whole = run_whole(model, outline)
+    expected = run_whole(model, outline)
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     # Without the mode that keeps float64, which a recomputation in backward would be outside of.
-    assert_equal(run_stages(cut_copies(model, outline, (2, 1, 1)), outline), whole, 1e-6)
+    assert_equal(run_stages(cut_copies(model, outline, (2, 1, 1)), outline), expected, 1e-6)
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
     model, outline = built(architecture)
-    whole = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     stages = cut_copies(model, outline, (1, 2, 1))
     unsharded = [set(dict(part.named_parameters())) for part, _, _ in stages]
     shared = [shared_parameters(part, outline, cuts) for part, cuts, _ in stages]
-    assert unsharded[0] | unsharded[1] | unsharded[2] == set(whole)
+    assert unsharded[0] | unsharded[1] | unsharded[2] == set(parameters)
     assert unsharded[0] & unsharded[1] == unsharded[1] & unsharded[2] == set()
     assert unsharded[0] & unsharded[2] == set(shared[0]) == set(shared[2])
     assert not shared[1]

@@ -50,15 +50,15 @@ def logits_of(model, ids):
 
 def batches(model):
     """The labels of the second row are the most probable words, and the last row has the second one of equals."""
-    given = []
+    micro_batches = []
     for length in LENGTHS:
         ids = ids_of(length)
         labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
         best = logits_of(model, ids).argmax(-1)
         labels[0], labels[1, 1:], labels[2, 2:] = -100, best[1, :-1], best[2, 1:-1]
         labels[2] = labels[2].where(labels[2] != SMALL.vocabulary - 2, SMALL.vocabulary - 1)
-        given.append({"input_ids": ids, "labels": labels})
-    return given
+        micro_batches.append({"input_ids": ids, "labels": labels})
+    return micro_batches
 
 
 def expected(model, batch):
@@ -85,16 +85,16 @@ def told(mesh, stages, segments, evaluates):
         del keys["stage_balance"]
     with precision(keep_float64=True):
         model = built()
-        given = batches(model)
+        micro_batches = batches(model)
         model = cuboid.shard(model, {"pipeline": keys, "tensor_parallel": mesh_section(mesh)})
         # A few positions, so that each segment takes several chunks.
         model.cuboid.chunk_bytes = 4 * 1024
         pipeline, seen = Pipeline(model), []
         for _ in range(2):
             pipeline.observe_outputs = seen.append
-            (pipeline.evaluate if evaluates else pipeline.train)(iter(given), 2)
+            (pipeline.evaluate if evaluates else pipeline.train)(iter(micro_batches), 2)
             pipeline.observe_outputs = None
-        pipeline.evaluate(iter(given), 2)
+        pipeline.evaluate(iter(micro_batches), 2)
     return seen
 
 
@@ -104,16 +104,16 @@ def told(mesh, stages, segments, evaluates):
 )
 def test_values_are_those_of_all_logits_on_every_rank(pool, mesh, stages, segments, evaluates):
     model = built()
-    given = batches(model)
-    wanted = [expected(model, batch) for batch in given]
+    micro_batches = batches(model)
+    wanted = [expected(model, batch) for batch in micro_batches]
     assert wanted[0][2, 1].sum() == LENGTHS[0] - 1
-    assert (given[0]["labels"][2] == SMALL.vocabulary - 1).any()
+    assert (micro_batches[0]["labels"][2] == SMALL.vocabulary - 1).any()
     ranks = MeshShape.parse(mesh).size * stages
     for seen in pool.run(ranks, told, mesh, stages, segments, evaluates, timeout_s=TIMEOUT_S):
         assert len(seen) == 2
         for values in seen:
-            for one, whole in zip(values, wanted, strict=True):
-                torch.testing.assert_close(one, whole, rtol=1e-9, atol=1e-9)
+            for one, of_all_logits in zip(values, wanted, strict=True):
+                torch.testing.assert_close(one, of_all_logits, rtol=1e-9, atol=1e-9)
 
 
 def preference(output, reference):
@@ -124,7 +124,7 @@ def preference(output, reference):
 
 def pairs():
     ids = [ids_of(length)[:2] for length in LENGTHS]
-    return [{"input_ids": each, "labels": each.masked_fill(each % 3 == 0, -100)} for each in ids]
+    return [{"input_ids": rows, "labels": rows.masked_fill(rows % 3 == 0, -100)} for rows in ids]
 
 
 def trained(mesh, stages, segments, schedule):
@@ -135,18 +135,18 @@ def trained(mesh, stages, segments, schedule):
             built(), {"pipeline": keys | {"schedule": schedule}, "tensor_parallel": mesh_section(mesh)}
         )
         model.cuboid.chunk_bytes = 4 * 1024
-        pipeline, given = Pipeline(model), []
+        pipeline, scored = Pipeline(model), []
         for batch in pairs():
             called = PipelineModel(model, pipeline, "Mine")
             with torch.no_grad():
                 reference = called(**batch)
-            given.append(called.given(preference(called(**batch), reference)))
-        pipeline.given_losses = [loss for _, loss in given]
-        loss = pipeline.train(iter([batch for batch, _ in given]), 2)
+            scored.append(called.given(preference(called(**batch), reference)))
+        pipeline.given_losses = [loss for _, loss in scored]
+        loss = pipeline.train(iter([batch for batch, _ in scored]), 2)
         gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-        pipeline.given_losses = [replace(pipeline.given_losses[0], values=2 * given[0][1].values), given[1][1]]
+        pipeline.given_losses = [replace(pipeline.given_losses[0], values=2 * scored[0][1].values), scored[1][1]]
         with pytest.raises(CuboidError, match="was given other outputs of the model than the pipeline then trained"):
-            pipeline.train(iter([batch for batch, _ in given]), 2)
+            pipeline.train(iter([batch for batch, _ in scored]), 2)
     return loss, gradients, sharded_layouts(model), model.cuboid.mesh.coordinate
 
 
@@ -166,19 +166,19 @@ def test_a_loss_of_pairs_is_trained(pool, mesh, stages, segments, schedule):
             losses.append(preference(TokenOutput(log_probs=chosen), TokenOutput(log_probs=chosen.detach())))
         wanted = torch.stack(losses).mean()
         wanted.backward()
-    wholes = {}
+    full_gradients = {}
     for loss, gradients, layouts, coordinate in pool.run(
         shape.size * stages, trained, mesh, stages, segments, schedule, timeout_s=TIMEOUT_S
     ):
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-9)
         for name, gradient in gradients.items():
             if name not in layouts:
-                wholes[name] = gradient
+                full_gradients[name] = gradient
                 continue
-            whole = wholes.setdefault(name, gradient.new_zeros(layouts[name].shape))
-            put_shard(whole, gradient, layouts[name], shape, coordinate)
+            full = full_gradients.setdefault(name, gradient.new_zeros(layouts[name].shape))
+            put_shard(full, gradient, layouts[name], shape, coordinate)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(wholes[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(full_gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def token_model():
@@ -198,9 +198,9 @@ def test_the_own_loss_is_accepted_and_reported(items):
     assert output["loss"] is output.loss
     assert model.in_features == 1
     check_own_loss("Mine", 2 * output.loss, model, mask, 2 / count)
-    whole = model(shift_labels=nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
-    assert whole.log_probs.shape == (2, 4)
-    check_own_loss("Mine", whole.loss, model, mask, 1 / 3)
+    shifted = model(shift_labels=nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
+    assert shifted.log_probs.shape == (2, 4)
+    check_own_loss("Mine", shifted.loss, model, mask, 1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def weighted(logits, labels, vocab_size, num_items_in_batch=None, **_):
 def focal_of_rows(logits, labels, vocab_size, strength=2.0, **_):
     """A mean over rows of means over the row's labels."""
     rows = []
-    for own, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
-        losses = functional.cross_entropy(own, targets, reduction="none", ignore_index=-100)
+    for row_logits, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
+        losses = functional.cross_entropy(row_logits, targets, reduction="none", ignore_index=-100)
         rows.append(((1 - torch.exp(-losses)) ** strength * losses)[targets != -100].mean())
     return torch.stack(rows).mean()
 
@@ -105,7 +105,9 @@ def test_a_loss_function_of_ones_own_is_as_in_the_plain_model(mesh, function):
     # Arguments for the loss, and taking it back.
     more = {"strength": 1.0, "num_items_in_batch": torch.tensor(40)}
     assert_as_alone(model, mesh, step_of(uneven_batch(), **more))
-    assert_as_alone(model, mesh, step_of(uneven_batch(), lambda own: vars(own).pop("_loss_function", None)))
+    assert_as_alone(
+        model, mesh, step_of(uneven_batch(), lambda rank_model: vars(rank_model).pop("_loss_function", None))
+    )
 
 
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x2"])
@@ -141,12 +143,12 @@ def replace_loss(monkeypatch, where):
 def test_a_loss_replaced_elsewhere_is_as_in_the_plain_model(monkeypatch, where):
     change = replace_loss(monkeypatch, where)
     assert_as_alone(causal(), "2x2x1", step_of(uneven_batch(), change))
-    own = causal()
-    change(own)
-    before = [name for name, _ in own.named_parameters()]
+    model = causal()
+    change(model)
+    before = [name for name, _ in model.named_parameters()]
     with pytest.raises(cuboid.UnsupportedModelError, match=r"loss_function is .*Leave the pipeline section out"):
-        cuboid.shard(own, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
-    assert [name for name, _ in own.named_parameters()] == before
+        cuboid.shard(model, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
+    assert [name for name, _ in model.named_parameters()] == before
 
 
 def test_a_loss_set_on_the_class_of_a_sharded_model_is_refused():
@@ -298,18 +300,18 @@ def test_values_changed_by_data_are_those_of_the_next_forward(mesh, change, kept
     def losses(model):
         if kept and isinstance(model, ShardedModel):
             disable_reshard_after_forward(model)
-        found = []
+        values = []
         for _ in range(2):
             model(**batch).loss.backward()
             # Its graph keeps unsharded weights while they change.
             before = model(**batch).loss
             for parameter in model.parameters():
                 change(parameter)
-            found += [before.item(), model(**batch).loss.item()]
+            values += [before.item(), model(**batch).loss.item()]
             model.zero_grad()
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64)
 
     with KeepFloat64():
         wanted = losses(causal())
-    for found in Threaded(causal(), mesh).run(losses):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for values in Threaded(causal(), mesh).run(losses):
+        torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-9)

@@ -97,10 +97,10 @@ def alone(path, case):
     batches, losses = _batches(case), []
     kind = kind_of(type(model), model.config)
     for step in range(STEPS + 1):
-        own = [next(batches) for _ in range(MICRO_BATCHES)]
+        micro_batches = [next(batches) for _ in range(MICRO_BATCHES)]
         counts = [int((b["labels"] != IGNORE_INDEX).sum()) if kind.classes and not b["labels"].is_floating_point()
-                  else ROWS for b in own]  # fmt: skip
-        parts = [model(**b).loss * count for b, count in zip(own, counts, strict=True) if count]
+                  else ROWS for b in micro_batches]  # fmt: skip
+        parts = [model(**b).loss * count for b, count in zip(micro_batches, counts, strict=True) if count]
         loss = torch.stack(parts).sum() / sum(counts)
         losses.append(loss.item())
         if step < STEPS:
@@ -140,8 +140,8 @@ def test_stages_train_as_one_process(pool, checkpoint, tmp_path, case, mesh):
     path, config = checkpoint(case), _config(case, mesh=mesh)
     expected, weights = alone(path, case)
     out, size = tmp_path / "out", ranks(config, CASES[case][3].get("data", 1))
-    (found, ours), *_ = pool.run(size, in_stages, path, case, config, str(out), timeout_s=TIMEOUT_S)
-    assert found == pytest.approx(expected, rel=1e-5)
+    (losses, ours), *_ = pool.run(size, in_stages, path, case, config, str(out), timeout_s=TIMEOUT_S)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert ours.keys() == weights.keys()
     for name, x in ours.items():
         # Softmax over positions doesn't see an answers' bias: Adam divides rounding by rounding.

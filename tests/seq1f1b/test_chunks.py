@@ -170,10 +170,10 @@ def test_gradients_have_the_bits_of_whole_stages(pool: WorkerPool, checkpoint: C
     for segments, schedules in ((3, SCHEDULES[:1]), (1, SCHEDULES)):
         loss, expected = train("seq1f1b", 1, segments)
         for schedule in schedules:
-            other, found = train(schedule, 2, segments)
+            other, gradients = train(schedule, 2, segments)
             assert loss == other
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(expected[name], found[name]) for name in expected)
+            assert expected.keys() == gradients.keys()
+            assert all(torch.equal(expected[name], gradients[name]) for name in expected)
 
 
 # What ranks know of themselves
@@ -201,7 +201,7 @@ def what_a_rank_says(path: str, config: dict[str, Any], trace: str, steps: int =
 
 def micro_batches() -> Iterator[dict[str, torch.Tensor]]:
     ids = torch.randint(2, 100, (2, 4, 12), generator=torch.Generator().manual_seed(3))
-    return iter({"input_ids": each, "labels": each} for each in ids)
+    return iter({"input_ids": rows, "labels": rows} for rows in ids)
 
 
 ABSENT, HEAD = "PlaceholderEnd", "Linear"
@@ -247,7 +247,7 @@ def test_the_ends_of_the_model_are_where_the_placement_has_them(
     evaluated, trained, *_ = ranks[0]["losses"]
     assert evaluated == pytest.approx(trained, rel=1e-6)
     spans = read_chrome_trace(tmp_path / "step_3.json").spans
-    assert [sorted({span.action.stage for span in own}) for own in spans] == [rank["layers"] for rank in ranks]
+    assert [sorted({span.action.stage for span in lane}) for lane in spans] == [rank["layers"] for rank in ranks]
     assert (tmp_path / "step_3.png").is_file()
 
 

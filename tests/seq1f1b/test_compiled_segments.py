@@ -105,8 +105,8 @@ def test_segments_share_a_layers_graphs_and_give_the_gradients_of_plain_transfor
     pool, path, axes, pipeline, sections, compiler, padded, attention, graphs
 ):
     size = MeshShape(*axes).size * pipeline.get("stages", 1)
-    given = path, axes, dict(pipeline), dict(sections), compiler, padded, attention
-    ranks = pool.run(size, train, *given, timeout_s=TIMEOUT_S)
+    arguments = path, axes, dict(pipeline), dict(sections), compiler, padded, attention
+    ranks = pool.run(size, train, *arguments, timeout_s=TIMEOUT_S)
     for after_step, breaks, _, _ in ranks:
         assert (after_step, breaks) == ([graphs] * STEPS, 0)
     expected_loss, expected = plain_gradients(path, padded, attention)

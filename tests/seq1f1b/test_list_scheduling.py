@@ -49,8 +49,10 @@ def equal_shares(segments, chunks):
 
 def request(ranks, micro_batches, segments, limit=None, chunks=1, times=EQUAL, transfer=0.0):
     def costs(rank_of):
-        own = len(rank_of) // ranks
-        return PlacedCosts(ActionCosts(timing(times, own), equal_shares(segments, own), transfer))
+        chunks_per_rank = len(rank_of) // ranks
+        return PlacedCosts(
+            ActionCosts(timing(times, chunks_per_rank), equal_shares(segments, chunks_per_rank), transfer)
+        )
 
     return Request(ranks, micro_batches, segments, costs, limit and MemoryLimit(sequences=limit), chunks)
 
@@ -58,13 +60,15 @@ def request(ranks, micro_batches, segments, limit=None, chunks=1, times=EQUAL, t
 def check(schedule, shape, limits, costs):
     """Valid, so free of deadlock, and within the limits; messages can be put in; orders are those of 1F1B."""
     validate(schedule, shape)
-    split = any(action.op is Op.WEIGHT_GRADIENT for own in schedule for action in own)
+    split = any(action.op is Op.WEIGHT_GRADIENT for actions in schedule for action in actions)
     frees = costs.input_gradient_frees if split else 0
-    for own, limit in zip(schedule, limits, strict=True):
-        assert peak_bytes(own, costs.kept, frees) <= limit * (1 + 1e-6)
+    for actions, limit in zip(schedule, limits, strict=True):
+        assert peak_bytes(actions, costs.kept, frees) <= limit * (1 + 1e-6)
     for op in (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT):
         for stage in range(shape.stages):
-            order = [(a.micro_batch, -a.segment) for own in schedule for a in own if a.stage == stage and a.op is op]
+            order = [
+                (a.micro_batch, -a.segment) for actions in schedule for a in actions if a.stage == stage and a.op is op
+            ]
             assert order == sorted(order)
 
 
@@ -103,7 +107,7 @@ def check_case(case, modes):
     shape, rank_of, costs, limits = case
     schedule = list_schedule(shape, rank_of, costs, limits, modes)
     check(schedule, shape, limits, costs)
-    assert [next(iter({rank_of[a.stage] for a in own})) for own in schedule] == list(range(len(limits)))
+    assert [next(iter({rank_of[a.stage] for a in actions})) for actions in schedule] == list(range(len(limits)))
     return schedule
 
 
@@ -170,8 +174,8 @@ def test_the_bubble_of_eight_stages_and_eight_micro_batches(name, segments, chun
 def test_weight_gradients_of_a_micro_batch_come_together_where_there_is_memory():
     shape, costs = PipelineShape(4, 4, 4), ActionCosts(timing(EQUAL), equal_shares(4, 1))
     schedule = list_schedule(shape, range(4), costs, [4.0] * 4, (BackwardMode.SPLIT_BY_MICRO_BATCH,))
-    for own in schedule:
-        places = [index for index, action in enumerate(own) if action.op is Op.WEIGHT_GRADIENT]
+    for actions in schedule:
+        places = [index for index, action in enumerate(actions) if action.op is Op.WEIGHT_GRADIENT]
         for micro_batch in range(4):
             run = places[4 * micro_batch : 4 * micro_batch + 4]
             assert run == list(range(run[0], run[0] + 4))
@@ -212,8 +216,8 @@ def test_interleaved_stages_have_the_published_bubble_everywhere():
 
 
 def test_interleaved_stages_warm_up_as_published():
-    for rank, own in enumerate(seq1f1b_interleaved(PipelineShape(8, 4, 2), 4)):
-        first = next(index for index, action in enumerate(own) if action.op is Op.BACKWARD)
+    for rank, actions in enumerate(seq1f1b_interleaved(PipelineShape(8, 4, 2), 4)):
+        first = next(index for index, action in enumerate(actions) if action.op is Op.BACKWARD)
         # In the steady state a forward comes before each backward.
         assert first == (2 - 1) * 4 + 2 * (4 - rank - 1) + 2 - 1 + 1
 
@@ -250,14 +254,14 @@ def test_auto_takes_the_shortest_that_fits():
 def test_without_a_limit_auto_keeps_no_more_than_whole_stages(ranks, segments):
     compared = compare_schedules("auto", request(ranks, 8, segments, chunks=2))
     usual = choose_schedule("seq1f1b", request(ranks, 8, segments)).peak_micro_batches
-    assert max(each.peak_micro_batches for each in compared.fitting) <= usual + 1e-6
+    assert max(chosen.peak_micro_batches for chosen in compared.fitting) <= usual + 1e-6
     interleaved = choose_schedule("seq1f1b-interleaved", request(ranks, 8, segments, chunks=2))
     assert ("seq1f1b-interleaved of 2 chunks" in compared.rejected) == (interleaved.peak_micro_batches > usual)
 
 
 def test_schedules_with_the_same_places_stand_for_one_another():
     compared = compare_schedules("auto-interleaved", request(4, 4, 4, 2.0, chunks=3))
-    assert {str(each) for each in compared.fitting} | compared.rejected.keys() == {
+    assert {str(chosen) for chosen in compared.fitting} | compared.rejected.keys() == {
         "seq1f1b-interleaved of 3 chunks",
         "zero_bubble-interleaved of 3 chunks",
     }
@@ -271,13 +275,13 @@ def test_schedules_with_the_same_places_stand_for_one_another():
 def test_further_chunks_must_be_worth_it():
     """With many short units nobody waits, however many chunks there are."""
     compared = compare_schedules("auto", request(2, 8, 8, 2.0, chunks=(2, 3)))
-    shortest = min(each.timeline.makespan_s for each in compared.fitting)
+    shortest = min(chosen.timeline.makespan_s for chosen in compared.fitting)
     assert compared.best.chunks == 1
     assert shortest < compared.best.timeline.makespan_s <= 1.01 * shortest
     assert choose_schedule("auto", request(2, 8, 8, 2.0, 3)).chunks == 3
     few = compare_schedules("auto", request(4, 1, 2, 1.0, chunks=(2, 3)))
     assert few.best.chunks > 1
-    assert few.best.timeline.makespan_s <= 1.01 * min(each.timeline.makespan_s for each in few.fitting)
+    assert few.best.timeline.makespan_s <= 1.01 * min(chosen.timeline.makespan_s for chosen in few.fitting)
 
 
 def test_a_comparison_says_what_the_others_would_take():
@@ -360,7 +364,10 @@ def test_ranks_that_wait_for_all_at_the_end_lose_little(name, chunks, limit, gai
     on the rank whose backwards are the last, or nearly so."""
     segments = 1 if name == "1f1b" else 8
     chosen = choose_schedule(name, request(8, 8, segments, limit, chunks))
-    again = tuple((*own, *(replace(each, micro_batch=each.micro_batch + 8) for each in own)) for own in chosen.schedule)
+    again = tuple(
+        (*actions, *(replace(action, micro_batch=action.micro_batch + 8) for action in actions))
+        for actions in chosen.schedule
+    )
     shape = PipelineShape(8 * chunks, 16, segments)
     freely_s = simulate(again, shape, timing(EQUAL, chunks)).makespan_s - chosen.timeline.makespan_s
     assert 1 - freely_s / chosen.timeline.makespan_s == pytest.approx(gain, abs=0.001)
@@ -387,10 +394,10 @@ def numbers(tmp_path, capsys):
 
 def test_the_command_writes_the_numbers_of_the_issue(numbers):
     shape = ("--stages", 8, "--micro-batches", 8)
-    found = numbers(*shape, "--segments", 8, "--schedule", "zero_bubble", "--memory-limit", 2)
-    assert found["bubble"] <= 0.06
-    assert found["peak_micro_batches"] <= 2.0 + 1e-9
-    assert found["schedule"] == "zero_bubble"
+    printed = numbers(*shape, "--segments", 8, "--schedule", "zero_bubble", "--memory-limit", 2)
+    assert printed["bubble"] <= 0.06
+    assert printed["peak_micro_batches"] <= 2.0 + 1e-9
+    assert printed["schedule"] == "zero_bubble"
     heavy = ("--segments", 16, "--memory-limit", 1.5, "--durations", "4,8.5,1")
     assert numbers(*shape, *heavy, "--schedule", "zero_bubble-interleaved", "--chunks", 2)["bubble"] <= 0.065
 
@@ -407,14 +414,14 @@ def test_the_command_chooses_by_a_models_costs(numbers, tmp_path):
     }
     LlamaConfig(**sizes, max_position_embeddings=4096).save_pretrained(tmp_path)
     model = ("--model", tmp_path, "--seq-len", 4096, "--stages", 2, "--micro-batches", 4)
-    found = numbers(*model, "--schedule", "auto", "--memory-limit", "1GiB")
-    assert max(found["peak_bytes_by_rank"]) <= 2**30
-    assert found["bubble"] <= numbers(*model)["bubble"]
-    found = numbers(*model, "--schedule", "auto", "--chunks", "auto", "--micro-batches", 2)
+    printed = numbers(*model, "--schedule", "auto", "--memory-limit", "1GiB")
+    assert max(printed["peak_bytes_by_rank"]) <= 2**30
+    assert printed["bubble"] <= numbers(*model)["bubble"]
+    printed = numbers(*model, "--schedule", "auto", "--chunks", "auto", "--micro-batches", 2)
     # Eight layers on two ranks: four chunks at most.
-    assert len(found["compared"]) + len(found["rejected"]) == 2 + 3 * 3
-    chosen = found["schedule"] + (f" of {found['chunks']} chunks" if found["chunks"] > 1 else "")
-    assert found["compared"][chosen] == found["makespan"] <= 1.01 * min(found["compared"].values())
+    assert len(printed["compared"]) + len(printed["rejected"]) == 2 + 3 * 3
+    chosen = printed["schedule"] + (f" of {printed['chunks']} chunks" if printed["chunks"] > 1 else "")
+    assert printed["compared"][chosen] == printed["makespan"] <= 1.01 * min(printed["compared"].values())
 
 
 @pytest.mark.parametrize(

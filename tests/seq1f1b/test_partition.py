@@ -111,7 +111,7 @@ def test_a_million_tokens_are_cut_in_no_time(segments):
     # No segment is over an equal share by more than the last grain's cost.
     share = cost(0, 1_000_000) / segments
     assert costliest(lengths, cost) <= share + cost(1_000_000 - multiple, 1_000_000)
-    assert min(cost(*each) for each in ends(lengths)) > 0.99 * share
+    assert min(cost(*segment) for segment in ends(lengths)) > 0.99 * share
 
 
 def test_sequences_too_short_for_their_segments_are_refused():
@@ -183,10 +183,10 @@ def test_units_of_all_stages_and_segments_add_up_to_the_model():
         return sum(flops(Action(op, stage, 0, segment)) for stage in range(3) for segment in range(3))
 
     head = sizes.head_flops(16)
-    whole = segment_flops(sizes)(0, 16)
-    assert sum(sizes.layer_flops(16)) + head == whole
-    assert total(Op.FORWARD) == whole + 2 * head
-    assert total(Op.FORWARD) + total(Op.BACKWARD) == 3 * whole
+    sequence_flops = segment_flops(sizes)(0, 16)
+    assert sum(sizes.layer_flops(16)) + head == sequence_flops
+    assert total(Op.FORWARD) == sequence_flops + 2 * head
+    assert total(Op.FORWARD) + total(Op.BACKWARD) == 3 * sequence_flops
     assert total(Op.INPUT_GRADIENT) + total(Op.WEIGHT_GRADIENT) == total(Op.BACKWARD)
     kept = kept_bytes(sizes, counts, lengths, rows=3)
     per_token = 2 * 3 * sum(layer.kept for layer in layers)

@@ -298,8 +298,8 @@ def test_whatever_fails_on_the_reading_rank_is_known_to_all(pool):
     for kind, words, rank in pool.run(4, _share, "not copied", timeout_s=TIMEOUT_S):
         assert (kind, rank) == ("RankError", 0)
         assert words.startswith("reading the micro-batches: NotImplementedError: Cannot copy out of meta tensor")
-    own, *others = pool.run(4, _share, "interrupted", timeout_s=TIMEOUT_S)
-    assert own == ("KeyboardInterrupt", "", None)
+    reader, *others = pool.run(4, _share, "interrupted", timeout_s=TIMEOUT_S)
+    assert reader == ("KeyboardInterrupt", "", None)
     assert others == [("RankError", "reading the micro-batches: was stopped by KeyboardInterrupt", 0)] * 3
     none = ("CuboidError", "a step of a pipeline needs at least 1 micro-batch of each replica, not 0", None)
     assert pool.run(4, _share, "none", timeout_s=TIMEOUT_S) == [none] * 4
@@ -329,11 +329,11 @@ def _share_targets():
         {"input_ids": IDS[:1], "labels": several[:1].double() / 3},
     ]
     classes = Limits(SequenceClassifier(3, 3), tokens=16, labels=None, types=2)
-    found = share_micro_batches(iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"))
+    shared = share_micro_batches(iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"))
     alike = [
         ours.keys() == theirs.keys()
         and all(torch.equal(x, theirs[name]) and x.dtype == theirs[name].dtype for name, x in ours.items())
-        for ours, theirs in zip(found, batches, strict=True)
+        for ours, theirs in zip(shared, batches, strict=True)
     ]
     rows = [{"input_ids": IDS, "start_positions": IDS[:, 0], "end_positions": IDS[:, 1]}] * 2
     return alike, _shared(rows, ANSWERS, mesh)
@@ -421,18 +421,20 @@ def _warnings_beyond(path, length):
     ids = torch.zeros((1, length), dtype=torch.int64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [_train_beyond(path, length)]
+        losses = [_train_beyond(path, length)]
         mesh = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
-        found.append(from_pretrained(path, mesh)(input_ids=ids, labels=ids).loss.item())
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-    return [str(each.message) for each in caught if "positions" in str(each.message)]
+        losses.append(from_pretrained(path, mesh)(input_ids=ids, labels=ids).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    return [str(warning.message) for warning in caught if "positions" in str(warning.message)]
 
 
 def test_sequences_beyond_the_positions_that_rotary_embeddings_were_made_for_are_told_once(pool, checkpoint):
     path = checkpoint(SmallModel("llama", positions=16))
     first, second = pool.run(2, _warnings_beyond, path, 17, timeout_s=TIMEOUT_S)
     assert len(first) == 2
-    assert all(each.startswith("a micro-batch has sequences of 17 tokens, beyond the model's 16") for each in first)
+    assert all(
+        message.startswith("a micro-batch has sequences of 17 tokens, beyond the model's 16") for message in first
+    )
     assert not second
     assert pool.run(2, _warnings_beyond, path, 16, timeout_s=TIMEOUT_S) == [[], []]
 
@@ -449,15 +451,15 @@ def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use
         model = AutoModelForCausalLM.from_config(config)
         pipeline = Pipeline(shard(model, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": segments}}))
         batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
-        found = []
+        values = []
         for _ in range(2):
             with context():
-                found.append(pipeline.evaluate(iter([batch, batch]), 2).item())
-            found.append(pipeline.train(iter([batch, batch]), 2).item())
-        own = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_inference()]
-        return found, [parameter.grad for parameter in model.parameters()], own
+                values.append(pipeline.evaluate(iter([batch, batch]), 2).item())
+            values.append(pipeline.train(iter([batch, batch]), 2).item())
+        inference_tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_inference()]
+        return values, [parameter.grad for parameter in model.parameters()], inference_tensors
 
-    wanted, found = losses(torch.no_grad), losses(torch.inference_mode)
-    assert found[0] == wanted[0]
-    assert all(map(torch.equal, found[1], wanted[1]))
-    assert found[2] == []
+    wanted, values = losses(torch.no_grad), losses(torch.inference_mode)
+    assert values[0] == wanted[0]
+    assert all(map(torch.equal, values[1], wanted[1]))
+    assert values[2] == []

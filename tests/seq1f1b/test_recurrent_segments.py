@@ -87,14 +87,14 @@ def test_gradients_go_back_through_states(lengths, seed):
     a, x = (torch.randn(sum(lengths), dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
 
     def run(state, positions):
-        found = []
+        ys = []
         for t in positions:
             state = x[t] if state is None else a[t] * state + x[t]
-            found.append(state)
-        return torch.stack(found), state
+            ys.append(state)
+        return torch.stack(ys), state
 
-    whole, _ = run(None, range(sum(lengths)))
-    expected = torch.autograd.grad(whole.square().sum(), (a, x), allow_unused=True)
+    in_one, _ = run(None, range(sum(lengths)))
+    expected = torch.autograd.grad(in_one.square().sum(), (a, x), allow_unused=True)
     states, outputs, start = RecurrentStates(), [], 0
     for length in lengths:
         before = read_state(states, ("layer", start)) if start else None
@@ -104,7 +104,7 @@ def test_gradients_go_back_through_states(lengths, seed):
         outputs.append(carry_states(output, states, [("layer", start)], [state]))
     for output in reversed(outputs):
         output.square().sum().backward()
-    torch.testing.assert_close(torch.cat([output.detach() for output in outputs]), whole.detach())
+    torch.testing.assert_close(torch.cat([output.detach() for output in outputs]), in_one.detach())
     for parameter, gradient in zip((a, x), expected, strict=True):
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient)

@@ -25,7 +25,7 @@ shapes = st.builds(PipelineShape, st.integers(1, 16), st.integers(1, 32), st.int
 small_shapes = st.builds(PipelineShape, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4)).filter(
     lambda shape: shape.units > 1
 )
-whole = st.sampled_from(["gpipe", "seq1f1b"])
+unchunked = st.sampled_from(["gpipe", "seq1f1b"])
 durations = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 numbers = st.integers(0, 999)
 
@@ -194,20 +194,20 @@ def check_schedule(name, shape, forward, backward):
 
 
 @settings(max_examples=12)
-@given(whole, shapes, durations, durations)
+@given(unchunked, shapes, durations, durations)
 def test_equal_units_have_the_published_bubble_and_units_in_flight(name, shape, forward, backward):
     check_schedule(name, shape, forward, backward)
 
 
 @pytest.mark.slow
 @settings(max_examples=200)
-@given(whole, shapes, durations, durations)
+@given(unchunked, shapes, durations, durations)
 def test_equal_units_have_the_published_bubble_and_units_in_flight_everywhere(name, shape, forward, backward):
     check_schedule(name, shape, forward, backward)
 
 
 @settings(max_examples=12)
-@given(whole, shapes.filter(lambda shape: shape.units < 40))
+@given(unchunked, shapes.filter(lambda shape: shape.units < 40))
 def test_the_schedules_receive_most_messages_one_computation_ahead(name, shape):
     schedule = SCHEDULES[name](shape)
     programs = lower(schedule, shape)
@@ -224,7 +224,7 @@ def test_the_schedules_receive_most_messages_one_computation_ahead(name, shape):
 
 
 @settings(max_examples=30)
-@given(whole, small_shapes)
+@given(unchunked, small_shapes)
 def test_other_receives_one_computation_ahead_would_deadlock_or_gain_nothing(name, shape):
     """A gradient that is offered a buffer before the forward in front of its use keeps that forward waiting."""
     programs = list(lower(SCHEDULES[name](shape), shape))
@@ -295,8 +295,8 @@ def makespan(programs, shape, duration, transfer):
     clocks, when = [0.0] * len(programs), {}
 
     def needs(action):
-        own = [incoming(action, shape)] if action.op.computes else [] if action.op in RECEIVES else [action]
-        ends = [receive for receive in own if receive in messages and action.op.computes]
+        arrivals = [incoming(action, shape)] if action.op.computes else [] if action.op in RECEIVES else [action]
+        ends = [receive for receive in arrivals if receive in messages and action.op.computes]
         return [*ends, *map(counterpart, ends), *(d for d in dependencies(action, shape) if d.stage == action.stage)]
 
     messages = {action for program in programs for action in program if not action.op.computes}
@@ -321,13 +321,13 @@ def test_receives_that_are_posted_later_than_they_could_be_cost_little(slow_stag
     assert 0 <= now / before - 1 < most * 1.1
 
 
-@given(whole, small_shapes)
+@given(unchunked, small_shapes)
 def test_receives_that_follow_the_sends_are_never_blocked(name, shape):
     validate_programs(insert_messages_once_sent(SCHEDULES[name](shape), shape), shape)
 
 
 @settings(max_examples=10)
-@given(whole, small_shapes)
+@given(unchunked, small_shapes)
 def test_threads_that_synchronise_their_device_at_every_action_come_to_the_end(name, shape):
     run_threads(lower(SCHEDULES[name](shape), shape), shape)
 
@@ -406,7 +406,7 @@ def test_a_split_backward_by_hand():
 
 
 @settings(max_examples=50)
-@given(whole, small_shapes, st.lists(durations, min_size=7, max_size=7), durations)
+@given(unchunked, small_shapes, st.lists(durations, min_size=7, max_size=7), durations)
 def test_no_simulated_step_beats_the_critical_path(name, shape, pattern, transfer):
     schedule = SCHEDULES[name](shape)
     everything = [action for rank in schedule for action in rank]
@@ -444,7 +444,7 @@ def test_a_timeline_may_be_measured():
 # What is wrong is refused
 
 
-@given(whole, small_shapes, numbers, numbers)
+@given(unchunked, small_shapes, numbers, numbers)
 def test_a_unit_that_runs_backward_first_is_refused(name, shape, rank, which):
     schedule = SCHEDULES[name](shape)
     rank %= len(schedule)
@@ -458,7 +458,7 @@ def test_a_unit_that_runs_backward_first_is_refused(name, shape, rank, which):
         validate(replaced(schedule, rank, changed), shape)
 
 
-@given(whole, small_shapes, numbers, numbers, numbers)
+@given(unchunked, small_shapes, numbers, numbers, numbers)
 def test_swapped_actions_are_refused_or_still_right(name, shape, rank, first, second):
     """The validator and the simulator, which only ever runs what can be run, judge alike."""
     schedule = SCHEDULES[name](shape)
@@ -476,7 +476,7 @@ def test_swapped_actions_are_refused_or_still_right(name, shape, rank, first, se
         validate(schedule, shape)
 
 
-@given(whole, small_shapes, numbers, numbers, numbers)
+@given(unchunked, small_shapes, numbers, numbers, numbers)
 def test_missing_and_repeated_actions_are_refused(name, shape, rank, which, other):
     schedule = SCHEDULES[name](shape)
     rank, other = rank % len(schedule), other % len(schedule)
@@ -515,13 +515,13 @@ def test_lowering_refuses_what_is_not_valid():
         lower((first[1:], last), shape)
 
 
-@given(whole, small_shapes, numbers, st.sampled_from(SENDS + RECEIVES))
+@given(unchunked, small_shapes, numbers, st.sampled_from(SENDS + RECEIVES))
 def test_another_order_at_one_end_of_a_channel_is_refused(name, shape, which, op):
     programs = lower(SCHEDULES[name](shape), shape)
     rank, indices = next(
-        (rank, found)
+        (rank, places)
         for rank, program in enumerate(programs)
-        if len(found := [i for i, action in enumerate(program) if action.op is op]) > 1
+        if len(places := [i for i, action in enumerate(program) if action.op is op]) > 1
     )
     which %= len(indices) - 1
     i, j = indices[which : which + 2]
@@ -531,7 +531,7 @@ def test_another_order_at_one_end_of_a_channel_is_refused(name, shape, which, op
         validate_programs(replaced(programs, rank, changed), shape)
 
 
-@given(whole, small_shapes, numbers, numbers)
+@given(unchunked, small_shapes, numbers, numbers)
 def test_messages_without_a_counterpart_or_a_use_are_refused(name, shape, rank, which):
     programs = lower(SCHEDULES[name](shape), shape)
     rank %= len(programs)

@@ -68,8 +68,8 @@ def test_the_features_of_a_head_may_have_any_stride(kv_heads, transposed):
     inputs, grad = random_heads(sum(lengths), 4, kv_heads, 8, 8, 2)
     inputs[transposed] = inputs[transposed].mT.contiguous().mT
     assert inputs[transposed].stride(-1) != 1
-    found = in_segments(inputs, grad, lengths, KVCache(sum(lengths), KVCachePool()))
-    assert largest_error(found, whole(inputs, grad)) < 1e-12
+    actual = in_segments(inputs, grad, lengths, KVCache(sum(lengths), KVCachePool()))
+    assert largest_error(actual, whole(inputs, grad)) < 1e-12
 
 
 def test_a_segment_that_nobody_asks_of_passes_on_what_later_ones_send():
@@ -150,7 +150,7 @@ def test_a_device_without_a_fused_kernel_is_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("generation", "own", "past", "length", "pays"),
+    ("generation", "queries", "past", "length", "pays"),
     [
         (9, 64, 0, 1024, True),
         (10, 64, 128, 1024, True),
@@ -163,9 +163,9 @@ def test_a_device_without_a_fused_kernel_is_warned_of():
         (9, 2**12, 2**13, 2**14 + 1, True),
     ],
 )
-def test_where_cudnn_pays(generation, own, past, length, pays, monkeypatch):
+def test_where_cudnn_pays(generation, queries, past, length, pays, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
-    query = torch.empty(1, 32, own, 128, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(1, 32, queries, 128, dtype=torch.bfloat16, device="meta")
     assert CudaCudnn.pays(query, past, length) == pays
 
 
@@ -570,8 +570,8 @@ def test_kept_attention_has_the_bits_of_recomputed_attention(name, implementatio
         if name in ("opt", "gpt_oss"):
             return  # refused, see above
         positions = torch.stack([packed_positions(4, 7, 13), packed_positions(9, 9, 6), packed_positions(24)])
-    model, given = built(name, implementation), (ids, labels, mask, positions)
-    runs = {mode: run_checkpointed(model, name, mode, given) for mode in ("none", "layers", "attention")}
+    model, micro_batch = built(name, implementation), (ids, labels, mask, positions)
+    runs = {mode: run_checkpointed(model, name, mode, micro_batch) for mode in ("none", "layers", "attention")}
     (loss, gradients), once = runs["attention"]
     (loss_again, gradients_again), twice = runs["layers"]
     assert loss == loss_again

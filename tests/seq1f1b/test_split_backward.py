@@ -67,22 +67,22 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def two_models(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module, WeightGradientStore]:
     torch.manual_seed(0)
-    whole, split, store = Plain().to(dtype), Plain().to(dtype), WeightGradientStore()
-    split.load_state_dict(whole.state_dict())
+    plain, split, store = Plain().to(dtype), Plain().to(dtype), WeightGradientStore()
+    split.load_state_dict(plain.state_dict())
     defer_weight_gradients([split], store)
-    return whole, split, store
+    return plain, split, store
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("leaf", [False, True], ids=["data", "hidden"])
 def test_deferred_gradients_are_the_same_to_the_bit(dtype: torch.dtype, checkpointed: bool, leaf: bool) -> None:
-    whole, split, store = two_models(dtype)
+    plain, split, store = two_models(dtype)
     inputs = [torch.randn(2, 5, 6, dtype=dtype) for _ in range(3)]
     expected_dx, dx = [], []
     for x in inputs:
         x = x.clone().requires_grad_(leaf)
-        whole(x).pow(2).sum().backward()
+        plain(x).pow(2).sum().backward()
         expected_dx.append(x.grad)
     for number, x in enumerate(inputs):
         x = x.clone().requires_grad_(leaf)
@@ -103,18 +103,18 @@ def test_deferred_gradients_are_the_same_to_the_bit(dtype: torch.dtype, checkpoi
     for number in range(len(inputs)):
         store.run([number])
     store.check_empty()
-    expected, found = gradients(whole), gradients(split)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected if name != "twice.weight")
+    expected, actual = gradients(plain), gradients(split)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected if name != "twice.weight")
     # Autograd adds the two calls up before it accumulates them; here each is accumulated.
     tolerance = torch.finfo(dtype).eps * 100
-    torch.testing.assert_close(found["twice.weight"], expected["twice.weight"], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual["twice.weight"], expected["twice.weight"], rtol=tolerance, atol=tolerance)
     if leaf:
         assert all(torch.equal(*pair) for pair in zip(dx, expected_dx, strict=True))
 
 
 def test_units_together_are_one_product_and_one_call_of_the_hooks() -> None:
-    whole, split, store = two_models()
+    plain, split, store = two_models()
     inputs = torch.randn(3, 4, 6, dtype=torch.float64)
     seen: list[torch.Tensor] = []
     split.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -123,12 +123,12 @@ def test_units_together_are_one_product_and_one_call_of_the_hooks() -> None:
             out = split(x)
         with store.filling(number):
             out.pow(2).sum().backward()
-        whole(x).pow(2).sum().backward()
+        plain(x).pow(2).sum().backward()
     # A hook that is called without a gradient would have counted.
     assert not seen
     store.run([2, 1, 0])
     assert len(seen) == 1
-    torch.testing.assert_close(gradients(split), gradients(whole), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-13, atol=1e-13)
 
 
 def test_only_the_linear_layers_inputs_are_kept_for_later() -> None:
@@ -148,33 +148,33 @@ def test_only_the_linear_layers_inputs_are_kept_for_later() -> None:
 
 
 def test_nothing_is_deferred_while_the_store_is_closed_or_nothing_is_trained() -> None:
-    whole, split, store = two_models()
+    plain, split, store = two_models()
     x = torch.randn(4, 6, dtype=torch.float64)
-    for model in (whole, split):
+    for model in (plain, split):
         model(x).sum().backward()
-    assert all(torch.equal(*pair) for pair in zip(gradients(whole).values(), gradients(split).values(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(gradients(plain).values(), gradients(split).values(), strict=True))
     with store.open(), torch.no_grad():
-        assert torch.equal(split(x), whole(x))
+        assert torch.equal(split(x), plain(x))
         assert not split(x).requires_grad
     assert type(split.first).__name__ == "Linear"
     assert isinstance(split.first, nn.Linear)
 
 
 def test_autocast_is_that_of_the_plain_layers() -> None:
-    whole, split, store = two_models(torch.float32)
+    plain, split, store = two_models(torch.float32)
     x = torch.randn(4, 6)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = whole(x)
+        expected = plain(x)
         with store.open():
-            found = split(x)
-    assert torch.equal(found, expected)
-    assert found.dtype == expected.dtype
+            actual = split(x)
+    assert torch.equal(actual, expected)
+    assert actual.dtype == expected.dtype
     expected.sum().backward()
     with store.filling(0):
-        found.sum().backward()
+        actual.sum().backward()
     store.run([0])
     assert gradients(split)["first.weight"].dtype == torch.float32
-    assert torch.equal(gradients(split)["second.weight"], gradients(whole)["second.weight"])
+    assert torch.equal(gradients(split)["second.weight"], gradients(plain)["second.weight"])
 
 
 # The interpreter
@@ -307,7 +307,7 @@ def trained_gradients(path: str, config: dict[str, Any]) -> tuple[float, dict[st
     pipeline = Pipeline(cuboid.from_pretrained(path, config, dtype=torch.float32))
     torch.manual_seed(0)
     ids = torch.randint(2, 100, (3, 2, 24))
-    loss = pipeline.train(iter({"input_ids": each, "labels": each} for each in ids), 3)
+    loss = pipeline.train(iter({"input_ids": rows, "labels": rows} for rows in ids), 3)
     return float(loss), {name: p.grad for name, p in pipeline._model.named_parameters()}
 
 
@@ -323,10 +323,10 @@ def test_schedules_that_add_up_in_the_same_order_have_the_same_bits(
         settings = {"train_micro_batch_size_per_gpu": 2, "pipeline": pipeline}
         return pool.run(2, trained_gradients, path, settings, timeout_s=TIMEOUT_S)
 
-    for (loss, expected), (split_loss, found) in zip(train("1f1b"), train("zero_bubble", memory_limit=2), strict=True):
+    for (loss, expected), (split_loss, actual) in zip(train("1f1b"), train("zero_bubble", memory_limit=2), strict=True):
         assert loss == split_loss
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 # The config

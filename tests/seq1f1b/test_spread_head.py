@@ -217,35 +217,35 @@ def test_shares_on_a_mesh_are_the_whole_head(name, mesh, chunk_bytes):
     outline, shape = draw_outline(type(model), config), MeshShape.parse(mesh)
     plan, ranks = make_parallel_plan(model, shape, MeshVerdict()), ThreadRanks(shape)
     options = {"gives_cache": True, "parallel": plan}
-    stages = [make_stage(model, outline, (outline.count,), each, **options) for each in ranks.meshes]
+    stages = [make_stage(model, outline, (outline.count,), mesh_of_rank, **options) for mesh_of_rank in ranks.meshes]
     hidden, labels = unit_of(config, 4, 8)
     if chunk_bytes == "smallest part":
         # Rows of the block, as equal as they can be on three ranks; of each row on this rank, half of the positions.
         smallest = math.ceil(97 / (shape.sequence * shape.batch)) * shape.batch // 3
         chunk_bytes = 4 * (4 // shape.batch) * shape.sequence * (4 // shape.sequence) * smallest // shape.hidden
 
-    def on_rank(own):
-        stage = stages[own.rank]
+    def on_rank(mesh_of_rank):
+        stage = stages[mesh_of_rank.rank]
         stage.cuboid.chunk_bytes = chunk_bytes
         local = hidden.detach()
         for dim, axis in enumerate(("batch", "sequence", "hidden")):
-            local = own_slice(local, dim, own.along(axis))
+            local = own_slice(local, dim, mesh_of_rank.along(axis))
         with KeepFloat64():
-            return steps_of_shares(stage, local.contiguous(), own_slice(labels, 0, own.along("batch")), 3)
+            return steps_of_shares(stage, local.contiguous(), own_slice(labels, 0, mesh_of_rank.along("batch")), 3)
 
-    found = ranks.run(on_rank)
+    results = ranks.run(on_rank)
     with KeepFloat64():
         expected = whole_step(model, outline, hidden, labels)
     sums = {key: {} for key in expected[2]}
-    for own, (loss, gradient, blocks) in zip(ranks.meshes, found, strict=True):
+    for mesh_of_rank, (loss, gradient, blocks) in zip(ranks.meshes, results, strict=True):
         close(loss, expected[0])
         local = expected[1]
         for dim, axis in enumerate(("batch", "sequence", "hidden")):
-            local = own_slice(local, dim, own.along(axis))
+            local = own_slice(local, dim, mesh_of_rank.along(axis))
         close(gradient, local)
         for key, block in blocks.items():
             # Each row of the batch axis has a part of the block's gradient, and for a bias each rank of `hidden`.
-            place = own.index("sequence"), own.index("hidden") if key == "weight" else 0
+            place = mesh_of_rank.index("sequence"), mesh_of_rank.index("hidden") if key == "weight" else 0
             sums[key][place] = sums[key].get(place, 0) + block
     for key, parameter in expected[2].items():
         features = [

@@ -49,11 +49,11 @@ def test_boxes_are_as_long_as_the_work_and_idle_time_is_blank(tmp_path):
     draw_timeline(timeline, tmp_path / "a.png", title="title")
     drawn = list(lanes(tmp_path / "a.png"))
     assert len(drawn) == 3
-    whole = max(np.flatnonzero(blue | orange)[-1] for blue, orange in drawn)
-    whole -= min(np.flatnonzero(blue | orange)[0] for blue, orange in drawn)
+    width = max(np.flatnonzero(blue | orange)[-1] for blue, orange in drawn)
+    width -= min(np.flatnonzero(blue | orange)[0] for blue, orange in drawn)
     for (blue, orange), idle in zip(drawn, timeline.bubbles, strict=True):
         # Lines between the boxes are white too.
-        assert (blue | orange).sum() / whole == pytest.approx(1 - idle, abs=0.04)
+        assert (blue | orange).sum() / width == pytest.approx(1 - idle, abs=0.04)
         assert orange.sum() / blue.sum() == pytest.approx(2, rel=0.06)
 
 
@@ -178,14 +178,14 @@ def test_the_command_tells_what_the_head_costs(cli, model, tmp_path):
         printed = cli("--model", tmp_path, "--seq-len", 64, "--json", tmp_path / "a.json", *arguments)
         return printed, json.loads((tmp_path / "a.json").read_text())["head"]
 
-    printed, found = head(131, "--stages", 2)
+    printed, costs = head(131, "--stages", 2)
     assert "the head is worth 0.2 layers" in printed
     assert "spread" not in printed
-    printed, found = head(5000, "--stages", 2, "--micro-batches", 64)
-    assert f"the head is worth {found['layers']:.1f} layers and is {found['of_stage']:.0%} of its stage" in printed
+    printed, costs = head(5000, "--stages", 2, "--micro-batches", 64)
+    assert f"the head is worth {costs['layers']:.1f} layers and is {costs['of_stage']:.0%} of its stage" in printed
     # It has a layer beside it. With 64 micro-batches hardly any other time counts than that of the costliest stage.
-    assert found["excess"] == pytest.approx((1 + found["layers"]) / ((6 + found["layers"]) / 2) - 1)
-    assert found["costs"] == pytest.approx(1 - 1 / (1 + found["excess"]), abs=0.02)
+    assert costs["excess"] == pytest.approx((1 + costs["layers"]) / ((6 + costs["layers"]) / 2) - 1)
+    assert costs["costs"] == pytest.approx(1 - 1 / (1 + costs["excess"]), abs=0.02)
 
 
 def test_lengths_may_be_given_with_and_without_a_model(cli, model):

@@ -50,8 +50,8 @@ def global_batch(step):
 
 def micro_batches(step, replica=0, replicas=1):
     """One replica's share of a global batch."""
-    whole = global_batch(step)
-    pieces = [{name: x[first : first + ROWS] for name, x in whole.items()} for first in (0, ROWS)]
+    batch = global_batch(step)
+    pieces = [{name: x[first : first + ROWS] for name, x in batch.items()} for first in (0, ROWS)]
     return [{name: x[replica::replicas] for name, x in piece.items()} for piece in pieces]
 
 
@@ -188,14 +188,14 @@ def deepspeed_step(engine, step):
     return total
 
 
-def assert_alike(found, wanted, tolerance):
+def assert_alike(actual, wanted, tolerance):
     """Check that everything that two runs have in common is equal except for rounding."""
-    assert found["losses"] == pytest_approx(wanted["losses"], tolerance)
-    assert found["norms"] == pytest_approx(wanted["norms"], tolerance)
+    assert actual["losses"] == pytest_approx(wanted["losses"], tolerance)
+    assert actual["norms"] == pytest_approx(wanted["norms"], tolerance)
     for kind in ("gradients", "weights"):
-        if kind in found and kind in wanted:
-            assert found[kind].keys() == wanted[kind].keys()
-            for name, tensor in found[kind].items():
+        if kind in actual and kind in wanted:
+            assert actual[kind].keys() == wanted[kind].keys()
+            for name, tensor in actual[kind].items():
                 torch.testing.assert_close(tensor, wanted[kind][name], rtol=tolerance, atol=tolerance)
 
 

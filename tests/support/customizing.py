@@ -338,8 +338,8 @@ class WithOwnBlocks(LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        for each in self.model.layers:
-            each.mlp = self.block(config)
+        for layer in self.model.layers:
+            layer.mlp = self.block(config)
         self.post_init()
 
 

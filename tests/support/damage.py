@@ -301,7 +301,7 @@ def resumed(engine):
     def read(folder):
         engine.load_checkpoint(folder)
         moments = engine.optimizer.optimizer.state.values()
-        state = {f"moment {i} {k}": v for i, own in enumerate(moments) for k, v in own.items()}
+        state = {f"moment {i} {k}": v for i, slots in enumerate(moments) for k, v in slots.items()}
         return {**engine.module.state_dict(), **state, "steps": engine.global_steps, "rng": torch.get_rng_state()}
 
     return read
@@ -341,12 +341,12 @@ def answer(read, folder, expected, detectable):
     """
     try:
         with limited():
-            found = read(folder)
+            state = read(folder)
     except CuboidError as error:
         return "rejected" if folder.name in str(error) else f"rejected without a name: {error}"
     except BaseException as error:
         return f"crashed: {type(error).__name__}: {str(error)[:300]}"
-    if same(found, expected):
+    if same(state, expected):
         return "unused"
     return "accepted" if detectable else "undetectable"
 
@@ -402,10 +402,10 @@ def sweep(path, root, seed, flips, share):
         flips: bits to flip in each file, one at a time.
         share: of the damages that are tried.
     """
-    own = Path(root) / "model"
-    shutil.copytree(path, own)
+    model_folder = Path(root) / "model"
+    shutil.copytree(path, model_folder)
     chance, counts, wrong = random.Random(seed), Counter(), []
-    for folder, other, readers in prepare(own, Path(root)):
+    for folder, other, readers in prepare(model_folder, Path(root)):
         expected = {name: read(folder) for name, read in readers.items()}
         recorded = (folder / MANIFEST).exists() or (folder / "shards.json").exists()
         for damage in damages_of(folder, other, chance, flips=flips, forged=True):

@@ -41,8 +41,8 @@ def endings_of(ranks, function, *arguments, timeout_s=90.0):
     processes, endings = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        own = {**VARIABLES, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        arguments_ = (theirs, own, function, arguments)
+        environment = {**VARIABLES, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments_ = (theirs, environment, function, arguments)
         process = context.Process(target=_serve, args=arguments_, daemon=True)
         process.start()
         theirs.close()

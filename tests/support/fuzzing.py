@@ -258,7 +258,7 @@ def faults(case, ranks):
     first = ranks[0]
     if any(status == "crashed" for status, _ in ranks):
         return f"{case.name}: crashed: {next(text for status, text in ranks if status == 'crashed')}"
-    if any(found != first for found in ranks):
+    if any(result != first for result in ranks):
         return f"{case.name}: ranks differ: {ranks}"
     status, message = first
     if case.wrong and status == "trained":

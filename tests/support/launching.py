@@ -92,8 +92,8 @@ def as_ranks(ranks, script, *arguments, timeout_s=240, **variables):
         (status, output) of each rank.
     """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(ranks)]
-    return _run_forked([script, *arguments], own, timeout_s)
+    by_rank = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(ranks)]
+    return _run_forked([script, *arguments], by_rank, timeout_s)
 
 
 def alone(script, *arguments, timeout_s=240, **variables):
@@ -103,8 +103,8 @@ def alone(script, *arguments, timeout_s=240, **variables):
 
 def world(ranks, script, *arguments, timeout_s=240, **variables):
     """The status and output of :func:`as_ranks` together; the status is the first one that isn't 0."""
-    found = as_ranks(ranks, script, *arguments, timeout_s=timeout_s, **variables)
-    return next((status for status, _ in found if status), 0), "\n".join(output for _, output in found)
+    endings = as_ranks(ranks, script, *arguments, timeout_s=timeout_s, **variables)
+    return next((status for status, _ in endings if status), 0), "\n".join(output for _, output in endings)
 
 
 def _run_forked(arguments, variables, timeout_s):
@@ -114,8 +114,8 @@ def _run_forked(arguments, variables, timeout_s):
     with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as folder:
         outputs, processes = [Path(folder) / str(rank) for rank in range(len(variables))], []
         try:
-            for own, output in zip(variables, outputs, strict=True):
-                process = context.Process(target=_run_script, args=(argv, {**VARIABLES, **own}, str(output)))
+            for environment, output in zip(variables, outputs, strict=True):
+                process = context.Process(target=_run_script, args=(argv, {**VARIABLES, **environment}, str(output)))
                 process.start()
                 processes.append(process)
             deadline = time.monotonic() + timeout_s
@@ -166,5 +166,5 @@ def reports_of(ranks, script, root, launch=world):
     (root / "script.py").write_text(textwrap.dedent(script))
     status, output = launch(ranks, root / "script.py", root)
     assert status == 0, output
-    decoder, found = json.JSONDecoder(), output.split("RESULT")[1:]
-    return [decoder.raw_decode(part)[0] for part in found]
+    decoder, parts = json.JSONDecoder(), output.split("RESULT")[1:]
+    return [decoder.raw_decode(part)[0] for part in parts]

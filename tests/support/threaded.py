@@ -22,9 +22,9 @@ class Threaded:
         self.ranks = ThreadRanks(self.plan.mesh)
         self.models = [self._sharded(copy.deepcopy(model), mesh) for mesh in self.ranks.meshes]
 
-    def _sharded(self, own, mesh):
+    def _sharded(self, copied, mesh):
         settings = CuboidConfig().tensor_parallel
-        return shard_modules(own, self.plan, mesh, settings, lambda whole, layout: take_shard(whole, layout, mesh))
+        return shard_modules(copied, self.plan, mesh, settings, lambda x, layout: take_shard(x, layout, mesh))
 
     def run(self, step):
         """What a step returns of each rank's model."""
@@ -38,13 +38,13 @@ class Threaded:
     def gradients(self):
         """By name, put together from all ranks."""
         layouts = self.plan.by_parameter
-        wholes = {}
+        gradients = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             for name, parameter in model.named_parameters():
-                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                full = gradients.setdefault(name, parameter.new_zeros(layouts[name].shape))
                 if parameter.grad is not None:
-                    put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
-        return wholes
+                    put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+        return gradients
 
 
 def step_of(**batch):
@@ -68,7 +68,7 @@ def sent_by_last_layer(model_of, mesh, step):
     for layers in (2, 3):
         threaded = Threaded(model_of(layers), mesh)
         threaded.run(step)
-        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
+        counts.append([mesh_of_rank.comm_counter.snapshot() for mesh_of_rank in threaded.ranks.meshes])
     return [
         {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
         for two, three in zip(*counts, strict=True)

@@ -107,8 +107,8 @@ def products_of_a_layer(path, axes, rows):
 def test_a_weight_is_multiplied_at_once_where_that_needs_no_copy(pool, checkpoint, axes, rows, forward, backward):
     ranks = axes[0] * axes[1] * axes[2]
     small = SmallModel("llama", layers=2, kv_heads=4)
-    for found in pool.run(ranks, products_of_a_layer, checkpoint(small), axes, rows):
-        assert found == (forward, backward)
+    for products in pool.run(ranks, products_of_a_layer, checkpoint(small), axes, rows):
+        assert products == (forward, backward)
 
 
 def frames_to_products(path):
@@ -116,7 +116,7 @@ def frames_to_products(path):
     model = sharded(path, (1, 2, 2))
     # Spies are put in place of torch's functions.
     model.cuboid.made.code = None
-    found = []
+    frames_by_product = []
     originals = {name: getattr(torch, name) for name in ("mm", "bmm")}
 
     def spy(product, *args, **kwargs):
@@ -125,20 +125,20 @@ def frames_to_products(path):
             if frame.f_code.co_filename.startswith(PACKAGE):
                 frames.append(frame.f_code.co_filename)
             frame = frame.f_back
-        found.append(frames)
+        frames_by_product.append(frames)
         return product(*args, **kwargs)
 
     with ExitStack() as stack:
         for name, product in originals.items():
             stack.enter_context(mock.patch.object(torch, name, partial(spy, product)))
         model.base_model(input_ids=IDS)
-    return found
+    return frames_by_product
 
 
 def test_a_product_is_five_frames_in_three_files_away_from_its_layer(pool, checkpoint):
     # Heads for every rank, so that no key or value has to be selected.
-    for found in pool.run(4, frames_to_products, checkpoint(SmallModel("llama", layers=2, kv_heads=4))):
+    for frames_by_product in pool.run(4, frames_to_products, checkpoint(SmallModel("llama", layers=2, kv_heads=4))):
         # q, k, v, gate and up once, o and down once for each rank along `sequence`.
-        assert len(found) >= 2 * (5 + 2 * 2)
-        assert max(map(len, found)) <= 5
-        assert max(len(set(frames)) for frames in found) <= 3
+        assert len(frames_by_product) >= 2 * (5 + 2 * 2)
+        assert max(map(len, frames_by_product)) <= 5
+        assert max(len(set(frames)) for frames in frames_by_product) <= 3

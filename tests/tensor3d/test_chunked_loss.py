@@ -77,11 +77,11 @@ def on_ranks(pool, mesh, job, *arguments):
     return pool.run(ranks, job, *arguments, timeout_s=TIMEOUT_S)[0]
 
 
-def assert_same(found, expected, way, tolerance=1e-12):
+def assert_same(actual, expected, way, tolerance=1e-12):
     """Within a share of each tensor's largest element."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, one in expected.items():
-        error = (found[name] - one).abs().max() / one.abs().max()
+        error = (actual[name] - one).abs().max() / one.abs().max()
         assert error <= tolerance, f"{way}, {name}: {error:.1e}"
 
 
@@ -90,38 +90,38 @@ def assert_same(found, expected, way, tolerance=1e-12):
 
 def numbers(small, mesh, head_bias):
     """Losses and gradients of one model in many ways."""
-    model, given = built(small, mesh, head_bias=head_bias), batch(small)
-    shifted = nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    model, micro_batch = built(small, mesh, head_bias=head_bias), batch(small)
+    shifted = nn.functional.pad(micro_batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     ways = {
-        "mean": given,
-        "items": {**given, "num_items_in_batch": torch.tensor(29)},
-        "number of items": {**given, "num_items_in_batch": 29},
-        "shifted": {**given, "shift_labels": shifted.flip(0)},
+        "mean": micro_batch,
+        "items": {**micro_batch, "num_items_in_batch": torch.tensor(29)},
+        "number of items": {**micro_batch, "num_items_in_batch": 29},
+        "shifted": {**micro_batch, "shift_labels": shifted.flip(0)},
         "other ignored": {
-            **given,
-            "labels": given["labels"].masked_fill(given["labels"] == -100, 7),
+            **micro_batch,
+            "labels": micro_batch["labels"].masked_fill(micro_batch["labels"] == -100, 7),
             "ignore_index": 7,
         },
-        "padded": {**given, "attention_mask": (torch.arange(LENGTH) < 9).long().expand(ROWS, -1)},
+        "padded": {**micro_batch, "attention_mask": (torch.arange(LENGTH) < 9).long().expand(ROWS, -1)},
     }
-    found = {}
+    by_way = {}
     with precision(keep_float64=True):
         for name, arguments in ways.items():
             output = model(**arguments, use_cache=False)
             assert mesh is ALONE or output.logits is None
             # As DeepSpeed scales it.
             (output.loss * 1024).backward()
-            found[name] = {"loss": output.loss.detach(), **taken(model)}
+            by_way[name] = {"loss": output.loss.detach(), **taken(model)}
         for seed in (2, 3):
             (model(**batch(small, seed), use_cache=False).loss / 2).backward()
-        found["accumulated"] = taken(model)
+        by_way["accumulated"] = taken(model)
         recompute = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), KeepFloat64())}
         model.gradient_checkpointing_enable(recompute)
-        model(**given, use_cache=False).loss.backward()
-        found["recomputed layers"] = taken(model)
+        model(**micro_batch, use_cache=False).loss.backward()
+        by_way["recomputed layers"] = taken(model)
         with torch.no_grad():
-            found["without gradients"] = {"loss": model(**given, use_cache=False).loss}
-    return found
+            by_way["without gradients"] = {"loss": model(**micro_batch, use_cache=False).loss}
+    return by_way
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +141,23 @@ def alone(pool):
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x3", "3x1x2", "2x2x1"])
 @pytest.mark.parametrize("small", [LLAMA, TIED, GPT2], ids=["llama", "llama-tied", "gpt2"])
 def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small, mesh):
-    found = on_ranks(pool, mesh, numbers, small, mesh, False)
+    by_way = on_ranks(pool, mesh, numbers, small, mesh, False)
     for name, expected in alone(small).items():
-        assert_same(found[name], expected, name)
+        assert_same(by_way[name], expected, name)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x3", "3x1x2", "2x2x1"])
 def test_a_head_with_a_bias(pool, alone, mesh):
-    found = on_ranks(pool, mesh, numbers, LLAMA, mesh, True)
+    by_way = on_ranks(pool, mesh, numbers, LLAMA, mesh, True)
     for name, expected in alone(LLAMA, True).items():
         assert "lm_head.bias" in expected or name == "without gradients"
-        assert_same(found[name], expected, name)
+        assert_same(by_way[name], expected, name)
 
 
 def without_labels(mesh):
-    model, given = built(LLAMA, mesh), batch(LLAMA)
-    loss = model(**{**given, "labels": torch.full_like(given["labels"], -100)}, use_cache=False).loss
+    model, micro_batch = built(LLAMA, mesh), batch(LLAMA)
+    loss = model(**{**micro_batch, "labels": torch.full_like(micro_batch["labels"], -100)}, use_cache=False).loss
     loss.backward()
     return loss.item(), taken(model)
 
@@ -173,36 +173,36 @@ def test_a_batch_without_any_label_has_no_loss_and_changes_nothing(pool, mesh):
 
 
 def backward_in_ways(mesh):
-    model, given = built(LLAMA, mesh), batch(LLAMA)
+    model, micro_batch = built(LLAMA, mesh), batch(LLAMA)
 
     def loss():
-        return model(**given, use_cache=False).loss
+        return model(**micro_batch, use_cache=False).loss
 
     loss().backward()
-    found = {"once": taken(model)}
+    by_way = {"once": taken(model)}
     kept = loss()
     kept.backward(retain_graph=True)
     first = taken(model)
     (kept * 3).backward()
-    found["again, thrice as much"] = {name: gradient / 3 for name, gradient in taken(model).items()}
-    found["with the graph kept"] = first
+    by_way["again, thrice as much"] = {name: gradient / 3 for name, gradient in taken(model).items()}
+    by_way["with the graph kept"] = first
     with pytest.raises(RuntimeError, match="second time"):
         kept.backward()
     model.zero_grad()
     checkpoint(loss, use_reentrant=False).backward()
-    found["all of it recomputed"] = taken(model)
+    by_way["all of it recomputed"] = taken(model)
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss(), list(named.values()))
     for parameter, gradient in zip(named.values(), gradients, strict=True):
         parameter.grad = gradient
-    found["without grad"] = taken(model)
-    return found
+    by_way["without grad"] = taken(model)
+    return by_way
 
 
 def test_backward_may_come_twice_or_through_a_recomputation(pool):
-    found = on_ranks(pool, "1x2x2", backward_in_ways, "1x2x2")
-    expected = found.pop("once")
-    for way, gradients in found.items():
+    by_way = on_ranks(pool, "1x2x2", backward_in_ways, "1x2x2")
+    expected = by_way.pop("once")
+    for way, gradients in by_way.items():
         assert_same(gradients, expected, way, 1e-6)
 
 
@@ -217,9 +217,9 @@ def frozen(mesh, what):
 
 @pytest.mark.parametrize("what", ["head", "base"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(pool, what):
-    expected, found = (on_ranks(pool, mesh, frozen, mesh, what) for mesh in (ALONE, "2x1x2"))
-    assert ("lm_head.weight" in found) == (what == "base")
-    assert_same(found, expected, what)
+    expected, actual = (on_ranks(pool, mesh, frozen, mesh, what) for mesh in (ALONE, "2x1x2"))
+    assert ("lm_head.weight" in actual) == (what == "base")
+    assert_same(actual, expected, what)
 
 
 def hook_calls(small, mesh):
@@ -270,18 +270,18 @@ def scaled_gradients(mesh, dtype, autocast, scale, gather_logits, chunk_bytes):
 def test_chunks_lose_nothing_in_low_precision(pool, dtype, autocast, scale):
     """Against float64, no worse than logits that were whole."""
     _, _, exact = on_ranks(pool, "1x2x1", scaled_gradients, "1x2x1", torch.float64, None, 1.0, True, FEW_BYTES)
-    whole, chunks = (
+    gathered, chunks = (
         on_ranks(pool, "1x2x1", scaled_gradients, "1x2x1", dtype, autocast, scale, gathers, FEW_BYTES)
         for gathers in (True, False)
     )
-    assert chunks[0] == pytest.approx(whole[0], rel=1e-5)
-    assert chunks[1] == whole[1] == {dtype}
+    assert chunks[0] == pytest.approx(gathered[0], rel=1e-5)
+    assert chunks[1] == gathered[1] == {dtype}
 
-    def error(found, name):
-        return (found[2][name] - exact[name]).norm() / exact[name].norm()
+    def error(results, name):
+        return (results[2][name] - exact[name]).norm() / exact[name].norm()
 
     for name in exact:
-        assert error(chunks, name) <= 1.3 * error(whole, name), name
+        assert error(chunks, name) <= 1.3 * error(gathered, name), name
 
 
 def underflowing(mesh):
@@ -307,10 +307,10 @@ def peak_bytes(mesh, mode, with_gradients):
     model = built(BROAD, mesh, dtype=torch.float32, chunk_bytes=CHUNK_BYTES, gather_logits=False)
     if mode == "eval":
         model.eval()
-    given = batch(BROAD, rows=BROAD_ROWS, length=BROAD_LENGTH)
+    micro_batch = batch(BROAD, rows=BROAD_ROWS, length=BROAD_LENGTH)
     model(**batch(BROAD, rows=BROAD_ROWS, length=4))
     with torch.set_grad_enabled(with_gradients), Meter(model.parameters()) as meter:
-        loss = model(**given, use_cache=False).loss
+        loss = model(**micro_batch, use_cache=False).loss
         if with_gradients:
             loss.backward()
     head_bytes = BROAD.vocabulary * BROAD.hidden * 4

@@ -171,7 +171,7 @@ def test_a_kind_of_layer_is_one_graph_and_gives_the_gradients_of_plain_transform
 
 def saved_and_sent(path, axes):
     """Bytes that a step saves for backward and sends by axes, uncompiled and compiled."""
-    found = []
+    measured = []
     for compiles in (False, True):
         model = compiled(path, axes, sections={"tensor_parallel": {"compile": compiles}})
         sent = cuboid.mesh_of(model).comm_counter
@@ -181,8 +181,8 @@ def saved_and_sent(path, axes):
             loss = model(input_ids=tokens(), labels=tokens()).loss
             saved_bytes = live.live_bytes
             loss.backward()
-        found.append((saved_bytes, sent.snapshot()))
-    return found
+        measured.append((saved_bytes, sent.snapshot()))
+    return measured
 
 
 @pytest.mark.parametrize("axes", [(1, 2, 1), (1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)

@@ -74,7 +74,7 @@ def test_a_thread_that_knows_nothing_gives_the_same(pool, checkpoint, config, re
     ranks = 4 if "pipeline" in config else 8
     path = checkpoint(SMALL)
     (wanted, _), *_ = pool.run(ranks, trained, path, config, reentrant, False)
-    (found, threads), *_ = pool.run(ranks, trained, path, config, reentrant, True)
+    (gradients, threads), *_ = pool.run(ranks, trained, path, config, reentrant, True)
     assert threads > 0
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-14)

@@ -74,11 +74,11 @@ def test_the_kernel_is_given_what_it_takes(case):
     with pytest.MonkeyPatch.context() as patch:
         # On a CPU torch computes the same without a kernel for it.
         patch.setattr(dispatching, "has_kernel", lambda *_: True)
-        found = multiply_rows(x, weight, dispatch), multiply_transposed(x, y, dispatch)
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
+        actual = multiply_rows(x, weight, dispatch), multiply_transposed(x, y, dispatch)
+    for product, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(product, other, rtol=2e-2, atol=2e-2)
     without_rows = [expert for expert, (start, stop) in enumerate(dispatch.spans) if start == stop]
-    assert not found[1][without_rows].any()
+    assert not actual[1][without_rows].any()
 
 
 def test_rows_for_the_kernel_begin_at_sixteen_bytes():

@@ -35,9 +35,9 @@ class Ring:
         terms = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(terms, x, group=group)
         order = [(rank + 1 + step) % ranks for step in range(ranks)]
-        own = [terms[sender].view(ranks, -1)[rank] for sender in order]
-        total = own[0]
-        for term in own[1:]:
+        in_order = [terms[sender].view(ranks, -1)[rank] for sender in order]
+        total = in_order[0]
+        for term in in_order[1:]:
             total = total + term
         out.copy_(total)
 
@@ -55,22 +55,24 @@ def sums(exchange):
     """What a rank has of a sum, and what it should have."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     terms = [torch.randn(ranks * SIZE, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(ranks)]
-    own = torch.empty(SIZE, dtype=torch.bfloat16)
+    reduced = torch.empty(SIZE, dtype=torch.bfloat16)
     with ExitStack() as stack:
         on_nccl(stack)
-        collectives.start_reduce_scatter_into([own], terms[rank].clone(), dist.group.WORLD, exchange=exchange).wait()
+        collectives.start_reduce_scatter_into(
+            [reduced], terms[rank].clone(), dist.group.WORLD, exchange=exchange
+        ).wait()
     exact = torch.stack(terms).double().sum(0).view(ranks, -1)[rank]
-    return own, exact
+    return reduced, exact
 
 
 def test_an_exchange_rounds_once_where_a_ring_rounds_at_every_rank(pool):
-    for own, exact in pool.run(RANKS, sums, True):
+    for reduced, exact in pool.run(RANKS, sums, True):
         # Float32 holds a sum of six bfloat16 numbers of like size exactly, or nearly.
-        torch.testing.assert_close(own.double(), exact, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(reduced.double(), exact, rtol=2**-8, atol=1e-6)
     errors = {}
     for exchange in (True, False):
         parts = pool.run(RANKS, sums, exchange)
-        errors[exchange] = max(((own.double() - exact).pow(2).mean().sqrt().item()) for own, exact in parts)
+        errors[exchange] = max(((reduced.double() - exact).pow(2).mean().sqrt().item()) for reduced, exact in parts)
     assert errors[False] > 1.4 * errors[True]
 
 

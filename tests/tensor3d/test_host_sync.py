@@ -72,15 +72,15 @@ def waits_of(steps):
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(SCRIPT), *steps]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    found = {}
+    by_step = {}
     for line in done.stdout.splitlines():
         if not line.startswith("{"):  # DeepSpeed warns on stdout where DS_ACCELERATOR isn't set.
             continue
         step = json.loads(line)
         assert step["error"] is None, step["error"]
-        found[step["step"]] = Counter((Path(wait["where"]).name, wait["what"]) for wait in step["found"])
-    assert set(found) == set(steps), done.stderr[-3000:]
-    return found
+        by_step[step["step"]] = Counter((Path(wait["where"]).name, wait["what"]) for wait in step["waits"])
+    assert set(by_step) == set(steps), done.stderr[-3000:]
+    return by_step
 
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++, which compiles the device")

@@ -93,19 +93,19 @@ def test_a_vocabulary_is_cut_alike_in_a_weight_and_a_bias(mesh, size):
 @given(layouts())
 def test_shards_are_equal_in_shape_and_reassemble(drawn):
     mesh, layout = drawn
-    whole = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
-    again = torch.zeros_like(whole)
+    full = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
+    again = torch.zeros_like(full)
     for rank in ranks_of(mesh):
-        shard = take_shard(whole, layout, rank)
+        shard = take_shard(full, layout, rank)
         assert tuple(shard.shape) == layout.shard_shape(mesh)
         put_shard(again, shard, layout, mesh, rank.coordinate)
-    assert torch.equal(again, whole)
+    assert torch.equal(again, full)
 
 
 @given(layouts())
 def test_shards_over_storage_concatenate_to_the_block(drawn):
     mesh, layout = drawn
-    whole = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
+    full = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
     ranks = ranks_of(mesh)
     for rank in ranks:
         same = [
@@ -113,8 +113,8 @@ def test_shards_over_storage_concatenate_to_the_block(drawn):
             for other in ranks
             if all(other.index(axis) == rank.index(axis) for axis in AXES if axis not in layout.fsdp_axes)
         ]
-        gathered = torch.cat([take_shard(whole, layout, other) for other in same])[: layout.block_shape(mesh)[0]]
-        block = whole
+        gathered = torch.cat([take_shard(full, layout, other) for other in same])[: layout.block_shape(mesh)[0]]
+        block = full
         for dim, intervals in enumerate(layout.block_intervals(mesh, rank.coordinate)):
             block = torch.cat([block.narrow(dim, low, high - low) for low, high in intervals], dim)
         assert torch.equal(gathered[: block.shape[0]], block)
@@ -125,17 +125,17 @@ def test_shards_over_storage_concatenate_to_the_block(drawn):
 def test_each_rank_gets_the_key_value_heads_of_its_queries(mesh, per_rank, kv_heads, dim):
     queries = math.lcm(mesh.of("sequence", "hidden") * per_rank, kv_heads)
     counts = HeadCounts(queries, kv_heads, dim)
-    own = queries // mesh.of("sequence", "hidden")
+    heads_per_rank = queries // mesh.of("sequence", "hidden")
     for rank in ranks_of(mesh):
         plan = plan_key_value_heads(counts, mesh, rank.coordinate)
-        start = rank.index("sequence", "hidden") * own
-        wanted = [query // (queries // kv_heads) for query in range(start, start + own)]
+        start = rank.index("sequence", "hidden") * heads_per_rank
+        wanted = [query // (queries // kv_heads) for query in range(start, start + heads_per_rank)]
         if plan.scattered:
             first = rank.index("sequence", "hidden") * (kv_heads // mesh.of("sequence", "hidden"))
         else:
             in_block = rank.coordinate.sequence * (kv_heads // mesh.sequence) if plan.split_by_sequence else 0
             first = in_block + plan.first
-        got = [first + plan.keep[query // plan.groups] for query in range(own)]
+        got = [first + plan.keep[query // plan.groups] for query in range(heads_per_rank)]
         assert got == wanted
         assert max(plan.keep) < plan.heads
 

@@ -28,9 +28,9 @@ def test_counts_what_graphs_save_and_forgets_it_with_them():
 
 
 def test_views_of_one_storage_count_once():
-    whole = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     with LiveActivations(()) as live:
-        product = whole[:2] * whole[2:]
+        product = x[:2] * x[2:]
         assert live.live_bytes == X_BYTES
         del product
     assert live.live_bytes == 0

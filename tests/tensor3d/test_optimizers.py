@@ -144,10 +144,10 @@ def test_a_trial_agrees_with_what_is_known_of_torchs_optimizers(monkeypatch, nam
     if name == "Adagrad":
         # Its constructor makes its state, which a copy for other parameters doesn't get.
         kind = type("Lazy", (kind,), {"step": lambda self, closure=None: adagrad_step(self)})
-    given = kind(parameters(), lr=1e-3)
-    before = copy.deepcopy(given.state_dict())
-    check_optimizer(given, pieces)
-    assert str(given.state_dict()) == str(before)
+    optimizer = kind(parameters(), lr=1e-3)
+    before = copy.deepcopy(optimizer.state_dict())
+    check_optimizer(optimizer, pieces)
+    assert str(optimizer.state_dict()) == str(before)
 
 
 @torch.no_grad()
@@ -302,15 +302,15 @@ def alone(kind, options):
 
 def difference(model, kind, options):
     """The error of the weights, relative to how far they moved; on rank 0."""
-    found = cuboid.full_state_dict(model)
-    if not found:
+    trained = cuboid.full_state_dict(model)
+    if not trained:
         return 0.0
     start, wanted = alone(kind, tuple(options.items()))
 
     def norm(one, other):
         return sum(float((one[name] - other[name]).square().sum()) for name in wanted) ** 0.5
 
-    return norm(found, wanted) / norm(wanted, start)
+    return norm(trained, wanted) / norm(wanted, start)
 
 
 def with_deepspeed(kind, options, config, *, early):
@@ -360,14 +360,14 @@ def with_booster(kind, options, config, *, early):
 
 def job(framework, cases, config, early=True):
     """The error of each case relative to one process, or its error message."""
-    found = {}
+    by_case = {}
     run = with_booster if framework == "booster" else with_deepspeed
     for name, kind, kwargs in cases:
         try:
-            found[name] = run(kind, kwargs, config, early=early)
+            by_case[name] = run(kind, kwargs, config, early=early)
         except CuboidError as error:
-            found[name] = str(error)
-    return found
+            by_case[name] = str(error)
+    return by_case
 
 
 ACCEPTED = [
@@ -400,16 +400,16 @@ def test_optimizers_give_the_same_as_in_one_process_or_are_rejected(pool, framew
         pytest.importorskip("colossalai.booster", exc_type=ImportError)
     remade = REMADE if framework == "deepspeed" and config["zero_optimization"]["stage"] else set()
     accepted = ACCEPTED[::every]
-    for found in pool.run(2, job, framework, [*accepted, *REFUSED], config, early):
+    for by_case in pool.run(2, job, framework, [*accepted, *REFUSED], config, early):
         for name, _, _ in accepted:
             if name in remade:
-                assert "puts a new one in its place" in found[name]
+                assert "puts a new one in its place" in by_case[name]
             else:
-                assert isinstance(found[name], float), found[name]
-                assert found[name] < CLOSE, name
+                assert isinstance(by_case[name], float), by_case[name]
+                assert by_case[name] < CLOSE, name
         for name, kind, _ in REFUSED:
-            assert kind.__name__ in found[name]
-            assert "AdamW" in found[name]
+            assert kind.__name__ in by_case[name]
+            assert "AdamW" in by_case[name]
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "booster"])
@@ -446,11 +446,11 @@ def foreign_parameters(config):
     """The errors of ``initialize`` and ``boost`` for optimizers and schedules of other parameters."""
     from colossalai.booster import Booster
 
-    sgd, own = torch.optim.SGD, fresh_model
+    sgd = torch.optim.SGD
     by_booster = {key: value for key, value in config.items() if key != "zero_allow_untested_optimizer"}
 
     def of_another():
-        return sgd(own().parameters(), lr=0.1)
+        return sgd(fresh_model().parameters(), lr=0.1)
 
     def partly(model):
         return sgd([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
@@ -470,23 +470,23 @@ def foreign_parameters(config):
 
     errors = {}
     for name, make in {"another": lambda _: of_another(), "partly": partly, "twice": twice, "stepped": stepped}.items():
-        one, other = own(), own()
+        one, other = fresh_model(), fresh_model()
         errors[name] = error_of(lambda make=make, one=one: initialized(one, config, optimizer=make(one)))
         errors[f"{name}, boosted"] = error_of(lambda make=make, other=other: boost(other, make(other)))
-    model = own()
+    model = fresh_model()
     errors["parameters"] = error_of(lambda: initialized(model, config, model_parameters=[nn.Parameter(torch.ones(3))]))
-    model = own()
+    model = fresh_model()
     optimizer, schedule = sgd(model.parameters(), lr=0.1), halving(of_another())
     errors["schedule"] = error_of(lambda: initialized(model, config, optimizer=optimizer, lr_scheduler=schedule))
-    model = own()
+    model = fresh_model()
     optimizer = sgd(model.parameters(), lr=0.1)
     errors["schedule, boosted"] = error_of(lambda: boost(model, optimizer, schedule))
-    model = own()
+    model = fresh_model()
     errors["made"] = error_of(lambda: initialized(model, config, optimizer=lambda parameters: Lamb(parameters)))
-    model = own()
+    model = fresh_model()
     errors["no optimizer"] = error_of(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
     lamb = {**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}
-    errors["section"] = error_of(lambda: initialized(own(), lamb))
+    errors["section"] = error_of(lambda: initialized(fresh_model(), lamb))
     return errors
 
 
@@ -518,19 +518,21 @@ def remapped(config):
         "filter": lambda model: filter(lambda p: p.requires_grad, list(model.parameters())),
         "groups": lambda model: [{"params": model.parameters(), "weight_decay": 0.5}],
     }
-    found = {}
+    moved = {}
     for name, way in ways.items():
         model = fresh_model(tie_word_embeddings=True)
-        given = way(model)
+        model_parameters = way(model)
         cuboid.shard(model, config)
-        engine = initialized(model, config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), model_parameters=given)
-        found[name] = moves(engine, lambda engine: engine.optimizer)
+        engine = initialized(
+            model, config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), model_parameters=model_parameters
+        )
+        moved[name] = moves(engine, lambda engine: engine.optimizer)
     model = fresh_model(tie_word_embeddings=True)
     optimizer = torch.optim.Adagrad(list(model.named_parameters()), lr=0.1)
     cuboid.shard(model, config)
     engine = initialized(model, config, optimizer=optimizer)
-    found["an optimizer"] = moves(engine, lambda engine: engine.optimizer)
-    return found
+    moved["an optimizer"] = moves(engine, lambda engine: engine.optimizer)
+    return moved
 
 
 def moves(engine, optimizer_of):
@@ -549,5 +551,5 @@ def moves(engine, optimizer_of):
 
 @pytest.mark.parametrize("config", [settings((1, 1, 2)), settings(stages=2)], ids=["mesh", "stages"])
 def test_parameters_from_before_sharding_are_mapped_to_the_sharded_ones(pool, config):
-    for found in pool.run(2, remapped, config):
-        assert all(found.values()), found
+    for moved in pool.run(2, remapped, config):
+        assert all(moved.values()), moved

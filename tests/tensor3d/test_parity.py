@@ -246,21 +246,21 @@ def test_gradients_of_a_layer_norms_float32_parameters_are_not_rounded_as_its_bf
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(2, 64, 32, generator=generator).bfloat16().unbind()
     weight, bias = torch.randn(2, 32, generator=generator).unbind()
-    whole = [each.double().requires_grad_() for each in (x, weight, bias)]
-    torch.nn.functional.layer_norm(whole[0], (32,), whole[1], whole[2]).backward(dy.double())
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
+    torch.nn.functional.layer_norm(exact[0], (32,), exact[1], exact[2]).backward(dy.double())
 
     def gradients(mesh: Mesh) -> list[torch.Tensor | None]:
         along = mesh.along("hidden")
-        own = [each.chunk(hidden, -1)[along.index].clone().requires_grad_() for each in (x, weight, bias)]
-        norm._LayerNorm.apply(*own, 1e-5, along).backward(dy.chunk(hidden, -1)[along.index])
-        return [each.grad for each in own]
+        local = [tensor.chunk(hidden, -1)[along.index].clone().requires_grad_() for tensor in (x, weight, bias)]
+        norm._LayerNorm.apply(*local, 1e-5, along).backward(dy.chunk(hidden, -1)[along.index])
+        return [tensor.grad for tensor in local]
 
     by_rank = zip(*ThreadRanks(MeshShape(1, 1, hidden)).run(gradients), strict=True)
-    for parts, wanted, dtype in zip(by_rank, whole, (torch.bfloat16, torch.float32, torch.float32), strict=True):
-        found = torch.cat(parts, -1)
-        assert found.dtype == dtype
+    for parts, wanted, dtype in zip(by_rank, exact, (torch.bfloat16, torch.float32, torch.float32), strict=True):
+        actual = torch.cat(parts, -1)
+        assert actual.dtype == dtype
         bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(found.double(), wanted.grad, rtol=bound, atol=bound)
+        torch.testing.assert_close(actual.double(), wanted.grad, rtol=bound, atol=bound)
 
 
 def test_a_users_error_is_raised_unchanged(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:

@@ -302,9 +302,9 @@ def test_a_blocks_input_is_gathered_again_before_its_own_code_runs_backward(pool
 
 def test_nothing_is_gathered_again_for_what_has_no_backward(pool, path):
     wanted = ["model.layers.2.mlp.down_proj.weight"]
-    for seen, found in pool.run(6, gathers_and_ways_out, path, (1, 2, 3), wanted):
+    for seen, has_gradient in pool.run(6, gathers_and_ways_out, path, (1, 2, 3), wanted):
         assert seen == []
-        assert found == [True]
+        assert has_gradient == [True]
 
 
 # --- gradients that are on their way ------------------------------------------------------------------------------
@@ -342,18 +342,18 @@ def test_a_gradient_is_waited_for_after_the_backward_of_the_layer_in_front():
     shard.register_post_accumulate_grad_hook(lambda p: order.append(("gradient", p.grad.tolist())))
     late = Late(torch.full((3,), torch.nan))
     # Before the layer in front runs, as its pre-hook does.
-    (own,), deferred = deferred_shards([shard])
+    (leaf,), deferred = deferred_shards([shard])
     front = x * 3
     front.register_hook(lambda _: order.append(("front", late.is_through)))
-    Use.apply(front, own, deferred, late).sum().backward()
+    Use.apply(front, leaf, deferred, late).sum().backward()
     assert order == [("front", False), ("gradient", [2.0, 2.0, 2.0])]
     assert isinstance(deferred, DeferredReduce)
 
 
 def test_a_deferred_shard_is_the_parameter_for_checkpointing_too():
     shard = torch.nn.Parameter(torch.ones(3))
-    (own,), _ = deferred_shards([shard])
-    out = checkpoint(lambda x: (x * own).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
+    (leaf,), _ = deferred_shards([shard])
+    out = checkpoint(lambda x: (x * leaf).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
     out.backward()
     assert shard.grad.tolist() == [0.0, 1.0, 2.0]
 

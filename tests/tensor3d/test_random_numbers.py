@@ -41,10 +41,10 @@ class Devices:
 
 @pytest.fixture
 def devices(monkeypatch):
-    found = Devices()
+    fake = Devices()
     for name in ("device", "get_rng_state", "set_rng_state", "manual_seed"):
-        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
-    return found
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
 
 
 def mesh_of(ranks, index):
@@ -95,7 +95,7 @@ WHOLE = SimpleNamespace(is_whole=True)
 
 def on_each_rank(draw, place=PART, *, generators=None, seed=lambda rank: 0):
     """What ``draw`` returns on each rank, by the rank's coordinate."""
-    found = {}
+    by_coordinate = {}
     for rank in range(SHAPE.size):
         mesh = Mesh(SHAPE, rank=rank, world_size=SHAPE.size)
         draws = RandomDraws(mesh, WIDTH)
@@ -104,14 +104,14 @@ def on_each_rank(draw, place=PART, *, generators=None, seed=lambda rank: 0):
         with compared_by(generators), draws.inside(place):
             result = draw()
         at = mesh.coordinate
-        found[at.batch, at.sequence, at.hidden] = result
-    return found
+        by_coordinate[at.batch, at.sequence, at.hidden] = result
+    return by_coordinate
 
 
-def axes_that_differ(found):
+def axes_that_differ(by_coordinate):
     """The axes along which ranks have drawn differently; along all others, they must have drawn exactly alike."""
     differing = set()
-    for (first, x), (second, y) in itertools.combinations(found.items(), 2):
+    for (first, x), (second, y) in itertools.combinations(by_coordinate.items(), 2):
         if not torch.equal(x, y):
             differing.add(tuple(axis for axis, a, b in zip(AXES, first, second, strict=True) if a != b))
     return {axis for axes in differing if len(axes) == 1 for axis in axes}
@@ -213,9 +213,9 @@ def test_a_dropout_that_a_script_has_replaced_is_called_once_and_gets_the_same_s
 
     expected = on_each_rank(lambda: dropped(ROWS, LENGTH, WIDTH))
     monkeypatch.setattr(nn.functional, "dropout", spy)
-    found = on_each_rank(lambda: dropped(ROWS, LENGTH, WIDTH))
+    actual = on_each_rank(lambda: dropped(ROWS, LENGTH, WIDTH))
     assert len(calls) == SHAPE.size
-    assert all(torch.equal(found[at], expected[at]) for at in expected)
+    assert all(torch.equal(actual[at], expected[at]) for at in expected)
 
 
 class Differing:
@@ -229,15 +229,15 @@ class Differing:
 
 
 def test_generators_that_differ_are_an_error_only_where_ranks_must_agree():
-    own = {"generators": Differing(), "seed": lambda rank: rank}
-    assert axes_that_differ(on_each_rank(lambda: dropped(ROWS, LENGTH, WIDTH), **own)) == set(AXES)
+    differing = {"generators": Differing(), "seed": lambda rank: rank}
+    assert axes_that_differ(on_each_rank(lambda: dropped(ROWS, LENGTH, WIDTH), **differing)) == set(AXES)
     for draw in (lambda: torch.rand(ROWS, 1, 1), lambda: torch.rand([])):
         with pytest.raises(CuboidError, match="differ"):
-            on_each_rank(draw, **own)
+            on_each_rank(draw, **differing)
     # Which layers run is drawn from a number of the first rank, another one each time.
-    found = on_each_rank(lambda: torch.stack([torch.rand([]), torch.rand([])]), LIST, **own)
-    assert axes_that_differ(found) == set()
-    first, second = found[0, 0, 0]
+    layers_run = on_each_rank(lambda: torch.stack([torch.rand([]), torch.rand([])]), LIST, **differing)
+    assert axes_that_differ(layers_run) == set()
+    first, second = layers_run[0, 0, 0]
     assert first != second
 
 

@@ -88,14 +88,14 @@ def test_accumulation_in_float32_keeps_what_bfloat16_would_lose():
 
 @pytest.mark.parametrize("initial", [0.0, 0.5])
 def test_adagrad_begins_with_the_sums_that_it_was_made_with(initial):
-    own, plain = parameters_of([(3, 2), (5,)]), parameters_of([(3, 2), (5,)])
-    for dtype, parameters in ((torch.bfloat16, own), (None, plain)):
+    low_precision, plain = parameters_of([(3, 2), (5,)]), parameters_of([(3, 2), (5,)])
+    for dtype, parameters in ((torch.bfloat16, low_precision), (None, plain)):
         optimizer = torch.optim.Adagrad(parameters, lr=1.0, initial_accumulator_value=initial)
         replicated = replica_optimizer(optimizer, Mesh(MeshShape()), dtype, split=False)
         (parameters[0].sum() * 3 + (parameters[1] * 2).sum()).backward()
         replicated.reduce()
         replicated.step()
-    for low, exact in zip(own, plain, strict=True):
+    for low, exact in zip(low_precision, plain, strict=True):
         # The masters are float32 as the plain weights are, and rounded once.
         assert torch.equal(low, exact.to(torch.bfloat16))
 
@@ -153,7 +153,7 @@ def steps_on(shapes_given, dtype, split, frozen):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_replicas_step_like_one_process(pool, replicas, split):
     given_shapes, frozen = [(3, 5), (70,), (), (4, 4, 2)], 1
-    found = pool.run(replicas, functools.partial(steps_on, given_shapes, None, split, frozen))
+    results = pool.run(replicas, functools.partial(steps_on, given_shapes, None, split, frozen))
     alone = parameters_of(given_shapes, torch.float64)
     alone[frozen].requires_grad_(False)
     groups = [{"params": alone[:2]}, {"params": alone[2:], "lr": 0.3, "weight_decay": 0.5}]
@@ -165,7 +165,7 @@ def test_replicas_step_like_one_process(pool, replicas, split):
             (total + (alone[0] ** 2).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for values, held in found:
+    for values, held in results:
         for value, wanted in zip(values, alone, strict=True):
             torch.testing.assert_close(value, wanted.detach(), rtol=1e-12, atol=1e-12)
         if split and replicas > 1:
@@ -175,11 +175,11 @@ def test_replicas_step_like_one_process(pool, replicas, split):
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_in_bfloat16_stay_equal_and_near_float32(pool, split):
     given_shapes = [(3, 5), (70,), (), (4, 4, 2)]
-    found = pool.run(3, functools.partial(steps_on, given_shapes, torch.bfloat16, split, 1))
+    results = pool.run(3, functools.partial(steps_on, given_shapes, torch.bfloat16, split, 1))
     exact = pool.run(3, functools.partial(steps_on, given_shapes, None, False, 1))[0][0]
-    for values, _ in found:
+    for values, _ in results:
         for place, value in enumerate(values):
-            assert torch.equal(value, found[0][0][place])
+            assert torch.equal(value, results[0][0][place])
             if place != 1:
                 assert value.dtype == torch.bfloat16
             torch.testing.assert_close(value.double(), exact[place], rtol=2e-2, atol=2e-2)

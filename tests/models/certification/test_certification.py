@@ -104,10 +104,10 @@ def errors_of(loss, gradients, expected):
     wanted_loss, wanted = expected
     assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
     floor = 1e-6 * max(float(x.norm()) for x in wanted.values())  # of what is nothing but for rounding
-    found = {name: float((gradients[name] - x).norm() / x.norm().clamp(min=floor)) for name, x in wanted.items()}
-    found["loss"] = abs(float(loss) - wanted_loss) / abs(wanted_loss)
-    worst = max(found, key=found.get)
-    return found[worst], worst
+    errors = {name: float((gradients[name] - x).norm() / x.norm().clamp(min=floor)) for name, x in wanted.items()}
+    errors["loss"] = abs(float(loss) - wanted_loss) / abs(wanted_loss)
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
 
 
 def in_a_pipeline(architecture, options, section, batches):
@@ -250,7 +250,7 @@ def test_a_small_model_has_all_kinds_of_layers_wherever_they_begin(architecture,
     small = check.small_for_probe(cls, config)
     deep = small_config(config, range(config.num_hidden_layers))
     with torch.device("meta"):
-        (kinds,), (real,) = (layer_kinds(cls(each)).values() for each in (small, deep))
+        (kinds,), (real,) = (layer_kinds(cls(config)).values() for config in (small, deep))
     assert set(kinds) == set(real)
     assert small.num_hidden_layers == layers
 
@@ -331,10 +331,10 @@ def test_a_model_that_fails_is_told_from_one_that_fails_on_some_rows():
             raise ValueError("not these")
         return trials.ProbeOutcome(None, {})
 
-    whole, left = (("whole rows", Case("w", 5)),), (("padding on the left", Case("l", 5)),)
+    whole_rows, padded = (("whole rows", Case("w", 5)),), (("padding on the left", Case("l", 5)),)
     with pytest.raises(CannotProbe, match="a small one doesn't run: ValueError: not these"):
-        trials.Trials([whole, left], lambda _, number: {"fails": number == 0}, run, 1e-9)
-    tested = trials.Trials([whole, left], lambda _, number: {"fails": number == 1}, run, 1e-9)
+        trials.Trials([whole_rows, padded], lambda _, number: {"fails": number == 0}, run, 1e-9)
+    tested = trials.Trials([whole_rows, padded], lambda _, number: {"fails": number == 1}, run, 1e-9)
     refused, _ = tested.refusals(lambda *_: (0.0, "the loss"))
     assert refused == {"padding on the left": "the model itself fails there: ValueError: not these (l, 5 tokens)"}
 
@@ -421,7 +421,10 @@ def test_all_mixtures_with_a_load_balancing_loss_have_it_in_a_pipeline():
         *("olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid", "phimoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
         *("minimax", "minimax_m2", "ernie4_5_moe", "flex_olmo", "qwen3_next", "qwen3_5_moe_text", "laguna", "flint"),
     ]
-    refused = {each: verdict_of(each, output_router_logits=True).reason_against("segments") for each in right}
+    refused = {
+        architecture: verdict_of(architecture, output_router_logits=True).reason_against("segments")
+        for architecture in right
+    }
     assert not any(refused.values()), refused
 
 
@@ -451,9 +454,9 @@ def test_the_shipped_table_is_what_the_probe_finds():
     for architecture in ("llama", "gptj"):
         config = AutoConfig.for_model(architecture)
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        key, found = certificates.entry_of(certificates.features_of(cls, config), certificates.find_out(cls, config))
+        key, entry = certificates.entry_of(certificates.features_of(cls, config), certificates.find_out(cls, config))
         known = table["architectures"][architecture][key]
-        assert {**known, "error": 0} == {**found, "error": 0}
+        assert {**known, "error": 0} == {**entry, "error": 0}
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "gpt_oss"])
@@ -647,7 +650,7 @@ def test_labels_in_padding_are_told_from_labels_of_tokens():
     mask[0, 4:] = 0
     hidden = labels.masked_fill(mask == 0, -100)
     verdict = MeshVerdict({"labels in padding on the right": "as seen"})
-    shifts = [shifted(each, -100) for each in (labels, hidden)]
+    shifts = [shifted(x, -100) for x in (labels, hidden)]
     wrong = [{"labels": labels}, {"shift_labels": shifts[0]}, {"shift_labels": torch.zeros_like(labels)}]
     for batch in wrong:
         with pytest.raises(CuboidError, match="right on a mesh: as seen; give what is padding the label -100"):

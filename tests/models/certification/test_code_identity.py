@@ -174,10 +174,10 @@ def test_what_cannot_matter_is_not_taken_for_a_change(monkeypatch):
 def test_installed_code_is_told_to_be_what_it_is(model_type):
     config = transformers.AutoConfig.for_model(model_type)
     cls = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    found = code_of(cls, small_config(config))
-    assert (found.changes, found.unknown, found.is_stock) == ((), (), True)
+    code = code_of(cls, small_config(config))
+    assert (code.changes, code.unknown, code.is_stock) == ((), (), True)
     certified = certificates.certified_files()
-    assert all(certified[name] == digest for name, digest in found.files.items())
+    assert all(certified[name] == digest for name, digest in code.files.items())
 
 
 def test_two_closures_over_different_numbers_are_not_the_same_code(monkeypatch):
@@ -228,10 +228,10 @@ def test_numbers_that_a_replacement_was_made_with_are_part_of_it(monkeypatch, ma
     for value in (1.0, 0.5, 1.0):
         monkeypatch.setattr(llama.LlamaMLP, "forward", original)
         monkeypatch.setattr(llama.LlamaMLP, "forward", make(value))
-        found = identity()
-        assert not found.unknown
-        assert not found.is_stock
-        digests.append(found.digest)
+        code = identity()
+        assert not code.unknown
+        assert not code.is_stock
+        digests.append(code.digest)
     assert digests[0] == digests[2] != digests[1]
 
 

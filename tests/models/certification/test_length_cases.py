@@ -48,8 +48,8 @@ def test_a_shrunk_config_is_crossed_and_says_the_same_otherwise(config: Pretrain
     assert {(t.key, t.is_end) for t in old} == {(t.key, t.is_end) for t in new}
     assert all(t.tokens < longest for t in new if not t.is_end)
     assert {t for t in old if t.is_end} == {t for t in new if t.is_end}
-    ranks = [sorted({t.tokens for t in found}) for found in (old, new) if not any(t.is_end for t in found)]
-    places = [{t.key: found.index(t.tokens) for t in each} for each, found in zip((old, new), ranks, strict=False)]
+    ranks = [sorted({t.tokens for t in some}) for some in (old, new) if not any(t.is_end for t in some)]
+    places = [{t.key: rank.index(t.tokens) for t in some} for some, rank in zip((old, new), ranks, strict=False)]
     assert places[:1] == places[1:]
 
 
@@ -57,15 +57,15 @@ def test_a_shrunk_config_is_crossed_and_says_the_same_otherwise(config: Pretrain
 @pytest.mark.parametrize("choose", [cases, covering])
 def test_cases_cross_every_threshold_and_no_end(config: PretrainedConfig, choose: type) -> None:
     small = shrunk(config, LONGEST)
-    found: tuple[Case, ...] = choose(small)
+    chosen: tuple[Case, ...] = choose(small)
     for threshold in thresholds(small):
-        reached = [case.first_position + case.length for case in found]
+        reached = [case.first_position + case.length for case in chosen]
         if threshold.is_end:
             assert max(reached) == threshold.tokens
         else:
-            assert {case.length > threshold.tokens for case in found} == {True, False}
-            assert any(max(case.packed, default=0) > threshold.tokens for case in found)
-    assert len({case.name for case in found}) == len(found)
+            assert {case.length > threshold.tokens for case in chosen} == {True, False}
+            assert any(max(case.packed, default=0) > threshold.tokens for case in chosen)
+    assert len({case.name for case in chosen}) == len(chosen)
     assert len(covering(small)) == 4
     assert {"longest", "short", "packed"} <= {case.name for case in cases(small)}
 

@@ -40,10 +40,10 @@ def cls_and_config(architecture, **options):
 def test_collectives_of_threads_are_those_of_processes(axes):
     def talk(mesh):
         along = mesh.along(*axes)
-        own = torch.arange(4.0) + 10 * mesh.rank
+        local = torch.arange(4.0) + 10 * mesh.rank
         parts = torch.arange(float(along.size)).unsqueeze(1) + mesh.rank
-        largest = all_reduce(own.clone(), along, dist.ReduceOp.MAX)
-        return own, all_gather(own, along), all_reduce(own.clone(), along), largest, reduce_scatter(parts, along)
+        largest = all_reduce(local.clone(), along, dist.ReduceOp.MAX)
+        return local, all_gather(local, along), all_reduce(local.clone(), along), largest, reduce_scatter(parts, along)
 
     ranks = ThreadRanks(MeshShape(2, 3, 2))
     said = ranks.run(talk)
@@ -124,8 +124,8 @@ def test_weights_that_stay_in_float32_are_compared_in_float64():
 def test_the_shipped_table_is_what_the_probe_finds(architecture):
     cls, config = cls_and_config(architecture)
     known = entries_of(mesh_certificates.MESH_TABLE)[digest_of(features_of(cls, config))]
-    found = written_verdict(check_meshes(cls, config))
-    assert {**known, "error": 0} == {**found, "error": 0}
+    entry = written_verdict(check_meshes(cls, config))
+    assert {**known, "error": 0} == {**entry, "error": 0}
 
 
 def test_the_table_is_read_as_it_was_written():
@@ -229,7 +229,7 @@ def test_whole_blocks_train_as_on_one_process_from_slices(pool, tmp_path, archit
         # Models that compute parts in float32 differ by its rounding.
         assert all(abs(losses[step] - loss.item()) < 1e-5 for losses, _, _ in results)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model-trained", dtype=torch.float64)
-    for (name, own), other in zip(plain.named_parameters(), saved.parameters(), strict=True):
-        assert torch.allclose(own, other, atol=1e-5), name
-    for _, held, whole in results:
-        assert held < 0.3 * whole
+    for (name, parameter), other in zip(plain.named_parameters(), saved.parameters(), strict=True):
+        assert torch.allclose(parameter, other, atol=1e-5), name
+    for _, held, total in results:
+        assert held < 0.3 * total

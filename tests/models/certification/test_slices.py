@@ -35,28 +35,28 @@ def accepted(case):
 def all_accepted():
     """Of all model types, and of some for other tasks, by a name that can be a folder's."""
     cases = [*(case for case in causal_cases() if case[1] == ""), *head_cases()]
-    found = {"-".join(case).replace(" ", "_"): known for case in cases if (known := accepted(case))}
-    assert len(found) >= 200
-    return found
+    known_cases = {"-".join(case).replace(" ", "_"): known for case in cases if (known := accepted(case))}
+    assert len(known_cases) >= 200
+    return known_cases
 
 
 def wrong_slices(folders, axes):
     """The parameters of each checkpoint whose slices aren't those of what plain transformers reads."""
     section = {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}}
-    found = {}
+    wrong = {}
     for name, (folder, cls) in folders.items():
-        whole = dict(cls.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        full = dict(cls.from_pretrained(folder, dtype=torch.float32).named_parameters())
         try:
             with cuboid.scope(section):
                 model = cls.from_pretrained(folder, dtype=torch.float32)
         except Exception as error:  # all ranks raise it, and go on with the next one
-            found[name] = [f"{type(error).__name__}: {error}"]
+            wrong[name] = [f"{type(error).__name__}: {error}"]
             continue
         layouts, mesh = sharded_layouts(model), cuboid.mesh_of(model)
-        own = dict(model.named_parameters())
-        assert own.keys() == whole.keys()
-        found[name] = [n for n, x in own.items() if not torch.equal(x, take_shard(whole[n], layouts[n], mesh))]
-    return found
+        local = dict(model.named_parameters())
+        assert local.keys() == full.keys()
+        wrong[name] = [n for n, x in local.items() if not torch.equal(x, take_shard(full[n], layouts[n], mesh))]
+    return wrong
 
 
 def other_new_weights(configs, axes):
@@ -64,7 +64,7 @@ def other_new_weights(configs, axes):
 
     On a single rank, those that don't depend on the seed must be what plain transformers makes, the others as large.
     """
-    found = {}
+    wrong = {}
     for name, (cls, config) in configs.items():
         models = []
         for mesh in ({"batch": 1, "sequence": 1, "hidden": 1}, axes):
@@ -73,15 +73,15 @@ def other_new_weights(configs, axes):
                 with cuboid.scope({"tensor_parallel": {"mode": "3d_tensor", "mesh": mesh}}):
                     models.append(cls._from_config(copy.deepcopy(config), dtype=torch.float32))
             except Exception as error:
-                found[name] = [f"{type(error).__name__}: {error}"]
+                wrong[name] = [f"{type(error).__name__}: {error}"]
                 break
         else:
-            whole, layouts = dict(models[0].named_parameters()), sharded_layouts(models[1])
+            full, layouts = dict(models[0].named_parameters()), sharded_layouts(models[1])
             mesh = cuboid.mesh_of(models[1])
-            pairs = [(n, x, take_shard(whole[n], layouts[n], mesh)) for n, x in models[1].named_parameters()]
-            found[name] = [n for n, own, expected in pairs if not torch.equal(own, expected)]
-            found[name] += unlike(models[0], [plain_model(cls, config, seed) for seed in (0, 1)])
-    return found
+            pairs = [(n, x, take_shard(full[n], layouts[n], mesh)) for n, x in models[1].named_parameters()]
+            wrong[name] = [n for n, x, expected in pairs if not torch.equal(x, expected)]
+            wrong[name] += unlike(models[0], [plain_model(cls, config, seed) for seed in (0, 1)])
+    return wrong
 
 
 def plain_model(cls, config, seed):
@@ -91,26 +91,28 @@ def plain_model(cls, config, seed):
 
 def unlike(model, plain):
     """The tensors of a model that differ from those of two plain ones by more than the seed explains."""
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    others = [dict([*each.named_parameters(), *each.named_buffers()]) for each in plain]
-    assert own.keys() == others[0].keys()
-    found = []
-    for name, x in own.items():
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    others = [dict([*other.named_parameters(), *other.named_buffers()]) for other in plain]
+    assert tensors.keys() == others[0].keys()
+    differing = []
+    for name, x in tensors.items():
         first, second = others[0][name], others[1][name]
         if torch.equal(first, second):
             is_alike = torch.equal(x, first)
         else:
             is_alike = x.numel() < 1000 or abs(float(x.std() / first.std()) - 1) < 0.15
         if not is_alike:
-            found.append(f"{name} in value")
-    return found
+            differing.append(f"{name} in value")
+    return differing
 
 
 @pytest.mark.slow
 def test_new_weights_of_all_are_the_same_on_a_mesh(pool):
-    for found in pool.run(4, other_new_weights, all_accepted(), {"sequence": 2, "hidden": 2}, timeout_s=6 * TIMEOUT_S):
-        wrong = {name: each for name, each in found.items() if each}
-        assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
+    for by_model in pool.run(
+        4, other_new_weights, all_accepted(), {"sequence": 2, "hidden": 2}, timeout_s=6 * TIMEOUT_S
+    ):
+        wrong = {name: reasons for name, reasons in by_model.items() if reasons}
+        assert not wrong, "\n".join(f"{name}: {reasons}" for name, reasons in wrong.items())
 
 
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "sequence": 2}], ids=str)
@@ -122,6 +124,6 @@ def test_slices_are_those_of_the_whole(pool, tmp_path, cases, axes):
         torch.manual_seed(0)
         cls._from_config(config, dtype=torch.float32).save_pretrained(tmp_path / name)
         folders[name] = str(tmp_path / name), cls
-    for found in pool.run(4, wrong_slices, folders, axes, timeout_s=TIMEOUT_S if cases else 6 * TIMEOUT_S):
-        wrong = {name: each for name, each in found.items() if each}
-        assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
+    for by_checkpoint in pool.run(4, wrong_slices, folders, axes, timeout_s=TIMEOUT_S if cases else 6 * TIMEOUT_S):
+        wrong = {name: reasons for name, reasons in by_checkpoint.items() if reasons}
+        assert not wrong, "\n".join(f"{name}: {reasons}" for name, reasons in wrong.items())

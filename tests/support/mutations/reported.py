@@ -73,8 +73,8 @@ def no_padding_idx(original: Any, *args: Any, padding_idx: Any, **kwargs: Any) -
 
 
 def wrong_second_chunk(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor) -> Iterator[Any]:
-    for number, (own, labels) in enumerate(original(self, hidden)):
-        yield own, labels.roll(1, dims=1) if number == 1 else labels
+    for number, (positions, labels) in enumerate(original(self, hidden)):
+        yield positions, labels.roll(1, dims=1) if number == 1 else labels
 
 
 def longer_gradient(original: Any, ctx: Any, factor: torch.Tensor) -> Any:
@@ -333,8 +333,8 @@ def own_items_of_all(original: Any, self: ReplicasInStep, status: int) -> list[i
 
 
 def whole_router_gradient(original: Any, ctx: Any, gradient: torch.Tensor) -> Any:
-    own, *rest = original(ctx, gradient)
-    return own * ctx.mesh.size("hidden"), *rest
+    logits_gradient, *rest = original(ctx, gradient)
+    return logits_gradient * ctx.mesh.size("hidden"), *rest
 
 
 def router_gradient_of_each(original: Any, self: RouterSums, sums: torch.Tensor) -> torch.Tensor:
@@ -406,8 +406,8 @@ def without_window(model: Any) -> None:
 
 
 def mean_of_chunks(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
-    own = (labels != self.ignore_index).sum().clamp(min=1)
-    return original(self, hidden, labels) / own * self.labels.numel()
+    chunk_count = (labels != self.ignore_index).sum().clamp(min=1)
+    return original(self, hidden, labels) / chunk_count * self.labels.numel()
 
 
 def axis_of_one_skips(original: Any, self: ShardedParam, block: torch.Tensor) -> Any:
@@ -467,10 +467,10 @@ def stale_gradients_on_one_stage() -> Iterator[None]:
 
     def mutated(self: torch.optim.Optimizer, *args: Any) -> Any:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            own = parameter.grad.clone()
+            gradient = parameter.grad.clone()
             if rank() == 1 and parameter in before:
                 parameter.grad = before[parameter]
-            before[parameter] = own
+            before[parameter] = gradient
         return step(self, *args)
 
     with mock.patch.object(torch.optim.AdamW, "step", mutated):
@@ -532,8 +532,8 @@ def all_of(*mutations: Mutate) -> Mutate:
     @contextmanager
     def mutate() -> Iterator[None]:
         with ExitStack() as stack:
-            for each in mutations:
-                stack.enter_context(each())
+            for mutation in mutations:
+                stack.enter_context(mutation())
             yield
 
     return mutate
@@ -972,6 +972,8 @@ def published_table() -> list[str]:
     for number, kind in PUBLISHED.items():
         planted = [mutation for mutation in REPORTED if mutation.published == number]
         names = "; ".join(mutation.name for mutation in planted)
-        seen = dict.fromkeys(f"{SEEN_BY[by]} ({each.name_of_pass})" for each in planted for by in each.found_by)
+        seen = dict.fromkeys(
+            f"{SEEN_BY[by]} ({mutation.name_of_pass})" for mutation in planted for by in mutation.found_by
+        )
         rows.append(f"| {number} | {kind} | {names} | {', '.join(seen)} |")
     return rows

@@ -96,8 +96,8 @@ def divided_by_own_features(
 
 
 def parts_reversed(original: Any, self: GatherSequence, x: torch.Tensor, **options: Any) -> Any:
-    whole = original(self, x, **options).wait()
-    return AsyncResult(whole.unflatten(2, (self.along.size, -1)).flip(2).flatten(2, 3))
+    gathered = original(self, x, **options).wait()
+    return AsyncResult(gathered.unflatten(2, (self.along.size, -1)).flip(2).flatten(2, 3))
 
 
 def last_rows_one_off(model: Any) -> None:

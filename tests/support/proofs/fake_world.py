@@ -75,12 +75,12 @@ def fake_world(rank: int, size: int, *, nccl: bool = False, nodes: list[str] | N
     def split(split_ranks: Any, timeout: Any = None, pg_options: Any = None) -> Any:
         world.partitions.append(split_ranks)
         world.options.append(pg_options)
-        own = [ranks for ranks in split_ranks if rank in ranks]
+        of_rank = [ranks for ranks in split_ranks if rank in ranks]
         group = dist.group.WORLD
         assert group is not None
         bound, group.bound_device_id = group.bound_device_id, None
         try:
-            return new_group(own[0], backend="fake") if own else None
+            return new_group(of_rank[0], backend="fake") if of_rank else None
         finally:
             group.bound_device_id = bound
 

@@ -100,12 +100,12 @@ def mirrored(device: torch.device, *, late: bool) -> Iterator[list[str]]:
         return start("all-gather", others, lambda: [place.copy_(x.view(-1)) for place in others], async_op)
 
     def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        own = x.view(group.size(), -1)[group.rank()]
-        return start("reduce-scatter", [out], lambda: out.view(-1).copy_(own), async_op)
+        block = x.view(group.size(), -1)[group.rank()]
+        return start("reduce-scatter", [out], lambda: out.view(-1).copy_(block), async_op)
 
     def all_to_all(out: torch.Tensor, x: torch.Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Any:
-        own = x.view(group.size(), -1)[group.rank()]
-        return start("all-to-all", [out], lambda: out.view(group.size(), -1).copy_(own), async_op)
+        block = x.view(group.size(), -1)[group.rank()]
+        return start("all-to-all", [out], lambda: out.view(group.size(), -1).copy_(block), async_op)
 
     def all_reduce(x: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         value = x.clone()

@@ -76,24 +76,24 @@ def check_orders(by_rank: list[list[Issued]]) -> Counter[str]:
     places = _places(by_rank)
     _check_groups(by_rank, places)
     edges: dict[tuple[Any, ...], set[tuple[Any, ...]]] = defaultdict(set)
-    for own in places:
-        for before, after in pairwise(own):
+    for operations in places:
+        for before, after in pairwise(operations):
             edges[after].add(before)
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         shown = " → ".join(f"{node[0]} {'between' if len(node) > 2 else 'number'} {node[1:]}" for node in error.args[1])
         raise AssertionError(f"operations wait for one another in a circle: {shown}") from None
-    return Counter(issued.operation for own in by_rank for issued in own)
+    return Counter(issued.operation for operations in by_rank for issued in operations)
 
 
 def _places(by_rank: list[list[Issued]]) -> list[list[tuple[Any, ...]]]:
     """For each rank, which operation of which group each of its own is: the same for all that take part in it."""
     places: list[list[tuple[Any, ...]]] = []
-    for rank, own in enumerate(by_rank):
+    for rank, operations in enumerate(by_rank):
         numbers: Counter[tuple[Any, ...]] = Counter()
         places.append([])
-        for issued in own:
+        for issued in operations:
             if issued.peer is None:
                 key: tuple[Any, ...] = (issued.group,)
             else:
@@ -105,11 +105,11 @@ def _places(by_rank: list[list[Issued]]) -> list[list[tuple[Any, ...]]]:
 
 
 def _check_groups(by_rank: list[list[Issued]], places: list[list[tuple[Any, ...]]]) -> None:
-    found: dict[tuple[Any, ...], dict[int, Issued]] = defaultdict(dict)
-    for rank, (own, where) in enumerate(zip(by_rank, places, strict=True)):
-        for issued, place in zip(own, where, strict=True):
-            found[place][rank] = issued
-    for place, taking_part in found.items():
+    by_place: dict[tuple[Any, ...], dict[int, Issued]] = defaultdict(dict)
+    for rank, (operations, where) in enumerate(zip(by_rank, places, strict=True)):
+        for issued, place in zip(operations, where, strict=True):
+            by_place[place][rank] = issued
+    for place, taking_part in by_place.items():
         first = next(iter(taking_part.values()))
         members = place[1:3] if first.peer is not None else first.ranks
         assert set(taking_part) == set(members), f"{first} on rank {sorted(taking_part)}, but not on all of {members}"
