@@ -33,7 +33,10 @@ LIMIT_S = 90.0
 #: After the limit, in which a check that can be interrupted says where it was, and its processes are ended.
 GRACE_S = 20.0
 #: In this order: what everything else rests on comes first, and what takes long or may disturb what follows last.
-ORDER = ("kernels", "experts", "stage", "layer", "compile", "ranks", "memory", "frameworks", "deterministic", "cold")
+ORDER = (
+    *("kernels", "experts", "stage", "layer", "compile", "fp8"),
+    *("ranks", "memory", "frameworks", "deterministic", "cold"),
+)
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "colossalai", "triton")
 #: Variables that change what CUDA, NCCL and torch do.
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "CUBOID_")

@@ -110,6 +110,8 @@ def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
             f"zero_optimization.stage 0 with fp16 has no rule with {_mode(config)}: whether gradients overflowed is "
             "agreed on by the ranks of ZeRO's optimizer; use stage 1" + ("" if config.pipeline else " or 2")
         )
+    if part.fp16 and config.tensor_parallel.fp8 is not None:
+        raise ConfigError("tensor_parallel.fp8 is for weights in bf16, and fp16 is enabled; enable bf16 instead")
     if part.fp16_masters:
         raise ConfigError(
             "fp16.fp16_master_weights_and_grads keeps the optimizer's weights in fp16, which checkpoints have no rule "

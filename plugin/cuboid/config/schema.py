@@ -56,6 +56,22 @@ class MeshConfig(Section):
         return MeshShape(self.batch, self.sequence, self.hidden)
 
 
+class Fp8Config(Section):
+    """The ``tensor_parallel.fp8`` section."""
+
+    recipe: Literal["rowwise_with_gw_hp"] = Field(
+        description="How linear layers multiply in fp8. "
+        '"rowwise_with_gw_hp": torchao\'s, in which activations, weights and gradients of activations are rounded to '
+        "e4m3 with a scale for each row, and gradients of weights are computed in bf16.",
+    )
+    min_dimension: int = Field(
+        2048,
+        ge=1,
+        description="The fewest rows and columns of a rank's block of a weight that is multiplied in fp8. Smaller "
+        "products lose more by the rounding than they gain.",
+    )
+
+
 class TensorParallelConfig(Section):
     """The ``tensor_parallel`` section."""
 
@@ -102,6 +118,11 @@ class TensorParallelConfig(Section):
         description="Whether torch.compile makes each kind of layer one graph, with the layer's collectives over "
         "`sequence` and `hidden` in it. A model whose layers aren't one graph keeps uncompiled layers, and a warning "
         "says why.",
+    )
+    fp8: Fp8Config | None = Field(
+        None,
+        description="Multiply in fp8 in the linear layers of a model in bf16; see [fp8.md](fp8.md). Embeddings, norms "
+        "and the head stay in bf16. By default everything does.",
     )
     autotp_size: int | None = Field(
         None,
@@ -396,24 +417,27 @@ class FrameworkNumbers(Section):
         accumulation: ``gradient_accumulation_steps``.
         batch: ``train_batch_size``.
         zero_stage: the ``stage`` of ``zero_optimization``.
+        bf16: ``enabled`` of ``bf16``, by which weights become bf16 later.
     """
 
     micro_batch: int | None = None
     accumulation: int | None = None
     batch: int | None = None
     zero_stage: int | None = None
+    bf16: bool = False
 
     @classmethod
     def of(cls, framework_config: Mapping[str, Any]) -> FrameworkNumbers:
         """Read them from the framework's part of a config."""
-        zero = framework_config.get("zero_optimization")
+        zero, bf16 = framework_config.get("zero_optimization"), framework_config.get("bf16")
         numbers = {
             "micro_batch": framework_config.get("train_micro_batch_size_per_gpu"),
             "accumulation": framework_config.get("gradient_accumulation_steps"),
             "batch": framework_config.get("train_batch_size"),
             "zero_stage": zero.get("stage") if isinstance(zero, Mapping) else None,
         }
-        return cls(**{name: value for name, value in numbers.items() if type(value) is int})
+        is_bf16 = isinstance(bf16, Mapping) and bf16.get("enabled") is True
+        return cls(bf16=is_bf16, **{name: value for name, value in numbers.items() if type(value) is int})
 
     def per_replica(self, replicas: int) -> tuple[int | None, int]:
         """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.
@@ -725,7 +749,7 @@ _OWN_KEYS = ("cluster", "sequence_length", "deterministic")
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
 #: forgotten or misspelt is diagnosed instead of being passed on.
-_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync")
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync", "fp8")
 # This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
 _ENGINE_KEYS = (
     "engine",
@@ -819,7 +843,8 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, value
     if kind == "extra_forbidden":
         # A key of another section, which is unknown in this one, comes last in the location already.
         keys = keys[:-1] if str(location[-1]) in _KNOWN_KEYS else keys
-        section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
+        inner = next((name for name in ("mesh", "fp8") if name in location[:-1]), str(location[0]))
+        section = _SECTION_MODELS[inner]
         unknown = str(location[-1])
         known = sorted(name for name in section.model_fields if name != "autotp_size")
         return ".".join([*keys, unknown]), f" is not a known key; {suggestion(unknown, known)}", ""
@@ -846,6 +871,7 @@ _DEEPSPEED_CHECKPOINTING = {
 }
 _SECTION_MODELS: dict[str, type[Section]] = {
     "mesh": MeshConfig,
+    "fp8": Fp8Config,
     "tensor_parallel": TensorParallelConfig,
     "pipeline": PipelineConfig,
     "activation_checkpointing": ActivationCheckpointingConfig,

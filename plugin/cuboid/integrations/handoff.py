@@ -154,6 +154,12 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
     mesh, mesh_config = mesh_of(model), config.tensor_parallel.mesh
     if mesh_config != "auto" and mesh.shape != mesh_config.shape:
         raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {mesh_config.shape}")
+    fp8, fp8_before = config.tensor_parallel.model_dump()["fp8"], sharding_of(model).config.model_dump()["fp8"]
+    if fp8 != fp8_before:
+        raise ConfigError(
+            f"the model was sharded with tensor_parallel.fp8 {json.dumps(fp8_before)}, but the config has "
+            f"{json.dumps(fp8)}; load it with the same config"
+        )
     staging = model.staging if isinstance(model, StageModel) else None
     is_same = staging is None if config.pipeline is None else staging and config.pipeline.allows(mesh.placement)
     if not is_same:

@@ -14,6 +14,7 @@ from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.activation_checkpointing import check_checkpointing
+from cuboid.models.sharded.fp8 import check_fp8
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.models.stages.stage_model import StageModel
@@ -83,6 +84,7 @@ def _certified(
 ) -> ModelPlan:
     if config.activation_checkpointing is not None:
         check_checkpointing(model, cls, config.activation_checkpointing)
+    check_fp8(model, cls, config, mesh.shape.size)
     parallel = stages = None
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
     if config.pipeline is None or mesh.shape.size > 1:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.models.sharded.fp8 import Fp8Conv1D, Fp8Linear
+from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_edge
@@ -42,7 +44,8 @@ class _DeferredLinear(nn.Linear):
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)
-        return _multiply(x, self.bias, _DeferredLayer(self.weight, self.weight_gradients, in_first=False))
+        layer = _DeferredLayer(self.weight, self.weight_gradients, in_first=False, is_fp8=isinstance(self, Fp8Linear))
+        return _multiply(x, self.bias, layer)
 
 
 class _DeferredConv1D(Conv1D):  # type: ignore[misc]
@@ -52,10 +55,24 @@ class _DeferredConv1D(Conv1D):  # type: ignore[misc]
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)  # type: ignore[no-any-return]
-        return _multiply(x, self.bias, _DeferredLayer(self.weight, self.weight_gradients, in_first=True))
+        layer = _DeferredLayer(self.weight, self.weight_gradients, in_first=True, is_fp8=isinstance(self, Fp8Conv1D))
+        return _multiply(x, self.bias, layer)
 
 
-_DEFERRED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _DeferredLinear, Conv1D: _DeferredConv1D}
+class _DeferredFp8Linear(_DeferredLinear, Fp8Linear):
+    pass
+
+
+class _DeferredFp8Conv1D(_DeferredConv1D, Fp8Conv1D):
+    pass
+
+
+_DEFERRED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _DeferredLinear,
+    Conv1D: _DeferredConv1D,
+    Fp8Linear: _DeferredFp8Linear,
+    Fp8Conv1D: _DeferredFp8Conv1D,
+}
 for _plain, _deferred in _DEFERRED.items():
     # Reports and PEFT identify a module's class by its name.
     _deferred.__name__ = _plain.__name__
@@ -65,17 +82,20 @@ for _plain, _deferred in _DEFERRED.items():
 class _DeferredLayer:
     """A layer's weight, whose gradient bypasses autograd's graph, and its memory layout.
 
-    ``in_first``: the weight is stored ``[I, O]`` instead of ``[O, I]``.
+    ``in_first``: the weight is stored ``[I, O]`` instead of ``[O, I]``. ``is_fp8``: forward and dgrad are in fp8.
     """
 
     weight: torch.Tensor
     store: WeightGradientStore
     in_first: bool
+    is_fp8: bool
 
 
 def _multiply(x: torch.Tensor, bias: torch.Tensor | None, layer: _DeferredLayer) -> torch.Tensor:
     weight = layer.weight.detach()
-    if torch.is_autocast_enabled(x.device.type):
+    if layer.is_fp8:
+        rowwise.check_dtypes(x, weight)
+    elif torch.is_autocast_enabled(x.device.type):
         dtype = autocast_dtype(x)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     out: torch.Tensor = _Multiply.apply(x, bias, new_edge(x), weight, layer)
@@ -96,6 +116,9 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         rows, weight_oi = x.flatten(0, -2), weight.t() if layer.in_first else weight
+        if layer.is_fp8:
+            y = rowwise.multiply(rows, weight_oi, fast=True)
+            return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], -1)
         return nn.functional.linear(rows, weight_oi, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -107,7 +130,10 @@ class _Multiply(torch.autograd.Function):
         rows = dy.flatten(0, -2)
         # ``.data``, because a view would keep the input's whole graph alive, with everything it saved for backward.
         layer.store.add(_DeferredProduct(layer, x.data.flatten(0, -2), rows.data))
-        dx = rows.mm(weight.t() if layer.in_first else weight).view(x.shape) if needs_x else None
+        dx = None
+        if needs_x:
+            weight_io = weight if layer.in_first else weight.t()
+            dx = (rowwise.multiply(rows, weight_io) if layer.is_fp8 else rows.mm(weight_io.t())).view(x.shape)
         return dx, rows.sum(0) if needs_bias else None, None, None, None
 
 

@@ -23,6 +23,7 @@ from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.compilation import compile_layers, stay_uncompiled
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
+from cuboid.models.sharded.fp8 import use_fp8
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
 from cuboid.models.sharded.random_modules import ModelDraws
@@ -253,6 +254,8 @@ def finish_stage(
         # A block that is computed whole has all heads, and sets its own random number generator.
         for module in model.get_submodule(name).modules() if name.startswith(f"{plan.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
+    if parallel_plan is None and plan.config.tensor_parallel.fp8 is not None:
+        use_fp8(local_layers.values(), plan.config.tensor_parallel.fp8)
     if is_generated(pipeline.schedule):
         defer_weight_gradients(local_layers.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(model, plan.outline, local_layers, staging.slot)

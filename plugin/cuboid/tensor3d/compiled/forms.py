@@ -16,6 +16,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.compiled.collectives import gather, scatter, sum_over
+from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.dropout import MeshDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
@@ -45,7 +46,8 @@ class CompiledLinear(ShardedLinear):
         """See the table in :mod:`cuboid.tensor3d.layers.linear_op`."""
         dtype = autocast_dtype(x)
         weight = self.product.out_in(block_of(self, "weight"))
-        y = nn.functional.linear(_gathered(x.to(dtype), self._linear_op.input_gather), weight)
+        multiply = rowwise.linear if self.product.is_fp8 else nn.functional.linear
+        y = multiply(_gathered(x.to(dtype), self._linear_op.input_gather), weight)
         y = _reduced(y, self.product.output_reduce)
         if self.bias is None:
             return y

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SumFeatures
@@ -87,6 +88,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
             return attached.pop(id(self))
         if self._is_alone:
             weight = self.product.out_in(self.weight)
+            if self.product.is_fp8:
+                return rowwise.linear(x, weight, self.bias)
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
         if self._linear_op.products[0] is not self.product:

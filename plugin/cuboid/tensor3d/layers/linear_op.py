@@ -62,6 +62,8 @@ class Product:
     #: First and last (exclusive) out row of the block to multiply; None for all. A block has more rows than a rank
     #: needs where key/value heads are fewer than ranks.
     rows: tuple[int, int] | None = None
+    #: Whether forward and dgrad multiply in fp8; see :mod:`cuboid.tensor3d.fp8.rowwise`.
+    is_fp8: bool = False
 
     @cached_property
     def is_plain(self) -> bool:

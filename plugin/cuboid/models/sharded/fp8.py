@@ -1,0 +1,124 @@
+"""Linear layers in fp8, by the config's ``tensor_parallel.fp8``: which ones, and whether a model can have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from cuboid.config.schema import CuboidConfig, Fp8Config
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.roles import layer_names
+from cuboid.models.kinds.causal import Causal
+from cuboid.models.kinds.registry import kind_of_class
+from cuboid.tensor3d.fp8 import rowwise
+
+_KEY = "tensor_parallel.fp8"
+#: The compute capability of the first GPUs that have products with a scale for each row.
+_CAPABILITY = (9, 0)
+
+
+def check_fp8(model: PreTrainedModel, cls: type[PreTrainedModel], config: CuboidConfig, ranks: int) -> None:
+    """Make sure that a model's linear layers can multiply in fp8 as a config says.
+
+    Args:
+        model: the whole model, on any device, meta included.
+        cls: the architecture's class.
+        config: Cuboid's config.
+        ranks: of the mesh.
+
+    Raises:
+        UnsupportedModelError: they can't.
+    """
+    fp8 = config.tensor_parallel.fp8
+    if fp8 is None:
+        return
+    obstacle = _obstacle(model, cls, config, fp8, ranks) or _obstacle_of_device()
+    if obstacle is not None:
+        raise UnsupportedModelError(f"{_KEY} can't be used with {cls.__name__} here: {obstacle}; or leave fp8 out")
+
+
+def _obstacle(
+    model: PreTrainedModel, cls: type[PreTrainedModel], config: CuboidConfig, fp8: Fp8Config, ranks: int
+) -> str | None:
+    kind = kind_of_class(cls)
+    if not issubclass(kind, Causal):
+        return f"fp8 was compared with bf16 for {Causal.words}, not for {kind.words}; take a causal language model"
+    if ranks > 1:
+        return f"a mesh of {ranks} ranks has no products in fp8 yet; write a mesh of 1×1×1, with pipeline.stages"
+    if model.dtype != torch.bfloat16 and not config.framework.bf16:
+        return f"its weights are in {model.dtype}; load them in torch.bfloat16"
+    layers = [model.get_submodule(name) for name in layer_names(model)]
+    if any(_has_experts(module) for layer in layers for module in layer.modules()):
+        return "the products of a mixture's experts have no form in fp8; take a dense model"
+    if not any(_takes(module, fp8) for layer in layers for module in layer.modules()):
+        return (
+            f"no linear layer has at least {fp8.min_dimension} inputs and outputs, both multiples of "
+            f"{rowwise.MULTIPLE}; lower {_KEY}.min_dimension"
+        )
+    return None
+
+
+def _obstacle_of_device() -> str | None:
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < _CAPABILITY:
+            return (
+                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, and products with "
+                f"a scale for each row need {'.'.join(map(str, _CAPABILITY))} (H100 and later)"
+            )
+        return None
+    row = torch.ones(rowwise.MULTIPLE, rowwise.MULTIPLE, dtype=torch.bfloat16, device="cpu")
+    try:
+        rowwise.multiply(row, row)
+    except RuntimeError:
+        return f"torch {torch.__version__} has no product with a scale for each row on a CPU; take torch 2.13"
+    return None
+
+
+def _has_experts(module: nn.Module) -> bool:
+    if isinstance(getattr(module, "experts", None), nn.ModuleList):
+        return True
+    # Those that have all experts of a layer in one tensor; the weights of convolutions have three dims too.
+    is_3d = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return is_3d and not isinstance(module, nn.Conv1d)
+
+
+def is_large(block_shape: tuple[int, ...], fp8: Fp8Config) -> bool:
+    """Whether a block of a weight is large enough to gain by fp8, and of sizes that the kernels take."""
+    is_divisible = all(size % rowwise.MULTIPLE == 0 for size in block_shape)
+    return is_divisible and min(block_shape) >= fp8.min_dimension
+
+
+def _takes(module: nn.Module, fp8: Fp8Config) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and type(module) in _FORMS and is_large(module.weight.shape, fp8)
+
+
+def use_fp8(layers: Iterable[nn.Module], fp8: Fp8Config) -> None:
+    """Make the plain linear layers of a stage without a mesh multiply in fp8, in place."""
+    for layer in layers:
+        for module in layer.modules():
+            if _takes(module, fp8):
+                module.__class__ = _FORMS[type(module)]
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer in fp8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, I]`` to ``[…, O]``."""
+        return rowwise.linear(x, self.weight, self.bias)
+
+
+class Fp8Conv1D(Conv1D):  # type: ignore[misc]
+    """GPT-2's linear layer in fp8; the weight is stored ``[I, O]``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, I]`` to ``[…, O]``."""
+        return rowwise.linear(x, self.weight.t(), self.bias)
+
+
+_FORMS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Fp8Linear, Conv1D: Fp8Conv1D}

@@ -1,0 +1,1 @@
+"""Products whose operands are rounded to fp8."""
