@@ -66,9 +66,10 @@ def _obstacle_of_device() -> str | None:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < _CAPABILITY:
+            version, needed = (".".join(map(str, each)) for each in (capability, _CAPABILITY))
             return (
-                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, and products with "
-                f"a scale for each row need {'.'.join(map(str, _CAPABILITY))} (H100 and later)"
+                f"{torch.cuda.get_device_name()} has compute capability {version}, and products with a scale for each "
+                f"row need {needed} (H100 and later)"
             )
         return None
     row = torch.ones(rowwise.MULTIPLE, rowwise.MULTIPLE, dtype=torch.bfloat16, device="cpu")
