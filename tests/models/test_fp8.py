@@ -39,7 +39,7 @@ def rounded(x):
     """Each row on the grid of e4m3, scaled by the least power of two by which it fits, in float64."""
     x = x.double()
     largest = x.abs().amax(1).tolist()
-    scales = torch.tensor([2.0 ** math.ceil(math.log2(each / 448)) if each else 1.0 for each in largest])
+    scales = torch.tensor([2.0 ** math.ceil(math.log2(most / 448)) if most else 1.0 for most in largest])
     scales = scales.double()[:, None]
     return (x / scales).float().to(torch.float8_e4m3fn).double() * scales
 
@@ -52,7 +52,7 @@ class Emulation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = (each.detach() for each in ctx.saved_tensors)
+        x, weight = (saved.detach() for saved in ctx.saved_tensors)
         dy = dy.flatten(0, -2)
         dx = (rounded(dy) @ rounded(weight.T).T).bfloat16().view(x.shape)
         return dx, (dy.double().T @ x.flatten(0, -2).double()).bfloat16()
@@ -64,9 +64,9 @@ class EmulatedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def distance(found, expected):
-    found, expected = (torch.cat([x.detach().double().flatten() for x in each]) for each in (found, expected))
-    return float((found - expected).norm() / expected.norm())
+def distance(actual, expected):
+    actual, expected = (torch.cat([x.detach().double().flatten() for x in tensors]) for tensors in (actual, expected))
+    return float((actual - expected).norm() / expected.norm())
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ def test_products_are_those_of_the_emulation(in_first):
     for product in (rowwise.linear, lambda x, weight, bias: Emulation.apply(x, weight) + bias):
         y = product(x, weight, bias)
         results.append((y, *torch.autograd.grad(y, (x, stored, bias), dy)))
-    for found, expected in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         # Sums in another order may be rounded to bf16 otherwise.
-        torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2e-2)
-        assert distance([found], [expected]) < 1e-3
+        torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=2e-2)
+        assert distance([actual], [expected]) < 1e-3
 
 
 def test_other_dtypes_are_refused():
@@ -216,9 +216,9 @@ def test_checkpointing_computes_the_same_bits(pipeline, mode):
 
 def test_split_backwards_keep_weight_gradients_in_bf16():
     loss, gradients, shapes = train({"segments": 4})
-    again, split, found = train({"segments": 4, "schedule": "zero_bubble"})
+    again, split, split_shapes = train({"segments": 4, "schedule": "zero_bubble"})
     assert torch.equal(loss, again)
-    assert sorted(found) == sorted(shapes)
+    assert sorted(split_shapes) == sorted(shapes)
     # Several segments' gradients are one product, whose sum is rounded once.
     assert distance([split[name] for name in gradients], gradients.values()) < 5e-3
 
@@ -265,9 +265,9 @@ def test_conv1d_of_gpt2():
         assert multiply.call_count == 2 * 4 * 2 * (1 if pipeline is None else 2)
         results.append((loss.detach(), cuboid.full_gradients(model)))
     (loss, gradients), *others = results
-    for found_loss, found in others:
-        torch.testing.assert_close(found_loss.float(), loss.float(), rtol=1e-3, atol=0)
-        assert distance([found[name] for name in gradients], gradients.values()) < 0.1
+    for other_loss, other_gradients in others:
+        torch.testing.assert_close(other_loss.float(), loss.float(), rtol=1e-3, atol=0)
+        assert distance([other_gradients[name] for name in gradients], gradients.values()) < 0.1
 
 
 @pytest.mark.parametrize("pipeline", [None, {"segments": 2}], ids=["mesh", "segments"])
@@ -330,12 +330,12 @@ def test_inductor_computes_what_uncompiled_layers_do(mode):
     torch._dynamo.reset()
     loss, gradients, _ = train(mode=mode)
     model = cuboid.shard(plain_model(), config_of(mode=mode, compile=True)).train()
-    again, found = loss_and_gradients(model, None)
+    again, compiled = loss_and_gradients(model, None)
     assert (model.cuboid.compiled.graphs, model.cuboid.compiled.reason) == (1, None)
     torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
     _, wide = plain_gradients(False, 1)
     noise = distance([wide[name] for name in gradients], gradients.values())
-    assert distance([found[name] for name in gradients], gradients.values()) < 0.7 * noise
+    assert distance([compiled[name] for name in gradients], gradients.values()) < 0.7 * noise
 
 
 # --- convergence ---------------------------------------------------------------------------------------------------
@@ -387,8 +387,8 @@ def refusal(make, config):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_weights_are_refused(dtype):
-    found = refusal(lambda: plain_model(dtype), config_of())
-    assert f"its weights are in {dtype}; load them in torch.bfloat16; or leave fp8 out" in found
+    message = refusal(lambda: plain_model(dtype), config_of())
+    assert f"its weights are in {dtype}; load them in torch.bfloat16; or leave fp8 out" in message
 
 
 def test_weights_that_deepspeed_converts_are_taken():

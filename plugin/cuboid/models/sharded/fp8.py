@@ -66,7 +66,7 @@ def _obstacle_of_device() -> str | None:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < _CAPABILITY:
-            version, needed = (".".join(map(str, each)) for each in (capability, _CAPABILITY))
+            version, needed = (".".join(map(str, generation)) for generation in (capability, _CAPABILITY))
             return (
                 f"{torch.cuda.get_device_name()} has compute capability {version}, and products with a scale for each "
                 f"row need {needed} (H100 and later)"
