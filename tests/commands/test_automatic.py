@@ -74,8 +74,8 @@ def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
         rows = 64 // (8 // size) // 2
         for mesh in (mesh for mesh in MeshRules(model).fitting(size) if rows % mesh.batch == 0):
             layout = Layout(mesh, 1, rows, 2, 8 // size, zero_stage=0)
-            found = estimate(described, layout, cluster, 4096)
-            times |= {mesh: found.time.total_s} if found.fits else {}
+            estimated = estimate(described, layout, cluster, 4096)
+            times |= {mesh: estimated.time.total_s} if estimated.fits else {}
     assert choose_mesh(model, free) == min(times, key=times.__getitem__)
     # One replica doesn't fit into a GPU, but eight of them do together.
     large = llama(num_hidden_layers=32)
@@ -116,8 +116,8 @@ def test_a_mesh_is_chosen_before_the_schedule_is(keys):
     numbers = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "cluster": "4xH100"}
     config = config_of({"size": 2}, pipeline=pipeline, **numbers)
     # As for the same layers without chunks.
-    whole = config.with_pipeline(config.pipeline.without_chunks)
-    assert choose_mesh(deep, config) == choose_mesh(deep, whole)
+    without_chunks = config.with_pipeline(config.pipeline.without_chunks)
+    assert choose_mesh(deep, config) == choose_mesh(deep, without_chunks)
     assert choose_mesh(deep, config).size == 2
 
 
@@ -136,11 +136,13 @@ def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypat
 def test_the_number_of_segments_is_the_fastest_that_fits():
     described, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100-80GB")
     layout = Layout(MeshShape(), 8, 1, 8, checkpointing="layers")
-    found = {k: estimate(described, replace(layout, segments=k), cluster, 32768) for k in segment_counts(layout, 32768)}
-    fitting = {k: each.time.total_s for k, each in found.items() if each.fits}
+    estimates = {
+        k: estimate(described, replace(layout, segments=k), cluster, 32768) for k in segment_counts(layout, 32768)
+    }
+    fitting = {k: estimated.time.total_s for k, estimated in estimates.items() if estimated.fits}
     assert best_segments(described, layout, cluster, 32768) == min(fitting, key=fitting.__getitem__)
     # Where memory is scarce, as many as it takes.
-    tight = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=int(found[8].memory_bytes / 0.93) + 1))
+    tight = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=int(estimates[8].memory_bytes / 0.93) + 1))
     assert best_segments(described, layout, tight, 32768) >= 8
     assert best_segments(described, replace(layout, schedule="1f1b"), cluster, 32768) == 1
 
@@ -275,25 +277,25 @@ def test_the_stages_are_where_the_shortest_step_has_them(caplog, chunks, layers,
     shape, times = PipelineShape(4, 4, 4), {}
     for name, v in [("auto", 1), *product(("auto-interleaved", "zero_bubble-v"), counts[1:])]:
         layer_counts = balance_by_flops(described.sizes, 4 * v, 4096)
-        own = ModelPipeline(name, 4, v, layer_counts, lengths, limit)
-        costs = own.costs(described.sizes, place_stages(name, 4, v)).actions
-        schedule = own.order(described.sizes, 4)
+        candidate = ModelPipeline(name, 4, v, layer_counts, lengths, limit)
+        costs = candidate.costs(described.sizes, place_stages(name, 4, v)).actions
+        schedule = candidate.order(described.sizes, 4)
         assert limit is None or peak_of(schedule, costs) <= limit * (1 + 1e-6)
         times[name, v] = simulate(schedule, replace(shape, stages=4 * v), costs.duration_s).makespan_s
-    found = times[pipeline.schedule, pipeline.chunks]
-    assert found <= min(times.values()) * (1 if chunks == 2 else 1.01)
-    assert all(time > found * (1 - 0.011) for (_, v), time in times.items() if v < pipeline.chunks)
+    chosen_s = times[pipeline.schedule, pipeline.chunks]
+    assert chosen_s <= min(times.values()) * (1 if chunks == 2 else 1.01)
+    assert all(time > chosen_s * (1 - 0.011) for (_, v), time in times.items() if v < pipeline.chunks)
     (said,) = [record.getMessage() for record in caplog.records if record.name == automatic.__name__]
     assert said.startswith('"schedule": "auto" is, for 4 micro-batches of 8192 tokens in 4 segments, ')
     assert said.count("chunks") == 3 * len(counts[1:])
     # The estimate is of the same.
-    own, rest = require_config(sections)
-    layout = layout_of_config(own, rest, described, Cluster.parse("4xH100"), 8192)
+    settings, rest = require_config(sections)
+    layout = layout_of_config(settings, rest, described, Cluster.parse("4xH100"), 8192)
     assert (layout.schedule, layout.chunks) == (pipeline.schedule, pipeline.chunks)
 
 
 def peak_of(schedule, costs):
-    return max(peak_bytes(own, costs.kept, costs.input_gradient_frees) for own in schedule)
+    return max(peak_bytes(actions, costs.kept, costs.input_gradient_frees) for actions in schedule)
 
 
 def test_a_list_of_layers_leaves_the_schedules_with_as_many_parts(model):
@@ -490,8 +492,8 @@ def test_a_known_gpus_profile_has_shares_of_its_data_sheet(monkeypatch):
     monkeypatch.setattr(profiler, "_elementwise", times.__getitem__)
     monkeypatch.setattr(profiler, "_product", lambda gpu, size: (0.7 * gpu.peak_flops, 1e-3))
     monkeypatch.setattr(profiler, "_attention", lambda gpu, tokens: (0.4 * gpu.peak_flops, 1e-3))
-    found = profiler._kernels(base, is_known=True)
-    assert found == replace(base, kernel_s=5e-6, memory_efficiency=pytest.approx(0.5), matmul_efficiency=0.7,
+    profiled = profiler._kernels(base, is_known=True)
+    assert profiled == replace(base, kernel_s=5e-6, memory_efficiency=pytest.approx(0.5), matmul_efficiency=0.7,
                             attention_efficiency=0.4)  # fmt: skip
     renamed = replace(base, name="another")
     unknown = profiler._kernels(renamed, is_known=False)

@@ -75,8 +75,8 @@ def test_layers_are_what_the_config_says(name):
 def test_latents_are_what_the_config_says():
     dense, sparse = description_of(small("deepseek_v3")).kinds
     assert dense.attention == Attention(12, 12, 12, 8, rotary=4)
-    assert [(each.inputs, each.outputs) for each in dense.latents] == [(48, 20), (48, 20)]
-    assert [(each.inputs, each.outputs) for each in dense.from_latents] == [(20, 144), (16, 192)]
+    assert [(projection.inputs, projection.outputs) for projection in dense.latents] == [(48, 20), (48, 20)]
+    assert [(projection.inputs, projection.outputs) for projection in dense.from_latents] == [(20, 144), (16, 192)]
     assert (dense.intermediate, dense.experts, dense.gathers_attention_input) == (96, None, False)
     # Two shared experts, and the router's product in float32.
     inside = (Projection("gate_up", 48, 80, "up"), Projection("down", 40, 48, "down"))
@@ -143,10 +143,10 @@ def test_every_certified_causal_architecture_is_described():
         assert ("whole rows" in verdict.refused) is bool(described.limits.no_mesh), name
         for mesh in (MeshShape(), *on_mesh[:2]):
             layout = Layout(mesh, micro_batch=4, replicas=4 // mesh.size)
-            found = Estimate.of(StepCost(described, layout, cluster, 64, replace(CUBOID, counted=False)))
-            assert found.time.total_s > 0, name
-            assert found.memory_bytes > 16 * described.parameters / 4, name
-            assert bool(found.bytes_by_axis) is (mesh.size > 1), name
+            estimated = Estimate.of(StepCost(described, layout, cluster, 64, replace(CUBOID, counted=False)))
+            assert estimated.time.total_s > 0, name
+            assert estimated.memory_bytes > 16 * described.parameters / 4, name
+            assert bool(estimated.bytes_by_axis) is (mesh.size > 1), name
     assert refused == {}
 
 
@@ -157,11 +157,11 @@ def test_what_no_table_of_the_planner_knew_is_planned(name):
     config = AutoConfig.for_model(name, hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
     model, cluster = describe(config), Cluster.parse("4xH100")
     assert not model.limits.refused(4)
-    found = search(model, cluster, 1024, 16).best
-    assert {each.layout.ranks for each in found} == {4}
+    best = search(model, cluster, 1024, 16).best
+    assert {estimated.layout.ranks for estimated in best} == {4}
     meshes = {layout.mesh.size for layout in layouts(model, cluster, 1024, 16)}
     assert meshes == {1, 2, 4}
-    assert "what its layers keep" not in found[0].uncounted
+    assert "what its layers keep" not in best[0].uncounted
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_layouts_that_training_rejects_are_left_out(monkeypatch, tmp_path):
     alone = describe(config)
     said = "LlamaForCausalLM isn't right on a mesh: the loss differs"
     assert alone.limits.refused(4) == [said]
-    assert {each.mesh for each in layouts(alone, cluster, 1024, 16)} == {MeshShape()}
+    assert {layout.mesh for layout in layouts(alone, cluster, 1024, 16)} == {MeshShape()}
     with pytest.raises(UnsupportedModelError, match=said):
         estimate(alone, Layout(MeshShape(1, 4, 1)), cluster, 1024)
     with pytest.raises(ConfigError, match=f"no layout divides .* Left out was what training rejects: {said}"):
@@ -213,15 +213,15 @@ def test_stages_and_segments_that_training_rejects_are_left_out(monkeypatch):
 
     def with_certificate(certificate, **options):
         monkeypatch.setattr(limits, "certificate_of", lambda *_: certificate)
-        found = list(layouts(describe(config, **options), cluster, 1024, 16))
-        return {each.stages for each in found}, {each.segments for each in found}
+        tried = list(layouts(describe(config, **options), cluster, 1024, 16))
+        return {layout.stages for layout in tried}, {layout.segments for layout in tried}
 
     unprobed = Certificate(None, "it needs a file")
     assert with_certificate(unprobed) == ({1}, {1})
     assert with_certificate(unprobed, verified=True) == ({1, 2}, {1, 2, 4, 8, 16})
-    whole = Certificate(Verdict(refused={"segments": {"whole rows": "a state is lost"}}))
-    assert with_certificate(whole) == ({1, 2}, {1})
+    whole_only = Certificate(Verdict(refused={"segments": {"whole rows": "a state is lost"}}))
+    assert with_certificate(whole_only) == ({1, 2}, {1})
     assert with_certificate(Certificate(Verdict())) == ({1, 2}, {1, 2, 4, 8, 16})
-    monkeypatch.setattr(limits, "certificate_of", lambda *_: whole)
+    monkeypatch.setattr(limits, "certificate_of", lambda *_: whole_only)
     with pytest.raises(UnsupportedModelError, match='a state is lost; "segments": 1 is right'):
         estimate(describe(config), Layout(MeshShape(), 2, segments=2), cluster, 1024)

@@ -78,8 +78,8 @@ def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, 
     model = description_of({"model_type": name, **COMMON, **heads, **dropouts, nonlinearity: "gelu_new", "n_inner": 96})
     layout = Layout(shape, micro_batch=4)
     cost = StepCost(model, layout, Cluster.parse("8xH100"), 32)
-    own = model.layers[0].attention
-    sizes = KeptSizes(own.heads, own.key // shape.of("sequence", "hidden"), model.nonlinearity)
+    attention = model.layers[0].attention
+    sizes = KeptSizes(attention.heads, attention.key // shape.of("sequence", "hidden"), model.nonlinearity)
     exact = layer_kept_bytes(block_sizes(model, shape), sizes, shape, 4, 32)
     counted = _Stage(cost, 0)._kept(0, 0)
     assert counted == pytest.approx(sum(exact.values()), rel=0.03)
@@ -95,13 +95,13 @@ def test_closed_form_of_whole_sequences_is_the_simulators(stages, micro_batches)
 
 def test_estimates_of_a_layout_add_up():
     model, cluster = description_of(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
-    found = estimate(model, Layout(MeshShape(2, 2, 1), 2, 2, 8, 2, segments=4), cluster, 8192)
-    assert sum(found.cost.lengths) == 8192
-    assert found.fits
-    assert found.as_dict()["step_s"] == pytest.approx(sum(found.as_dict()["time"].values()))
-    assert 4 * sum(own.parameters for own in found.stages) == pytest.approx(2 * model.parameters)
-    assert 0 < found.time.bubble < 0.5
-    assert 0.05 < found.mfu < 0.8
+    estimated = estimate(model, Layout(MeshShape(2, 2, 1), 2, 2, 8, 2, segments=4), cluster, 8192)
+    assert sum(estimated.cost.lengths) == 8192
+    assert estimated.fits
+    assert estimated.as_dict()["step_s"] == pytest.approx(sum(estimated.as_dict()["time"].values()))
+    assert 4 * sum(memory.parameters for memory in estimated.stages) == pytest.approx(2 * model.parameters)
+    assert 0 < estimated.time.bubble < 0.5
+    assert 0.05 < estimated.mfu < 0.8
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -123,17 +123,21 @@ def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
     assert experts.size == 8 // ranks
     # Pairs of replicas with the same experts are on different nodes.
     assert (experts.rate < cluster.gpu.link_bytes_per_s * cluster.gpu.link_efficiency) is (experts.size > 1)
-    own = sum(layer.experts.parameters for layer in model.layers) / (2 * ranks)
+    local_experts = sum(layer.experts.parameters for layer in model.layers) / (2 * ranks)
     dense = cost.own_parameters[0][0]
-    groups = [(cost.units.links.replicas, dense), (experts, own)] if ranks > 1 else [(experts, dense + own)]
+    groups = (
+        [(cost.units.links.replicas, dense), (experts, local_experts)]
+        if ranks > 1
+        else [(experts, dense + local_experts)]
+    )
     expected = sum(2 * group.gather_s(2 * count) for group, count in groups)
     assert cost.step_time().reduce_s == pytest.approx(expected)
 
 
 def test_more_segments_keep_less_and_wait_less():
     model, cluster = description_of(LLAMA_8B), Cluster.parse("8xH100-80GB")
-    found = [estimate(model, Layout(MeshShape(), 8, 1, 8, segments=k), cluster, 32768) for k in (1, 2, 4)]
-    for one, more in itertools.pairwise(found):
+    estimates = [estimate(model, Layout(MeshShape(), 8, 1, 8, segments=k), cluster, 32768) for k in (1, 2, 4)]
+    for one, more in itertools.pairwise(estimates):
         assert more.memory_bytes < one.memory_bytes
         assert more.time.bubble < one.time.bubble
 
@@ -157,14 +161,14 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
 def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     config, cluster, layout = small(name), Cluster.parse("4xH100"), Layout(MeshShape(1, 2, 2))
     wider = small(name, kv_lora_rank=config.kv_lora_rank + 32)
-    few, many = (estimate(description_of(each), layout, cluster, 64) for each in (config, wider))
+    few, many = (estimate(description_of(c), layout, cluster, 64) for c in (config, wider))
     assert estimate(description_of(config), Layout(MeshShape(), replicas=2), Cluster.parse("2xH100"), 64).fits
     # In each of three layers 32 features of 64 tokens are gathered by two ranks, and scattered; their weights, half of
     # which multiply this rank's features of the input, are gathered twice, and scattered.
     more = 3 * (2 * 32 * 64 * 2 + 3 * 32 * 24 * 2) // 2
     assert many.bytes_by_axis["sequence"] - few.bytes_by_axis["sequence"] == more
     # As they are computed and as they are normalized, which no axis divides.
-    kept = [max(stage.activations for stage in each.stages) for each in (few, many)]
+    kept = [max(stage.activations for stage in estimated.stages) for estimated in (few, many)]
     assert kept[1] - kept[0] == pytest.approx(3 * 32 * 64 * 2 * 2, rel=1e-3)
     # The router multiplies a copy in float32.
     assert description_of(config).kinds[-1].experts.router_kept == 48 * 4
@@ -180,24 +184,24 @@ def test_a_router_that_needs_more_than_tokens_is_named_as_uncounted():
 def test_search_finds_what_going_through_all_layouts_finds():
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
     every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 8)]
-    fastest = min((each for each in every if each.fits), key=lambda each: each.time.total_s)
-    found = search(model, cluster, 4096, 8)
-    assert found.considered >= len(every)
-    best = found.best[0]
+    fastest = min((estimated for estimated in every if estimated.fits), key=lambda estimated: estimated.time.total_s)
+    result = search(model, cluster, 4096, 8)
+    assert result.considered >= len(every)
+    best = result.best[0]
     assert best.time.total_s <= fastest.time.total_s
     # Of other schedules not all are tried.
     assert best.time.total_s == fastest.time.total_s or best.layout.schedule != "seq1f1b"
     assert estimate(model, best.layout, cluster, 4096).time == best.time
-    smallest = min(each.memory_bytes for each in every)
+    smallest = min(estimated.memory_bytes for estimated in every)
     assert search(model, cluster, 4096, 8, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
 
 
 def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
     model = description_of(LLAMA_8B)
-    found = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
-    used = found.cost.cluster
+    best = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
+    used = best.cost.cluster
     assert (used.nodes, used.gpus_per_node) == (1, 8)
-    assert found.time == search(model, used, 4096, 32).best[0].time
+    assert best.time == search(model, used, 4096, 32).best[0].time
     with pytest.raises(ConfigError, match="no layout fits"):
         search(model, Cluster.parse("2xA100-40GB"), 4096, 32)
 
@@ -218,7 +222,7 @@ def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
     more = step.stages[0].gathered - unit.stages[0].gathered
     assert more == pytest.approx(4 * (blocks + model.embedding_parameters))
     # With a single unit a step's last one is each one.
-    once, always = (each.cost.stage_times() for each in pair(1, 1))
+    once, always = (estimated.cost.stage_times() for estimated in pair(1, 1))
     for stage in range(4):
         waits = [times.busy(stage).exposed + times.once_s[stage] for times in (once, always)]
         assert waits[0] == pytest.approx(waits[1])
@@ -247,8 +251,8 @@ def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
     tried = list(layouts(model, cluster, length, 2))
     tried += [replace(layout, on_host=True) for layout in tried if layout.recomputes]
-    every = [estimate(model, each, cluster, length) for each in tried]
-    least = min(each.memory_bytes for each in every)
+    every = [estimate(model, layout, cluster, length) for layout in tried]
+    least = min(estimated.memory_bytes for estimated in every)
     assert least > every[0].limit_bytes
     with pytest.raises(ConfigError, match=f"smallest found, .* needs {least / 2**30:.1f} GiB a GPU"):
         search(model, cluster, length, 2)
@@ -326,26 +330,26 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     chosen = json.loads(config.read_text()).get("activation_checkpointing", {"mode": "none"})
     assert chosen == {"mode": best[0]["layout"]["checkpointing"]}
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
-    assert all(each["fits"] for each in best)
+    assert all(row["fits"] for row in best)
     arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
     output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
     assert "It fits" in output
-    found = json.loads(out.read_text())
-    assert found["step_s"] == pytest.approx(best[0]["step_s"])
-    assert {"fits", "step_s", "memory_bytes", "tokens_per_s", "bubble"} <= found.keys()
+    written = json.loads(out.read_text())
+    assert written["step_s"] == pytest.approx(best[0]["step_s"])
+    assert {"fits", "step_s", "memory_bytes", "tokens_per_s", "bubble"} <= written.keys()
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
     layout = Layout(MeshShape(2, 2, 1), 2, 2, 8, segments=4, schedule="zero_bubble-v", chunks=2)
-    found = estimate(description_of(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
+    estimated = estimate(description_of(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
     console = Console(width=width, file=StringIO())
-    print_plan(SearchResult((found,), 1), console)
+    print_plan(SearchResult((estimated,), 1), console)
     row = next(line for line in console.file.getvalue().splitlines() if line.startswith("│ 1"))
     figures = [cell.strip() for cell in row.split("│")[3:7]]
-    assert figures == [f"{found.time.total_s:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
-                       f"{found.memory_bytes / 2**30:.1f}"]  # fmt: skip
+    assert figures == [f"{estimated.time.total_s:.3f}", f"{estimated.tokens_per_s:,.0f}", f"{estimated.mfu:.1%}",
+                       f"{estimated.memory_bytes / 2**30:.1f}"]  # fmt: skip
 
 
 #: Qwen3-8B with positions for a million tokens.
@@ -366,18 +370,18 @@ def test_what_waits_on_the_host(tmp_path):
     layout = parse_layout("1x4x2,checkpointing=attention,kept=host", cluster, 1)
     assert layout == Layout(MeshShape(1, 4, 2), checkpointing="attention", on_host=True)
     tokens, section = 2**20, {"mode": "attention", "cpu_checkpointing": True}
-    found = estimate(model, layout, cluster, tokens)
-    assert found.fits
-    assert found.memory_bytes <= 56.2e9
-    assert found.time.total_s <= 300
+    estimated = estimate(model, layout, cluster, tokens)
+    assert estimated.fits
+    assert estimated.memory_bytes <= 56.2e9
+    assert estimated.time.total_s <= 300
     # Inputs and outputs of 36 layers in 16 bits, and their log-sum-exps in float32.
-    assert found.host_bytes * 8 == 36 * tokens * (4096 * 2 * 2 + 32 * 4)
+    assert estimated.host_bytes * 8 == 36 * tokens * (4096 * 2 * 2 + 32 * 4)
     assert config_of(layout)["activation_checkpointing"] == section
     # Computing hides the copies; over a link of a thousandth it doesn't, and little host memory isn't enough.
     alone = estimate(model, replace(layout, on_host=False), cluster, tokens)
-    assert found.time == alone.time
+    assert estimated.time == alone.time
     slow = replace(cluster, gpu=replace(cluster.gpu, host_bytes_per_s=64e6))
-    moving_s = 2 * found.host_bytes / slow.gpu.host_rate
+    moving_s = 2 * estimated.host_bytes / slow.gpu.host_rate
     assert estimate(model, layout, slow, tokens).time.total_s == pytest.approx(moving_s, rel=0.05)
     assert not estimate(model, layout, replace(cluster, gpu=replace(cluster.gpu, host_memory_bytes=64e9)), tokens).fits
     config, path = tmp_path / "ds.json", tmp_path / "config.json"
@@ -398,16 +402,16 @@ def test_an_8b_model_trains_on_one_h200_with_its_optimizer_on_the_host():
     config = config_of(Layout(MeshShape(1, 1, 1), checkpointing="attention"))
     base = estimate(model, layout_of_config(*split_config(config), model, cluster, 8192), cluster, 8192)
     assert not base.fits
-    name, found = remedies(base)[0]
+    name, remedy = remedies(base)[0]
     assert name == '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    assert layout_of_config(*split_config(config), model, cluster, 8192) == found.layout
-    (memory,) = found.stages
+    assert layout_of_config(*split_config(config), model, cluster, 8192) == remedy.layout
+    (memory,) = remedy.stages
     assert memory.optimizer == memory.step == 0
     assert memory.on_host == pytest.approx(18 * model.parameters)
-    assert found.memory_bytes < 50e9
+    assert remedy.memory_bytes < 50e9
     # At 30 GB/s of the host's memory.
-    assert found.time.optimizer_s == pytest.approx(28 * model.parameters / 30e9, rel=0.1)
+    assert remedy.time.optimizer_s == pytest.approx(28 * model.parameters / 30e9, rel=0.1)
 
 
 def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
@@ -422,14 +426,14 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
 
 def test_remedies_are_layouts_that_a_config_accepts():
     model, cluster = description_of(LLAMA_8B), Cluster.parse("4xA100-80GB")
-    found = estimate(model, Layout(MeshShape(), 4, 8, 4, schedule="1f1b"), cluster, 4096)
-    assert not found.fits
-    offered = remedies(found)
+    estimated = estimate(model, Layout(MeshShape(), 4, 8, 4, schedule="1f1b"), cluster, 4096)
+    assert not estimated.fits
+    offered = remedies(estimated)
     assert offered
-    for _, each in offered:
-        check_framework_config(*require_config(config_of(each.layout)), 4, is_complete=True)
+    for _, remedy in offered:
+        check_framework_config(*require_config(config_of(remedy.layout)), 4, is_complete=True)
     with pytest.raises(ConfigError, match='"1f1b" has whole sequences, and the layout 4 segments'):
-        estimate(model, replace(found.layout, segments=4), cluster, 4096)
+        estimate(model, replace(estimated.layout, segments=4), cluster, 4096)
 
 
 def test_fp16_is_estimated_as_bf16():
@@ -476,24 +480,24 @@ def test_schedules_with_chunks_and_split_backwards_are_estimated(keys):
     config["pipeline"] |= keys
     layout = read_layout(config, 65536)
     assert config_of(layout)["pipeline"].items() >= {k: v for k, v in keys.items() if k != "stage_balance"}.items()
-    found = estimate(model, layout, cluster, 65536)
-    cost, times = found.cost, found.cost.stage_times()
+    estimated = estimate(model, layout, cluster, 65536)
+    cost, times = estimated.cost, estimated.cost.stage_times()
     assert sum(cost.stage_layers) == 32
     assert len(cost.stage_layers) == 2 * keys.get("chunks", 1)
     # The whole step was simulated: no rank computes longer than it takes, and the messages of V's turn are on one rank.
     order = cost.order(4)
     done_s = {(action.stage, action.micro_batch, action.segment): end_s
               for _, action, _, end_s in order.times(*cost._durations(times))}  # fmt: skip
-    assert max(done_s.values()) == pytest.approx(found.time.pipeline_s - times.once_s[times.busiest])
-    assert sum(4 * times.busy(rank).total for rank in range(2)) < 2 * found.time.pipeline_s
+    assert max(done_s.values()) == pytest.approx(estimated.time.pipeline_s - times.once_s[times.busiest])
+    assert sum(4 * times.busy(rank).total for rank in range(2)) < 2 * estimated.time.pipeline_s
     # Each rank has its parts' parameters; where both ends are on one, nothing is there twice.
-    assert sum(own.parameters for own in found.stages) * 4 == pytest.approx(2 * model.parameters)
+    assert sum(memory.parameters for memory in estimated.stages) * 4 == pytest.approx(2 * model.parameters)
     if cost.splits:
-        assert found.bytes_by_axis["sequence"] > plain.bytes_by_axis["sequence"]
+        assert estimated.bytes_by_axis["sequence"] > plain.bytes_by_axis["sequence"]
         # Halves of a backward take longer than the whole on a mesh, for both gather.
-        whole = sum(each.total for each in times.units[Op.BACKWARD][0])
-        halves = sum(each.total for op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) for each in times.units[op][0])
-        assert whole < halves < 1.5 * whole
+        whole_s = sum(seconds.total for seconds in times.units[Op.BACKWARD][0])
+        halves = sum(seconds.total for op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) for seconds in times.units[op][0])
+        assert whole_s < halves < 1.5 * whole_s
 
 
 @pytest.mark.parametrize(
@@ -507,19 +511,19 @@ def test_a_head_on_all_stages_is_estimated(keys):
     config["pipeline"]["head"] = "spread"
     layout = read_layout(config, 32768)
     assert config_of(layout)["pipeline"]["head"] == "spread"
-    found = estimate(model, layout, cluster, 32768)
+    spread = estimate(model, layout, cluster, 32768)
     # All ranks compute together what they did, but none much longer than the others.
     total_s = sum(last.cost.stage_times().busy(rank).total for rank in range(8))
-    for cost, least, most in ((last.cost, 1.15, 1.25), (found.cost, 1.0, 1.08)):
+    for cost, least, most in ((last.cost, 1.15, 1.25), (spread.cost, 1.0, 1.08)):
         times = cost.stage_times()
         busy = [times.busy(rank).total for rank in range(8)]
         assert sum(busy) == pytest.approx(total_s)
         assert least < max(busy) / (total_s / 8) < most
-    assert last.time.total_s > 1.1 * found.time.total_s
+    assert last.time.total_s > 1.1 * spread.time.total_s
     # The parameters stay where they were; every rank has its rows besides, and their gradients.
-    assert [rank.parameters for rank in found.stages][-1] > [rank.parameters for rank in found.stages][1]
+    assert [rank.parameters for rank in spread.stages][-1] > [rank.parameters for rank in spread.stages][1]
     rows_bytes = model.outputs * model.hidden / 8 * 2
-    assert all(rank.logits > 3 * rows_bytes for rank in found.stages)
+    assert all(rank.logits > 3 * rows_bytes for rank in spread.stages)
     assert all(rank.logits == 0 for rank in last.stages[:-1])
 
 
@@ -531,20 +535,20 @@ def test_a_head_on_all_stages_is_estimated_on_a_mesh(mesh, gather):
     config["pipeline"] |= {"schedule": "zero_bubble", "memory_limit": 3}
     last = estimate(model, read_layout(config), cluster, 8192)
     config["pipeline"]["head"] = "spread"
-    found = estimate(model, read_layout(config), cluster, 8192)
-    assert found.layout.mesh == mesh
-    assert found.layout.head_ranks == 2
-    whole, share = last.cost.units.head_forward(0, 4096), found.cost.units.head_forward(0, 4096, 2)
-    assert share.compute == pytest.approx(whole.compute / 2)
+    spread = estimate(model, read_layout(config), cluster, 8192)
+    assert spread.layout.mesh == mesh
+    assert spread.layout.head_ranks == 2
+    whole_head, share = last.cost.units.head_forward(0, 4096), spread.cost.units.head_forward(0, 4096, 2)
+    assert share.compute == pytest.approx(whole_head.compute / 2)
     # Every rank exchanges all hidden states over `sequence`, but over `hidden` the logits of its own part only.
-    assert whole.exposed / 2 < share.exposed <= whole.exposed or mesh.batch > 1
-    assert (share.exposed < whole.exposed) == (mesh.hidden > 1)
+    assert whole_head.exposed / 2 < share.exposed <= whole_head.exposed or mesh.batch > 1
+    assert (share.exposed < whole_head.exposed) == (mesh.hidden > 1)
     # A share's rows are gathered for the step, which the last stage waits for, whatever units do with other weights.
-    waits = found.cost.stage_times().once_s, last.cost.stage_times().once_s
+    waits = spread.cost.stage_times().once_s, last.cost.stage_times().once_s
     assert waits[0][1] >= waits[1][1]
     assert (waits[0] == waits[1]) == (mesh.batch == 1)
     rows_bytes = model.outputs * model.hidden / mesh.of("sequence", "hidden") / 2 * 2
-    assert all(rank.logits > 3 * rows_bytes for rank in found.stages)
+    assert all(rank.logits > 3 * rows_bytes for rank in spread.stages)
 
 
 @pytest.mark.parametrize(
@@ -560,8 +564,8 @@ def test_long_steps_are_continued_from_their_first_micro_batches(schedule, micro
 
 
 def test_the_search_tries_schedules_with_less_of_a_bubble():
-    found = search(description_of({**LLAMA_8B, "num_hidden_layers": 8}), Cluster.parse("4x8xA100-40GB"), 2**16, 1)
-    best = found.best[0]
+    result = search(description_of({**LLAMA_8B, "num_hidden_layers": 8}), Cluster.parse("4x8xA100-40GB"), 2**16, 1)
+    best = result.best[0]
     assert best.layout.schedule != "seq1f1b"
     plain = replace(best.layout, schedule="seq1f1b", chunks=1)
     assert best.time.total_s < estimate(best.cost.model, plain, best.cost.cluster, 2**16).time.total_s
@@ -573,8 +577,8 @@ def test_what_is_not_counted_is_said():
 
 
 def read_layout(config, length=8192):
-    own, rest = split_config(config)
-    return layout_of_config(own, rest, description_of(LLAMA_8B), Cluster.parse("8xH100"), length)
+    settings, rest = split_config(config)
+    return layout_of_config(settings, rest, description_of(LLAMA_8B), Cluster.parse("8xH100"), length)
 
 
 def test_what_a_config_says_of_segments_is_counted():
@@ -638,10 +642,10 @@ def test_recipes_are_accepted_and_fit(path):
     gpus = Cluster.parse(config.cluster).gpus
     check_framework_config(config, rest, gpus, is_complete=True)
     (case,) = (case for case in choosing.cases() if case.path == path)
-    found = case.read()
-    assert found.fits
-    assert found.layout.rows == case.rows
-    assert (found.cost.length, config.ranks * found.layout.replicas) == (choosing.LENGTHS[case.length], gpus)
+    planned = case.read()
+    assert planned.fits
+    assert planned.layout.rows == case.rows
+    assert (planned.cost.length, config.ranks * planned.layout.replicas) == (choosing.LENGTHS[case.length], gpus)
 
 
 @pytest.mark.slow

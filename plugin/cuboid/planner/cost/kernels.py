@@ -32,8 +32,8 @@ class Kernels:
         products slow: with I inputs the result's bytes alone take peak/(memory's rate · I) of the operations' time.
         """
         moved = _ELEMENT_BYTES * (rows * inputs + inputs * outputs + rows * outputs)
-        own = 2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes
-        return count * own + (1 if grouped else count) * self.kernel_s
+        product_s = 2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes
+        return count * product_s + (1 if grouped else count) * self.kernel_s
 
     def attention_s(self, pairs: float, features: float) -> float:
         """Forward of flash attention: ``pairs`` (query, key) in all heads, ``features`` of one query and one value."""

@@ -115,8 +115,10 @@ class Layout:
         layers = [0] * self.stages
         for rank, count in zip(self.rank_of, self.stage_layers, strict=bool(self.stage_layers)):
             layers[rank] += count
-        own = tuple(layers) if self.stage_layers else ()
-        return replace(self, schedule="seq1f1b", chunks=1, memory_limit=None, spreads_head=False, stage_layers=own)
+        rank_layers = tuple(layers) if self.stage_layers else ()
+        return replace(
+            self, schedule="seq1f1b", chunks=1, memory_limit=None, spreads_head=False, stage_layers=rank_layers
+        )
 
     @property
     def gathers_once(self) -> bool:

@@ -51,7 +51,7 @@ class Memory:
         working: gradients inside the layer that runs, and what it recomputes.
         messages: messages between stages.
         step: what the optimizer's step takes, beyond what was freed by then of the kinds from ``gathered`` on.
-        own: buffers of the framework and its libraries.
+        framework: buffers of the framework and its libraries.
         on_host: what layers keep, and the optimizer, in host memory, which isn't in the total.
     """
 
@@ -65,7 +65,7 @@ class Memory:
     working: float = 0
     messages: float = 0
     step: float = 0
-    own: float = 0
+    framework: float = 0
     on_host: float = 0
 
     @property
@@ -104,13 +104,13 @@ def usable_bytes(cluster: Cluster) -> float:
 def states_bytes(cost: StepCost) -> float:
     """A cheap lower bound of memory: parameters, gradients and optimizer states, divided equally over the stages."""
     layout = cost.layout
-    own = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
+    weights = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
     shared = layout.replicas * layout.context
-    gradients = own * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
-    updated = own / (shared if layout.zero_stage else 1)
+    gradients = weights * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+    updated = weights / (shared if layout.zero_stage else 1)
     if layout.optimizer_on_host:
-        return own * _ELEMENT + gradients
-    return own * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES + _step_bytes(cost.software, updated, gradients)
+        return weights * _ELEMENT + gradients
+    return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES + _step_bytes(cost.software, updated, gradients)
 
 
 def ends_memory(cost: StepCost) -> float:
@@ -158,8 +158,8 @@ class _Stage:
         shared = layout.replicas * layout.context
         optimizer = dense / (shared if layout.zero_stage else 1)
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
-        own = (dense + experts) / (layout.context if software.shards_over_context else 1)
-        gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+        weights = (dense + experts) / (layout.context if software.shards_over_context else 1)
+        gradients = weights * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store, on_host = self._activations()
         logits = self._logits() if self.is_last or layout.head_ranks else 0.0
         units = {
@@ -173,12 +173,12 @@ class _Stage:
         }
         on_device = 0.0 if layout.optimizer_on_host else optimizer
         return Memory(
-            parameters=own * _ELEMENT,
+            parameters=weights * _ELEMENT,
             gradients=gradients,
             optimizer=on_device * _OPTIMIZER_BYTES,
             **units,
             step=max(0.0, _step_bytes(software, on_device, gradients) - sum(units.values())),
-            own=software.own_bytes,
+            framework=software.own_bytes,
             on_host=on_host + (optimizer - on_device) * _HOST_OPTIMIZER_BYTES,
         )
 
@@ -232,18 +232,18 @@ class _Stage:
 
     def _kept_by_formula(self, layer: Layer) -> float:
         """Bytes that a layer saves of one token, without keys and values."""
-        layout, software, hidden, own = self.layout, self.software, self.model.hidden, layer.attention
+        layout, software, hidden, sizes = self.layout, self.software, self.model.hidden, layer.attention
         routing = 0.0
         residual = 2 * hidden * _ELEMENT
         if software.dropout:
             residual += 2 * hidden
         norms = 2 * self._norm()
-        attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
-        if own.query_dim != own.value_dim and self._is_cut:
+        attention = (sizes.query + sizes.output) * _ELEMENT + sizes.heads * _STATISTIC
+        if sizes.query_dim != sizes.value_dim and self._is_cut:
             # Kernels for two head dims return heads by heads, which the output projection has a copy of.
-            attention += own.output * _ELEMENT
-        if own.head_norms:
-            attention += (own.query + own.key) * (_STATISTIC + _ELEMENT)
+            attention += sizes.output * _ELEMENT
+        if sizes.head_norms:
+            attention += (sizes.query + sizes.key) * (_STATISTIC + _ELEMENT)
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
         mlp = (between + 1) * layer.intermediate * _ELEMENT
         if layer.experts is not None:
@@ -253,14 +253,16 @@ class _Stage:
             if layout.splits_experts:
                 mlp += routed * (between + 2) * width * _ELEMENT
                 # The shared experts' output, if it is multiplied with a gate.
-                residual += (sum(each.kind == "router" for each in layer.projections) - 1) * hidden * _ELEMENT
+                residual += (
+                    (sum(projection.kind == "router" for projection in layer.projections) - 1) * hidden * _ELEMENT
+                )
                 residual += layer.experts.router_kept
                 routing = routed * _ROUTED + layer.experts.count * _STATISTIC / layout.mesh.sequence
             else:
                 mlp += routed * (hidden + (between + 1) * width) * _ELEMENT
         if software.attention == "scores":
             # The softmax's result, and with dropout its mask and its result.
-            attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
+            attention += sizes.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
         if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
             residual -= hidden * _ELEMENT
@@ -290,9 +292,9 @@ class _Stage:
 
     def _key_value(self, layer: Layer) -> float:
         """Bytes of keys and values of one token."""
-        own = layer.attention
-        heads = max(own.key_value_heads / self._ranks, 1)
-        return heads * (own.query_dim + own.value_dim) * _ELEMENT
+        attention = layer.attention
+        heads = max(attention.key_value_heads / self._ranks, 1)
+        return heads * (attention.query_dim + attention.value_dim) * _ELEMENT
 
     def _kept_attention(self, kind: int, segment: int) -> float:
         return self._units.kept_attention(self.model.kinds[kind], self._units.tokens(self.cost.lengths[segment]))
@@ -371,12 +373,12 @@ class _Stage:
         And at the peak of its own what waits in host memory.
         """
         last = len(self.cost.lengths) - 1
-        kept = {part: [self._unit(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
+        kept = {part: [self._unit(kinds, segment) for segment in range(last + 1)] for part, kinds in self.parts.items()}
         waiting = {
-            part: [self._waiting(own, each) if self.cost.splits else 0.0 for each in range(last + 1)]
-            for part, own in self.parts.items()
+            part: [self._waiting(kinds, segment) if self.cost.splits else 0.0 for segment in range(last + 1)]
+            for part, kinds in self.parts.items()
         }
-        stores = {part: self._store_bytes(own) for part, own in self.parts.items()}
+        stores = {part: self._store_bytes(kinds) for part, kinds in self.parts.items()}
         ends = {part: [0.0] * (last + 1) for part in kept}
         if self.is_last and self.software.loss == "chunked":
             ends[max(kept)] = [self._end(segment) for segment in range(last + 1)]
@@ -396,17 +398,17 @@ class _Stage:
                     most = now, sum(opened.values())
                 continue
             moved = kept[part][segment] if unit_of(action) in away else 0.0
-            own, later = kept[part][segment] - moved + ends[part][segment], waiting[part][segment]
+            saved, later = kept[part][segment] - moved + ends[part][segment], waiting[part][segment]
             match action.op:
                 case Op.FORWARD:
-                    now += own
+                    now += saved
                     on_host += moved
                     most_on_host = max(most_on_host, on_host)
                     opened.setdefault(store, stores[part])
                 case Op.WEIGHT_GRADIENT:
                     now -= later
                 case _:
-                    now -= own - (later if action.op is Op.INPUT_GRADIENT else 0.0)
+                    now -= saved - (later if action.op is Op.INPUT_GRADIENT else 0.0)
                     on_host -= moved
                     if segment == last:
                         opened[store] += stores[part] * gradients
@@ -439,7 +441,7 @@ class _Stage:
 
     def _logits(self) -> float:
         model, mesh = self.model, self.layout.mesh
-        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(length) for length in self.cost.lengths)
         shares = self.layout.head_ranks or 1
         weight = model.outputs * model.hidden / self._ranks / shares * _ELEMENT
         numbers = tokens * model.outputs / self._ranks / shares
@@ -458,7 +460,7 @@ class _Stage:
 
     def _working(self) -> float:
         """Bytes of the layer in backward: gradients inside the MLP; with checkpointing also all that it recomputes."""
-        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(length) for length in self.cost.lengths)
         working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
         if self.layout.mesh.batch > 1:
             # The gradient of a block before its reduce-scatter.
@@ -475,17 +477,21 @@ class _Stage:
 
     def _features_at_work(self, layer: Layer) -> float:
         """Features of a token: inside the MLP; for experts on a mesh also gradients of their input and output rows."""
-        own = 3 * layer.intermediate / self._ranks
+        features = 3 * layer.intermediate / self._ranks
         if layer.experts is not None and self.layout.splits_experts:
-            own += 3 * layer.experts.per_token * layer.experts.width / self._ranks
-            own += 2 * layer.experts.per_token * self.model.hidden / self.layout.mesh.hidden
-        return own
+            features += 3 * layer.experts.per_token * layer.experts.width / self._ranks
+            features += 2 * layer.experts.per_token * self.model.hidden / self.layout.mesh.hidden
+        return features
 
     def _buffers(self) -> float:
         """Bytes of a 16-bit gradient of each shape of weight, if the software keeps these allocated."""
         if not self.software.buffers_weight_gradients:
             return 0.0
-        shapes = {(each.inputs, each.outputs, each.kind) for layer in self.layers for each in layer.projections}
+        shapes = {
+            (projection.inputs, projection.outputs, projection.kind)
+            for layer in self.layers
+            for projection in layer.projections
+        }
         if self.is_last:
             shapes.add((self.model.hidden, self.model.outputs, "up"))
         return _ELEMENT * sum(i * o / (1 if kind in ("whole", "latent") else self._ranks) for i, o, kind in shapes)
@@ -493,15 +499,15 @@ class _Stage:
     def _messages(self) -> float:
         if self.layout.stages == 1:
             return 0
-        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(length) for length in self.cost.lengths)
         # One received and one sent, of hidden states and of their gradients.
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
 
 
 def _whole_latents(layer: Layer) -> int:
     """Bytes that every rank saves of one token's latents: as they are computed, and as they are normalized."""
-    latents = sum(each.outputs for each in layer.latents) * _ELEMENT
-    return latents + sum(each.inputs * _ELEMENT + _STATISTIC for each in layer.from_latents)
+    latents = sum(projection.outputs for projection in layer.latents) * _ELEMENT
+    return latents + sum(projection.inputs * _ELEMENT + _STATISTIC for projection in layer.from_latents)
 
 
 #: Number of chunks that are about to run or have just run, and so stay on the device.

@@ -82,10 +82,10 @@ class StageTimes:
         """Time of one micro-batch on one rank."""
         backward = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) if self.splits else (Op.BACKWARD,)
         parts = [part for part, owner in enumerate(self.rank_of) if owner == rank]
-        units = [each for op in (Op.FORWARD, *backward) for part in parts for each in self.units[op][part]]
+        units = [seconds for op in (Op.FORWARD, *backward) for part in parts for seconds in self.units[op][part]]
         # Every part has the times of a rank's share of the head, of which a rank has one.
         shares = (op for op in (Op.HEAD_FORWARD, Op.HEAD_BACKWARD) if op in self.units)
-        return sum((each for op in shares for each in self.units[op][0]), sum(units, Seconds()))
+        return sum((seconds for op in shares for seconds in self.units[op][0]), sum(units, Seconds()))
 
     @property
     def busiest(self) -> int:
@@ -160,16 +160,16 @@ class StepCost:
         known = self._known_layers.get((kind, start, stop))
         if known is None:
             layer, units = self.model.kinds[kind], self.units
-            found = {
+            by_op = {
                 Op.FORWARD: units.layer_forward(layer, start, stop),
                 Op.BACKWARD: units.layer_backward(layer, start, stop),
             }
             if self.layout.may_split:
                 halves = units.layer_split_backward(layer, start, stop)
-                found |= zip((Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT), halves, strict=True)
+                by_op |= zip((Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT), halves, strict=True)
             # What occurs once a step is counted with the first segment.
-            once_s = units.once_s(layer, found[Op.FORWARD], found[Op.BACKWARD]) if start == 0 else 0.0
-            known = found, once_s
+            once_s = units.once_s(layer, by_op[Op.FORWARD], by_op[Op.BACKWARD]) if start == 0 else 0.0
+            known = by_op, once_s
             self._known_layers[kind, start, stop] = known
         return known
 
@@ -186,23 +186,23 @@ class StepCost:
             if stop == len(self.model.layers):
                 waits_s[rank] += self.units.once_of_ends_s(is_spread=bool(layout.head_ranks))
             for begin, end in ends:
-                own: dict[Op, Seconds] = {}
+                times: dict[Op, Seconds] = {}
                 for kind, count in kinds.items():
                     one, once_s = self._layer(kind, begin, end)
-                    own = {op: own.get(op, Seconds()) + each * count for op, each in one.items()}
+                    times = {op: times.get(op, Seconds()) + seconds * count for op, seconds in one.items()}
                     waits_s[rank] += once_s * count
                 if first == 0:
                     # This is forward and backward together; all of it is counted in backward.
                     embedding = self.units.embedding(begin, end)
-                    own |= {op: own[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in own}
+                    times |= {op: times[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in times}
                 if layout.head_ranks:
                     head = self.units.head_forward(begin, end, layout.head_ranks)
-                    own |= {Op.HEAD_FORWARD: head * (1 / 3), Op.HEAD_BACKWARD: head * (2 / 3)}
+                    times |= {Op.HEAD_FORWARD: head * (1 / 3), Op.HEAD_BACKWARD: head * (2 / 3)}
                 elif stop == len(self.model.layers):
-                    own[Op.FORWARD] += self.units.head_forward(begin, end)
-                segments.append(own)
+                    times[Op.FORWARD] += self.units.head_forward(begin, end)
+                segments.append(times)
             for op in segments[0]:
-                by_op.setdefault(op, []).append(tuple(each[op] for each in segments))
+                by_op.setdefault(op, []).append(tuple(segment[op] for segment in segments))
         units = {op: tuple(table) for op, table in by_op.items()}
         return StageTimes(units, tuple(waits_s), rank_of, self.splits)
 
@@ -257,12 +257,12 @@ class StepCost:
 
     def _durations(self, times: StageTimes) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
-        messages = [self.units.message_s(*each) for each in ends]
+        messages = [self.units.message_s(begin, end) for begin, end in ends]
         blocking = not self.software.overlaps_messages
         # A blocking send keeps the stage busy until it is received.
         busy = messages if blocking else [0.0] * len(ends)
         seconds = {
-            op: [[each.total + own for each, own in zip(part, busy, strict=True)] for part in parts]
+            op: [[unit.total + busy_s for unit, busy_s in zip(part, busy, strict=True)] for part in parts]
             for op, parts in times.units.items()
         }
         return (
@@ -288,8 +288,8 @@ class StepCost:
         step = self.simulated_s(times, exact)
         if exact == layout.micro_batches:
             return step
-        each = (step - self.simulated_s(times, exact - fewer)) / fewer
-        return step + (layout.micro_batches - exact) * max(each, times.busy(times.busiest).total)
+        further_s = (step - self.simulated_s(times, exact - fewer)) / fewer
+        return step + (layout.micro_batches - exact) * max(further_s, times.busy(times.busiest).total)
 
     def _whole_sequences_s(self, times: StageTimes) -> float:
         """A closed form for 1F1B, interleaved or not: all micro-batches on the busiest stage, and one on the others.
@@ -300,9 +300,9 @@ class StepCost:
         layout = self.layout
         busy = [times.busy(stage).total for stage in range(layout.stages)]
         longest = times.busiest
-        messages = sum(self.units.message_s(*each) for each in pairwise(accumulate(self.lengths, initial=0)))
+        messages = sum(self.units.message_s(begin, end) for begin, end in pairwise(accumulate(self.lengths, initial=0)))
         if not self.software.overlaps_messages:
-            busy = [each + 2 * layout.chunks * messages for each in busy]
+            busy = [busy_s + 2 * layout.chunks * messages for busy_s in busy]
             messages = 0.0
         others = sum(busy) - busy[longest]
         parts = layout.chunks * layout.segments
@@ -355,21 +355,21 @@ class StepCost:
     def own_parameters(self) -> list[tuple[float, float]]:
         """Elements that a rank of each stage owns: those of everything but experts, and those of experts."""
         model, layout = self.model, self.layout
-        found = [(0.0, 0.0)] * layout.stages
+        elements = [(0.0, 0.0)] * layout.stages
         for rank, (first, stop) in zip(layout.rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
-            own = model.layers[first:stop]
-            dense = float(sum(layer.dense_parameters for layer in own))
+            layers = model.layers[first:stop]
+            dense = float(sum(layer.dense_parameters for layer in layers))
             if first == 0:
                 dense += model.embedding_parameters
             if stop == len(model.layers):
                 dense += model.extra_parameters
                 # A tied head that isn't on the embedding's rank has a copy of it.
                 dense += model.head_weights if layout.rank_of[0] != rank else model.head_parameters
-            experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
-            before = found[rank]
-            dense, whole = dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)
-            found[rank] = before[0] + dense, before[1] + whole
-        return found
+            experts = sum(layer.experts.padded(layout.mesh.batch) for layer in layers if layer.experts is not None)
+            before = elements[rank]
+            dense, expert_elements = dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)
+            elements[rank] = before[0] + dense, before[1] + expert_elements
+        return elements
 
     def _reduce_s(self, times: StageTimes) -> float:
         """Reduction of gradients between replicas, and with ZeRO the gather of new weights."""

@@ -87,12 +87,12 @@ class UnitTimes:
         ranks = self._ranks if layer.splits_heads else 1
         return tokens * (layer.attention.output * _ELEMENT + layer.attention.heads * _STATISTIC) / ranks
 
-    def _beside_copies(self, layer: Layer, own: Seconds, tokens: float) -> Seconds:
+    def _beside_copies(self, layer: Layer, seconds: Seconds, tokens: float) -> Seconds:
         """Raise a layer's time to that of the copy to the host or back which runs beside it."""
         if not self._layout.moves:
-            return own
+            return seconds
         moving_s = (self.layer_input(tokens) + self.kept_attention(layer, tokens)) / self._gpu.host_rate
-        return own + Seconds(exposed=max(0.0, moving_s - own.total))
+        return seconds + Seconds(exposed=max(0.0, moving_s - seconds.total))
 
     # --- a layer ------------------------------------------------------------------------------------------------
 
@@ -102,18 +102,18 @@ class UnitTimes:
         compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
         compute += self._elementwise(layer, tokens, backward=False)
         exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
-        own = self._at_host_speed(Seconds(compute, exposed), launches=1)
-        own = self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
-        return self._beside_copies(layer, own, tokens)
+        seconds = self._at_host_speed(Seconds(compute, exposed), launches=1)
+        seconds = self._with_weights(layer, seconds, gathers=0 if self._layout.gathers_once else 1)
+        return self._beside_copies(layer, seconds, tokens)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, including recomputation."""
         layout, adds = self._layout, self._add_weight_gradients(self.block_weights(layer))
-        own = self._backward(layer, start, stop, "backward") + Seconds(adds)
-        own = self._at_host_speed(own, launches=3 if layout.recomputes else 2)
+        seconds = self._backward(layer, start, stop, "backward") + Seconds(adds)
+        seconds = self._at_host_speed(seconds, launches=3 if layout.recomputes else 2)
         gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
-        own = self._with_weights(layer, own, gathers=gathers)
-        return self._beside_copies(layer, own, self.tokens(stop - start))
+        seconds = self._with_weights(layer, seconds, gathers=gathers)
+        return self._beside_copies(layer, seconds, self.tokens(stop - start))
 
     def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
         """The halves of a split backward: the gradient of the input, and those of the weights.
@@ -123,7 +123,9 @@ class UnitTimes:
         """
         layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
         # Only weight gradients of linear layers can be deferred, not those of routers and experts.
-        later = sum(self._product(each, tokens) for each in layer.projections if each.kind != "router")
+        later = sum(
+            self._product(projection, tokens) for projection in layer.projections if projection.kind != "router"
+        )
         weights, others = self.block_weights(layer, experts=False), 0.0
         if layer.experts is not None:
             others = self.block_weights(layer) - weights
@@ -134,9 +136,9 @@ class UnitTimes:
         moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
         inputs += Seconds(exposed=max(0.0, moving_s - batch.overlap * inputs.compute))
         inputs = self._beside_copies(layer, inputs, tokens)
-        own = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
-        own = self._at_host_speed(own, launches=1)
-        return inputs, own + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
+        deferred = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
+        deferred = self._at_host_speed(deferred, launches=1)
+        return inputs, deferred + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
 
     def _backward(self, layer: Layer, start: int, stop: int, half: Literal["backward", "input"]) -> Seconds:
         """Recomputation and all products of backward, without accumulating or reducing the weights' gradients."""
@@ -175,46 +177,48 @@ class UnitTimes:
             waiting_s += self._waiting_s(layer, backward, before + 1) - self._waiting_s(layer, backward, before)
         return waiting_s
 
-    def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:
+    def _at_host_speed(self, seconds: Seconds, launches: int) -> Seconds:
         """Raise a time to what the host needs to launch the work, given in forwards of a layer."""
         host_s = self._software.host_s
         if self._layout.mesh.sequence > 1:
             host_s += 2 * self._software.host_collective_s
-        return Seconds(max(own.compute, launches * host_s - own.exposed), own.exposed)
+        return Seconds(max(seconds.compute, launches * host_s - seconds.exposed), seconds.exposed)
 
     def _products(self, layer: Layer, tokens: float) -> float:
-        total = sum(self._product(each, tokens) for each in layer.projections)
+        total = sum(self._product(projection, tokens) for projection in layer.projections)
         if layer.experts is not None:
-            own = layer.experts.count / self._layout.expert_ranks
-            each_rows = tokens * layer.experts.per_token / own
-            total += sum(self._product(each, each_rows, round(own)) for each in layer.experts.projections)
+            local_experts = layer.experts.count / self._layout.expert_ranks
+            expert_rows = tokens * layer.experts.per_token / local_experts
+            total += sum(
+                self._product(projection, expert_rows, round(local_experts)) for projection in layer.experts.projections
+            )
         return total
 
-    def _product(self, each: Projection, tokens: float, count: int = 1) -> float:
+    def _product(self, projection: Projection, tokens: float, count: int = 1) -> float:
         mesh, kernels, grouped = self._layout.mesh, self.kernels, self._layout.splits_experts
-        if each.kind == "up":
-            outputs, inputs = each.outputs / mesh.sequence, each.inputs / mesh.hidden
+        if projection.kind == "up":
+            outputs, inputs = projection.outputs / mesh.sequence, projection.inputs / mesh.hidden
             return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
-        if each.kind == "down":
-            outputs, inputs = each.outputs / mesh.hidden, each.inputs / mesh.sequence
+        if projection.kind == "down":
+            outputs, inputs = projection.outputs / mesh.hidden, projection.inputs / mesh.sequence
             return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
-        if each.kind in ("router", "latent"):
-            return kernels.matmul_s(tokens / mesh.sequence, each.outputs, each.inputs / mesh.hidden)
-        if each.kind == "from latent":
-            return kernels.matmul_s(tokens, each.outputs / self._ranks, each.inputs)
-        return kernels.matmul_s(tokens, each.outputs, each.inputs)
+        if projection.kind in ("router", "latent"):
+            return kernels.matmul_s(tokens / mesh.sequence, projection.outputs, projection.inputs / mesh.hidden)
+        if projection.kind == "from latent":
+            return kernels.matmul_s(tokens, projection.outputs / self._ranks, projection.inputs)
+        return kernels.matmul_s(tokens, projection.outputs, projection.inputs)
 
     @staticmethod
     def _mlp_up(layer: Layer) -> Projection:
-        return next(each for each in layer.projections if each.name in ("gate_up", "up"))
+        return next(projection for projection in layer.projections if projection.name in ("gate_up", "up"))
 
     def _attention(self, layer: Layer, start: int, stop: int, *, backward: bool) -> float:
-        own, rows = layer.attention, self._rows
+        attention, rows = layer.attention, self._rows
         share = self._ranks * self._layout.context
-        features = own.query_dim + own.value_dim
-        heads = own.heads / share
+        features = attention.query_dim + attention.value_dim
+        heads = attention.heads / share
         if self._software.attention == "flash":
-            pairs = rows * heads * seen_keys(start, stop, own.window)
+            pairs = rows * heads * seen_keys(start, stop, attention.window)
             if not self._software.balances_context:
                 # The last rank sees all keys; the others wait for it.
                 pairs *= (2 * self._layout.context - 1) / self._layout.context
@@ -227,7 +231,7 @@ class UnitTimes:
         products = sum(
             self.kernels.matmul_s(length, stop, dim, count=1) + (rows * heads - 1) * 2 * length * stop * dim
             / self.kernels.product_flops
-            for dim in (own.query_dim, own.value_dim)
+            for dim in (attention.query_dim, attention.value_dim)
         )  # fmt: skip
         return times * products + self.kernels.elementwise_s(
             pairs * moved * self._software.passes, 4 if backward else 2
@@ -251,8 +255,8 @@ class UnitTimes:
             else:
                 inner += routed * 8 * hidden
         # Norms of latents, which all ranks of the mesh compute.
-        whole = (10 if backward else 8) * sum(each.inputs for each in layer.from_latents)
-        moved = tokens * (residual / self._residual_ranks + inner / self._ranks + whole)
+        latents = (10 if backward else 8) * sum(projection.inputs for projection in layer.from_latents)
+        moved = tokens * (residual / self._residual_ranks + inner / self._ranks + latents)
         return self.kernels.elementwise_s(moved * software.passes, 14 if backward else 8)
 
     @staticmethod
@@ -266,10 +270,14 @@ class UnitTimes:
         mesh = self._layout.mesh
         pieces = dict.fromkeys(("up", "down", "from latent"), self._ranks)
         pieces |= {"router": mesh.hidden, "latent": mesh.hidden, "whole": 1}
-        own = sum(each.weights / pieces[each.kind] for each in layer.projections if experts or each.kind != "router")
+        elements = sum(
+            projection.weights / pieces[projection.kind]
+            for projection in layer.projections
+            if experts or projection.kind != "router"
+        )
         if layer.experts is not None and experts:
-            own += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
-        return own
+            elements += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
+        return elements
 
     def _add_weight_gradients(self, weights: float) -> float:
         """Time to add a unit's gradients of ``weights`` elements to a sum: it is read and written, they are read."""
@@ -301,8 +309,8 @@ class UnitTimes:
         if layer.latents:
             total += self._latent_exchange(layer, tokens, which)
         if mesh.hidden > 1:
-            ups: float = sum(each.outputs for each in layer.projections if each.kind == "up")
-            downs: float = sum(each.inputs for each in layer.projections if each.kind == "down")
+            ups: float = sum(projection.outputs for projection in layer.projections if projection.kind == "up")
+            downs: float = sum(projection.inputs for projection in layer.projections if projection.kind == "down")
             if routed is not None:
                 ups += routed.per_token * routed.projections[0].outputs
                 # Experts' backward isn't split: all of it is in the "input" half.
@@ -316,8 +324,8 @@ class UnitTimes:
     def _latent_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         """Latents, summed over `hidden` and gathered over `sequence`, and the weights that they are computed with."""
         layout, sequence, hidden = self._layout, self.links.sequence, self.links.hidden
-        features = sum(each.outputs for each in layer.latents)
-        weights = sum(each.weights for each in layer.latents) / layout.mesh.hidden
+        features = sum(projection.outputs for projection in layer.latents)
+        weights = sum(projection.weights for projection in layer.latents) / layout.mesh.hidden
         gathers, reduces = layout.weight_gather == "layer", layout.gradient_sync == "unit"
         moves = {"forward": not layout.gathers_once, "backward": gathers + reduces, "input": gathers, "weight": reduces}
         # Over `batch` they are gathered with the layer's other weights.
@@ -337,8 +345,8 @@ class UnitTimes:
         """Exchange of keys and values among ranks that share a sequence; attention to keys already there hides half."""
         if self._layout.context == 1:
             return 0.0
-        own = layer.attention
-        length_bytes = self._length * self._rows * (own.key + own.value) / self._ranks * _ELEMENT
+        attention = layer.attention
+        length_bytes = self._length * self._rows * (attention.key + attention.value) / self._ranks * _ELEMENT
         return 0.5 * self.links.context.gather_s(length_bytes, 2 if backward else 1)
 
     def _expert_exchange(self, layer: Layer, tokens: float) -> float:
@@ -347,13 +355,13 @@ class UnitTimes:
             return 0.0
         return self.links.experts.exchange_s(tokens * layer.experts.per_token * self._model.hidden * _ELEMENT, 2)
 
-    def _with_weights(self, layer: Layer, own: Seconds, gathers: int) -> Seconds:
-        """Add what ``own`` doesn't hide of the gathers of weights over `batch` and the reduction of gradients."""
-        return Seconds(own.compute, own.exposed + self._waiting_s(layer, own, gathers))
+    def _with_weights(self, layer: Layer, seconds: Seconds, gathers: int) -> Seconds:
+        """Add what ``seconds`` doesn't hide of the gathers of weights over `batch` and the reduction of gradients."""
+        return Seconds(seconds.compute, seconds.exposed + self._waiting_s(layer, seconds, gathers))
 
-    def _waiting_s(self, layer: Layer, own: Seconds, gathers: int) -> float:
+    def _waiting_s(self, layer: Layer, seconds: Seconds, gathers: int) -> float:
         """What computing doesn't hide of ``gathers`` gathers or reductions of a layer's weights."""
-        return self.links.batch.exposed_s(self.block_weights(layer) * _ELEMENT, gathers, own.compute)
+        return self.links.batch.exposed_s(self.block_weights(layer) * _ELEMENT, gathers, seconds.compute)
 
     # --- the ends -----------------------------------------------------------------------------------------------
 
@@ -402,5 +410,5 @@ class UnitTimes:
 
     def message_s(self, start: int, stop: int) -> float:
         """Time to send a unit's hidden states to the next stage."""
-        own = self.tokens(stop - start) * self._model.hidden / self._ranks * _ELEMENT
-        return self.links.stages.send_s(own)
+        sent_bytes = self.tokens(stop - start) * self._model.hidden / self._ranks * _ELEMENT
+        return self.links.stages.send_s(sent_bytes)

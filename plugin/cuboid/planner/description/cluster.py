@@ -195,25 +195,25 @@ def read_profile(path: Path) -> Cluster:
         ConfigError: it can't be read, or a key or value isn't one of a profile.
     """
     try:
-        given = read_object(path)
+        profile = read_object(path)
     except CheckpointError as error:
         raise ConfigError(f"cluster profile {error}") from None
-    unknown = given.keys() - {"nodes", "gpus_per_node", "gpu", "measured"}
-    if unknown or "gpu" not in given:
+    unknown = profile.keys() - {"nodes", "gpus_per_node", "gpu", "measured"}
+    if unknown or "gpu" not in profile:
         raise ConfigError(
             f"cluster profile {path} needs the keys nodes, gpus_per_node and gpu"
             + (f", and has {', '.join(sorted(unknown))}" if unknown else "")
         )
-    counts = [given.get(name, 1) for name in ("nodes", "gpus_per_node")]
+    counts = [profile.get(name, 1) for name in ("nodes", "gpus_per_node")]
     if not all(type(count) is int and 1 <= count <= 2**20 for count in counts):
         raise ConfigError(f"cluster profile {path}: nodes and gpus_per_node are {counts}; both are counts")
-    gpu = given["gpu"]
+    gpu = profile["gpu"]
     return Cluster(_find_gpu(gpu, str(path)) if isinstance(gpu, str) else _read_gpu(gpu, path), *counts)
 
 
-def _read_gpu(given: Any, path: Path) -> Gpu:
+def _read_gpu(entry: Any, path: Path) -> Gpu:
     fields = {field.name: field for field in dataclasses.fields(Gpu)}
-    values = dict(given) if isinstance(given, dict) else {}
+    values = dict(entry) if isinstance(entry, dict) else {}
     base = dataclasses.asdict(_find_gpu(str(values.pop("like")), str(path))) if "like" in values else {}
     unknown = sorted(values.keys() - fields.keys())
     if unknown:

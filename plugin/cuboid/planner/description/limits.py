@@ -126,8 +126,8 @@ class LayoutLimits:
         Args:
             most_stages: the largest number of stages that it would try.
         """
-        found = [self.no_mesh] if self.no_mesh else []
+        reasons = [self.no_mesh] if self.no_mesh else []
         if most_stages > 1 and self.stages is not None:
-            found += [self.stages.whole or self.stages.segments or ""]
-        found += [f"on a mesh with stages, {reason}" for _, reason in self.with_stages]
-        return [each for each in found if each]
+            reasons += [self.stages.whole or self.stages.segments or ""]
+        reasons += [f"on a mesh with stages, {reason}" for _, reason in self.with_stages]
+        return [reason for reason in reasons if reason]

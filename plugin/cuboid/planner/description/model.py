@@ -63,7 +63,7 @@ class Experts:
     @property
     def parameters(self) -> int:
         """Elements of all experts."""
-        return self.count * sum(each.parameters for each in self.projections)
+        return self.count * sum(projection.parameters for projection in self.projections)
 
     @property
     def width(self) -> int:
@@ -141,7 +141,7 @@ class Layer:
     @cached_property
     def dense_parameters(self) -> int:
         """Elements of everything but the experts."""
-        return sum(each.parameters for each in self.projections) + self.others
+        return sum(projection.parameters for projection in self.projections) + self.others
 
     @cached_property
     def parameters(self) -> int:
@@ -151,30 +151,30 @@ class Layer:
     @cached_property
     def weights_of_token(self) -> int:
         """Elements of the weights that one token is multiplied by."""
-        own = sum(each.weights for each in self.projections)
+        weights = sum(projection.weights for projection in self.projections)
         if self.experts is None:
-            return own
-        return own + self.experts.per_token * sum(each.weights for each in self.experts.projections)
+            return weights
+        return weights + self.experts.per_token * sum(projection.weights for projection in self.experts.projections)
 
     @cached_property
     def latents(self) -> tuple[Projection, ...]:
         """The projections to latents of MLA."""
-        return tuple(each for each in self.projections if each.kind == "latent")
+        return tuple(projection for projection in self.projections if projection.kind == "latent")
 
     @cached_property
     def from_latents(self) -> tuple[Projection, ...]:
         """The projections of heads from latents. Each has a norm before it."""
-        return tuple(each for each in self.projections if each.kind == "from latent")
+        return tuple(projection for projection in self.projections if projection.kind == "from latent")
 
     @cached_property
     def splits_heads(self) -> bool:
         """Whether a mesh splits attention's heads; else every rank computes attention whole, if the layer has any."""
-        return bool(self.from_latents) or any(each.name == "qkv" for each in self.projections)
+        return bool(self.from_latents) or any(projection.name == "qkv" for projection in self.projections)
 
     @cached_property
     def gathers_attention_input(self) -> bool:
         """Whether any of attention's projections needs the hidden states of the whole sequence, not only latents."""
-        return not self.latents or any(each.name == "qkv" for each in self.projections)
+        return not self.latents or any(projection.name == "qkv" for projection in self.projections)
 
 
 # Hashed by identity, as a key of caches.

@@ -78,19 +78,19 @@ def describe_modules(
     kept_by = {type(router).__name__: _router_kept(router, config.hidden_size) for router in routers}
     router_kept = max((kept for kept in kept_by.values() if kept is not None), default=0)
     layers, owned = [], set[int]()
-    for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True):
+    for (name, layer), layer_sizes in zip(decoder_layers(model).items(), sizes.layers, strict=True):
         # Layers may share weights: the first of them has them.
-        parameters = sum(each.numel() for each in layer.parameters() if id(each) not in owned)
+        parameters = sum(parameter.numel() for parameter in layer.parameters() if id(parameter) not in owned)
         owned.update(map(id, layer.parameters()))
         layers.append(
             _layer(
-                parameters, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
+                parameters, layer_sizes, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
                 router_kept=router_kept,
             )
         )  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     positions = learned_positions(model) or 0
-    found = ModelDescription(
+    description = ModelDescription(
         name=config.model_type,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -111,21 +111,21 @@ def describe_modules(
         limits=LayoutLimits.of(model, verdict, stages),
         verdict=verdict,
     )
-    more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
-    return replace(found, extra_parameters=more)
+    more = sum(parameter.numel() for parameter in model.parameters()) - description.parameters
+    return replace(description, extra_parameters=more)
 
 
 def _uncounted(config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role]) -> str:
-    found = []
+    parts = []
     if getattr(config, "attn_logit_softcapping", None):
-        found.append("the time that attention with a soft cap takes for scores that are written whole")
+        parts.append("the time that attention with a soft cap takes for scores that are written whole")
     if any(layer.attention.query == 0 for layer in layers):
-        found.append("the time of recurrent states and convolutions of layers without attention")
+        parts.append("the time of recurrent states and convolutions of layers without attention")
     if any(role.kind == "norm" and role.heads is not None for role in roles):
-        found.append("the sums that norms over all heads exchange")
-    if any(each.kind == "whole" for layer in layers for each in layer.projections):
-        found.append("what ranks of a mesh exchange around blocks that each of them computes whole")
-    return "; ".join(found)
+        parts.append("the sums that norms over all heads exchange")
+    if any(projection.kind == "whole" for layer in layers for projection in layer.projections):
+        parts.append("what ranks of a mesh exchange around blocks that each of them computes whole")
+    return "; ".join(parts)
 
 
 def _uncounted_routers(names: Sequence[str]) -> str:
@@ -163,21 +163,21 @@ def check_countable(model: PreTrainedModel) -> None:
 _Modules = Mapping[str, tuple[nn.Module, Role]]
 
 
-def _roles(model: PreTrainedModel, whole: Collection[str]) -> dict[str, Role]:
+def _roles(model: PreTrainedModel, whole_blocks: Collection[str]) -> dict[str, Role]:
     try:
-        return find_roles(model, whole)
+        return find_roles(model, whole_blocks)
     except UnsupportedModelError:
         # Models that can't be sharded can still be cut into stages of one rank each, which need no roles.
         return {}
 
 
 def _inside(modules: _Modules, layer: str) -> list[tuple[nn.Module, Role]]:
-    return [found for name, found in modules.items() if name.startswith(f"{layer}.")]
+    return [entry for name, entry in modules.items() if name.startswith(f"{layer}.")]
 
 
 def _layer(
     parameters: int,
-    own: LayerSizes,
+    sizes: LayerSizes,
     modules: list[tuple[nn.Module, Role]],
     counts: HeadCounts,
     config: PretrainedConfig,
@@ -202,11 +202,13 @@ def _layer(
     mixtures = (_experts(module, role.experts, config, router_kept) for module, role in modules if role.experts)
     experts = next(mixtures, None)
     routers = [module for module, role in modules if role.kind == "router"]
-    rows = [parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2]
+    rows = [parameter.shape[0] for router in routers for parameter in router.parameters() if parameter.dim() == 2]
     hidden: int = config.hidden_size
     cut += [Projection("router", hidden, outputs, "router") for outputs in rows]
-    of_experts = 0 if experts is None else experts.per_token * sum(each.weights for each in experts.projections)
-    rest = max(0, own.weights - sum(each.weights for each in cut) - of_experts) // hidden
+    of_experts = (
+        0 if experts is None else experts.per_token * sum(projection.weights for projection in experts.projections)
+    )
+    rest = max(0, sizes.weights - sum(projection.weights for projection in cut) - of_experts) // hidden
     if rest:
         cut.append(Projection("whole", hidden, rest, "whole"))
     if experts is not None:
@@ -215,16 +217,16 @@ def _layer(
         counts.query,
         # Latents become keys and values of every query head.
         counts.query if any(role.kind == "latent" for _, role in modules) else counts.key_value,
-        own.query // counts.query,
-        own.value // counts.query,
-        window=own.window,
+        sizes.query // counts.query,
+        sizes.value // counts.query,
+        window=sizes.window,
         rotary=0 if learned else counts.dim,
         head_norms=head_norms,
     )
     return Layer(
         attention,
         tuple(cut),
-        others=parameters - sum(each.parameters for each in cut),
+        others=parameters - sum(projection.parameters for projection in cut),
         intermediate=_intermediate(ups, 0 if experts else max(1, rest // _MLP_WEIGHTS)),
         gated=gated or not ups,
         experts=experts,
@@ -246,22 +248,22 @@ def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig, rout
 
 def _router_kept(router: nn.Module, hidden: int) -> int | None:
     """Bytes of a token's copy in another precision that a router saves; None if it can't be run without values."""
-    own = copy.deepcopy(router).to(device="meta", dtype=torch.bfloat16)
+    copied = copy.deepcopy(router).to(device="meta", dtype=torch.bfloat16)
     tokens = torch.empty((2, hidden), device="meta", dtype=torch.bfloat16, requires_grad=True)
-    found: dict[torch.dtype, int] = {}
+    kept: dict[torch.dtype, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if x.numel() == tokens.numel() and x.dtype != tokens.dtype:
-            found[x.dtype] = hidden * x.element_size()
+            kept[x.dtype] = hidden * x.element_size()
         return x
 
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            own(tokens)
+            copied(tokens)
     except (RuntimeError, TypeError, ValueError, IndexError):
         # It takes something else, or needs values.
         return None
-    return sum(found.values())
+    return sum(kept.values())
 
 
 def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
@@ -285,7 +287,7 @@ def _has_bias(module: Any) -> bool:
 
 def _kept_by_nonlinearity(config: Any, *, gated: bool) -> int:
     """Number of tensors that the MLP saves between its projections, found by running the nonlinearity."""
-    name = next((found for key in _NONLINEARITIES if (found := getattr(config, key, None)) is not None), "silu")
+    name = next((value for key in _NONLINEARITIES if (value := getattr(config, key, None)) is not None), "silu")
     features, up = (torch.ones(8, device="cpu", requires_grad=True).clone() for _ in range(2))
     kept: set[int] = set()
     alive = []

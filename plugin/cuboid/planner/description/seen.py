@@ -43,23 +43,23 @@ def seen_cluster(world_size: int) -> Cluster:
 
 def _ranks_of_node(most: int, world_size: int) -> int:
     """The largest number of ranks up to ``most`` that all nodes can have."""
-    return max(each for each in divisors(world_size) if each <= most)
+    return max(count for count in divisors(world_size) if count <= most)
 
 
 def known_device(device: torch.device) -> Gpu | None:
     """The built-in profile of a device; None if there is none for its name."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return known_gpu(found.name, found.total_memory)
+    properties = torch.cuda.get_device_properties(device)
+    return known_gpu(properties.name, properties.total_memory)
 
 
 def unknown_device(device: torch.device) -> Gpu:
     """Starting point for a profile of an unknown device: its own name and memory, and an A100's or CPU's constants."""
     if device.type != "cuda":
         return _share_of_cpu(1)
-    found = torch.cuda.get_device_properties(device)
-    return replace(GPUS["A100-80GB"], name=found.name, memory_bytes=found.total_memory)
+    properties = torch.cuda.get_device_properties(device)
+    return replace(GPUS["A100-80GB"], name=properties.name, memory_bytes=properties.total_memory)
 
 
 def known_gpu(name: str, memory_bytes: int) -> Gpu | None:
