@@ -55,14 +55,14 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(items):
-    own = [item for item in items if FOLDER in item.path.parents]
+    gpu_items = [item for item in items if FOLDER in item.path.parents]
     places = {f"test_gpu_{name}.py": place for place, name in enumerate(ORDER)}
-    if len(own) == len(items):
+    if len(gpu_items) == len(items):
         items.sort(key=lambda item: places.get(item.path.name, len(places)))
     # `make test` has it set where there are fewer GPUs than ranks.
     is_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and not is_cpu else 0
-    for item in own:
+    for item in gpu_items:
         marker = item.get_closest_marker("gpus")
         needed = marker.args[0] if marker else int(DEVICE.type == "cuda")
         if gpus < needed:
@@ -172,23 +172,23 @@ def _name(item):
 @cache
 def machine():
     """What the run is on, by name."""
-    found = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    facts = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found = {
+        facts = {
             "GPU": f"{torch.cuda.device_count()} × {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"sm_{properties.major}{properties.minor}",
             "driver": _driver(),
             "CUDA, cuDNN": f"{torch.version.cuda}, {torch.backends.cudnn.version()}",
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-            **found,
+            **facts,
         }
-    found["environment"] = " ".join(
+    facts["environment"] = " ".join(
         f"`{name}={value}`"
         for name, value in sorted(os.environ.items())
         if name.startswith(PREFIXES) and name != "CUBOID_GPU_RECORD"
     )
-    return found
+    return facts
 
 
 @cache

@@ -133,7 +133,7 @@ def paces(device, sizes, dtype, length):
 @pytest.mark.limit(240)
 def test_a_mesh_of_one_beside_plain_transformers(alone, device, figure):
     sizes, dtype, length = (LARGE, torch.bfloat16, 8192) if device.type == "cuda" else (TINY, torch.float32, 64)
-    (((plain, loss), (compiled, _), (mesh, _), (both, found), (last, _)),) = alone.run(
+    (((plain, loss), (compiled, _), (mesh, _), (both, compiled_loss), (last, _)),) = alone.run(
         1, paces, device, sizes, dtype, length, timeout_s=230
     )
     table = "A mesh of one: two layers of an 8B Llama, bf16, 8k tokens, no activation checkpointing"
@@ -142,7 +142,7 @@ def test_a_mesh_of_one_beside_plain_transformers(alone, device, figure):
         figure(table, row, "÷ plain transformers", f"{2 * value / (plain + last):.3f}")
         figure(table, row, "÷ plain with compiled layers", f"{value / compiled:.3f}")
     figure(table, "plain, last", "÷ plain transformers", f"{last / plain:.3f}")
-    assert found == pytest.approx(loss, rel=2e-3)
+    assert compiled_loss == pytest.approx(loss, rel=2e-3)
 
 
 def staged(model, mode, compiles, **options):
@@ -164,19 +164,21 @@ def stage_gradients(device, kind, mode):
     for _ in range(3):
         model.zero_grad()
         loss = pipeline.train(iter([batch]), 1)
-    found = {name: gradient.cpu() for name, gradient in cuboid.full_gradients(model).items()}
+    gradients = {name: gradient.cpu() for name, gradient in cuboid.full_gradients(model).items()}
     expected = {name: parameter.grad.cpu() for name, parameter in plain.named_parameters()}
-    return float(plain_loss.detach()), float(loss), expected, found, model.cuboid.compiled.graphs
+    return float(plain_loss.detach()), float(loss), expected, gradients, model.cuboid.compiled.graphs
 
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(("kind", "mode"), [("plain", "none"), ("padded", "attention"), ("packed", "layers")])
 def test_gradients_of_a_compiled_stage(fresh, device, kind, mode):
-    ((plain_loss, loss, expected, found, graphs),) = fresh.run(1, stage_gradients, device, kind, mode, timeout_s=110)
+    ((plain_loss, loss, expected, gradients, graphs),) = fresh.run(
+        1, stage_gradients, device, kind, mode, timeout_s=110
+    )
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert graphs > 0
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
 
 
 def stage_paces(device, sizes, dtype, length):

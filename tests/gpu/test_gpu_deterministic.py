@@ -48,10 +48,10 @@ def ranks_twice(variables):
 
 def bits(tensors):
     """A checksum of tensors by name."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        found.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def stage_of(segments, **options):
@@ -83,13 +83,13 @@ KINDS = {
 
 def engine_runs(device):
     """What each kind of engine gives, or its error; in one job, since DeepSpeed keeps its first groups."""
-    found = {}
+    by_kind = {}
     for kind in KINDS:
         try:
-            found[kind] = engine_run(device, kind)
+            by_kind[kind] = engine_run(device, kind)
         except RuntimeError as error:
-            found[kind] = str(error)
-    return found
+            by_kind[kind] = str(error)
+    return by_kind
 
 
 def engine_run(device, kind):
@@ -125,7 +125,7 @@ def engines(twice, device):
 @pytest.mark.limit(150)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_gives_the_same_bits_twice(engines, kind):
-    first, again = (found[kind] for found in engines)
+    first, again = (by_kind[kind] for by_kind in engines)
     assert not isinstance(first, str), first
     assert again == first
 
@@ -217,9 +217,9 @@ with cuboid.scope({"tensor_parallel": {"mode": "3d_tensor", "mesh": {}}, "determ
 def test_a_script_gets_the_variables_before_cuda_reads_them(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=80, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-2:] == list(VARIABLES.values())
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == list(VARIABLES.values())
 
 
 @pytest.mark.gpus(1)

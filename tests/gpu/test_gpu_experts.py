@@ -34,7 +34,7 @@ def test_grouped_products_are_right(device, dtype, case, tokens):
     knows_one = device.type == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10)
     assert has_kernel(x, weight) == (knows_one and dtype == torch.bfloat16)
     of_expert = torch.nn.functional.one_hot(dispatch.experts.long(), count).double()
-    wide = [each.double() for each in (x, y, weight)]
+    wide = [tensor.double() for tensor in (x, y, weight)]
     rows = torch.stack([wide[0][row] @ wide[2][expert] for row, expert in enumerate(dispatch.experts.tolist())])
     sums = torch.einsum("re,rk,rn->ekn", of_expert, wide[0], wide[1])
     for mine, exact in ((multiply_rows(x, weight, dispatch), rows), (multiply_transposed(x, y, dispatch), sums)):

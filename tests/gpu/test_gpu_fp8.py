@@ -22,7 +22,7 @@ HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 def emulated(x, weight, *, fast=False):
     """Both operands rounded row by row to a grid of powers of two, and the exact product of what is left."""
     del fast
-    x, weight = (rounded(each) for each in (x, weight))
+    x, weight = (rounded(operand) for operand in (x, weight))
     return (x @ weight.T).bfloat16()
 
 
@@ -32,8 +32,8 @@ def rounded(x):
     return (x / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
-def distance(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def distance(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def errors_of_a_product(device, tokens, inputs, outputs):
@@ -49,10 +49,10 @@ def errors_of_a_product(device, tokens, inputs, outputs):
     y = rowwise.linear(x, weight)
     y.backward(dy)
     emulation = emulated(x.detach(), weight.detach()), emulated(dy, weight.detach().T)
-    wide = [each.detach().double() for each in (x, weight, dy)]
+    wide = [tensor.detach().double() for tensor in (x, weight, dy)]
     exact = wide[0] @ wide[1].T, wide[2] @ wide[1], wide[2].T @ wide[0]
-    found = y.detach(), x.grad, weight.grad
-    return list(map(distance, found, emulation)), list(map(distance, found, exact))
+    actual = y.detach(), x.grad, weight.grad
+    return list(map(distance, actual, emulation)), list(map(distance, actual, exact))
 
 
 @pytest.mark.parametrize("sizes", [(1024, 4096, 2048), (1, 2048, 4096), (333, 2064, 2080)], ids=str)
@@ -99,12 +99,12 @@ def gradients(device, how, pipeline):
 def distances_of_gradients(device, pipeline):
     """By how it is computed: the loss, and the distance of the gradients to those of the emulation."""
     expected_loss, expected = gradients(device, "emulated", pipeline)
-    found = {"emulated": (expected_loss, 0.0)}
+    by_way = {"emulated": (expected_loss, 0.0)}
     splits = pipeline is not None and "schedule" in pipeline
     for how in ("bf16", "fp8") if splits else ("bf16", "fp8", "compiled fp8"):
         loss, gradient = gradients(device, how, pipeline)
-        found[how] = loss, distance(gradient, expected)
-    return found
+        by_way[how] = loss, distance(gradient, expected)
+    return by_way
 
 
 @pytest.mark.limit(120)
@@ -112,10 +112,10 @@ def distances_of_gradients(device, pipeline):
     "pipeline", [None, EVEN, {"segments": 4, "schedule": "zero_bubble"}], ids=["mesh", "stage", "split"]
 )
 def test_gradients_are_those_of_the_emulation(fresh, device, pipeline, figure):
-    (found,) = fresh.run(1, distances_of_gradients, device, pipeline, timeout_s=110)
+    (by_way,) = fresh.run(1, distances_of_gradients, device, pipeline, timeout_s=110)
     where = "a mesh of one" if pipeline is None else f"a stage, {pipeline.get('schedule', 'seq1f1b')}"
-    expected_loss, _ = found.pop("emulated")
-    for how, (loss, error) in found.items():
+    expected_loss, _ = by_way.pop("emulated")
+    for how, (loss, error) in by_way.items():
         figure("Gradients of a small model in fp8, distance to the emulation", where, how, f"{error:.1e}")
         assert loss == pytest.approx(expected_loss, rel=2e-3)
         # Another order of sums changes what is rounded up and down.
@@ -173,8 +173,8 @@ def paces(device, sizes, length, contestants):
 def test_a_mesh_of_one_in_fp8_beside_bf16_and_torchao(fresh, device, figure):
     sizes, length = (LARGE, 8192) if device.type == "cuda" else (TINY, 64)
     contestants = ["plain", "mesh", "mesh fp8", *(["torchao"] if HAS_TORCHAO else []), "plain"]
-    (found,) = fresh.run(1, paces, device, sizes, length, contestants, timeout_s=170)
-    plain, mesh, fp8, *peer, last = found
+    (measured,) = fresh.run(1, paces, device, sizes, length, contestants, timeout_s=170)
+    plain, mesh, fp8, *peer, last = measured
     table = "Compiled layers in fp8 on a mesh of one: two layers of an 8B Llama, 8k tokens, no activation checkpointing"
     rows = {"bf16": mesh, "fp8": fp8, **({"torchao's fp8, plain transformers": peer[0]} if peer else {})}
     for row, value in rows.items():

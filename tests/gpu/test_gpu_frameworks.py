@@ -27,7 +27,7 @@ def batches_of(step, device):
     """The two micro-batches of a step."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 512, (2, 2, 384), generator=generator).to(device)
-    return iter([{"input_ids": each, "labels": each} for each in ids])
+    return iter([{"input_ids": rows, "labels": rows} for rows in ids])
 
 
 def dropping_model(device):

@@ -71,8 +71,8 @@ def test_kernels_are_right(device, dtype, head_dim, group, length, causal, figur
         keys = [x.repeat_interleave(expand, dim=1) for x in (key, value)]
         out, lse = kernel.forward(query, *keys, **options)
         dq, dk, dv = kernel.backward(grad, query, *keys, out, lse, **options)
-        found = [out, dq, *(x.unflatten(1, (-1, expand)).sum(2) for x in (dk, dv))]
-        for mine, theirs in zip(found, (out_exact, *exact_gradients), strict=True):
+        actual = [out, dq, *(x.unflatten(1, (-1, expand)).sum(2) for x in (dk, dv))]
+        for mine, theirs in zip(actual, (out_exact, *exact_gradients), strict=True):
             error = (mine.double() - theirs).abs().max() / theirs.abs().max().clamp(min=floor)
             assert error < TOLERANCES[dtype], type(kernel)
         if length > 1000 and causal and group == 4:
@@ -115,10 +115,10 @@ def test_the_norm_of_whole_rows_is_right(device, dtype, hidden, figure):
     gradient = made(4, 512, hidden).detach()
     assert has_fused_kernel(x, weight) == (device.type == "cuda")
     y = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
-    found = [y.detach(), *torch.autograd.grad(y, (x, weight), gradient)]
-    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    actual = [y.detach(), *torch.autograd.grad(y, (x, weight), gradient)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     exact = wide[0] * torch.rsqrt(wide[0].pow(2).mean(-1, keepdim=True) + 1e-6) * wide[1]
     wanted = [exact.detach(), *torch.autograd.grad(exact, wide, gradient.double())]
-    errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
+    errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, wanted, strict=True)]
     assert max(errors) < NORM_TOLERANCES[dtype], errors
     figure("Norm of whole rows", f"{str(dtype)[6:]}, {hidden} features", "largest error", f"{max(errors):.1e}")

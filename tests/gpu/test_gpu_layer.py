@@ -110,11 +110,13 @@ def mirrored_gradients(device, axes, checkpointing, late):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 1), (4, 1, 1)], ids=str)
 def test_nothing_reads_or_changes_what_a_late_collective_has_in_hand(own_process, device, axes, checkpointing):
-    ((count, wanted),), ((late, found),) = (
+    ((count, wanted),), ((late, gradients),) = (
         own_process.run(1, mirrored_gradients, str(device), axes, checkpointing, late, timeout_s=40)
         for late in (False, True)
     )
     assert count == late > 20
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=name
+        )

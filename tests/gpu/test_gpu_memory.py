@@ -63,8 +63,8 @@ def head_with_loss(device, chunk_tokens, sizes):
     def step():
         with head.unsharded() as unsharded:
             value, _ = loss.value_and_gradients(states.detach().requires_grad_(), unsharded)
-            for each in unsharded:
-                each.gradient()
+            for param in unsharded:
+                param.gradient()
         return float(value)
 
     step()

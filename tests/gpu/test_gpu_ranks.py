@@ -46,10 +46,10 @@ def gradients(device, axes, stages, dtype, *, autocast=False, gather="layer"):
     return float(loss.detach()), {name: x.cpu() for name, x in (cuboid.full_gradients(model) or {}).items()}
 
 
-def assert_close(found, wanted, tolerance):
-    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+def assert_close(actual, wanted, tolerance):
+    assert actual[0] == pytest.approx(wanted[0], rel=tolerance)
     for name, gradient in wanted[1].items():
-        error = (found[1][name] - gradient).abs().max() / gradient.abs().max()
+        error = (actual[1][name] - gradient).abs().max() / gradient.abs().max()
         assert error < tolerance, (name, error)
 
 
@@ -100,8 +100,8 @@ def test_a_recomputation_drops_the_same(pool, device):
 
 @pytest.mark.parametrize("how", ["fp32", "backend"])
 def test_gradients_in_bfloat16(pool, device, plain, how, figure):
-    found = pool.run(RANKS, in_bfloat16, str(device), how)[0][1]
-    squares = sum((found[n].double() - g.double()).pow(2).sum() for n, g in plain[1].items())
+    gradients = pool.run(RANKS, in_bfloat16, str(device), how)[0][1]
+    squares = sum((gradients[n].double() - g.double()).pow(2).sum() for n, g in plain[1].items())
     error = (squares / sum(g.double().pow(2).sum() for g in plain[1].values())).sqrt().item()
     figure(f"Gradients in bf16 over {RANKS} ranks", f'"gradient_reduce": "{how}"', "relative error", f"{error:.2e}")
     assert error < 0.1

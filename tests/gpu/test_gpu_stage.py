@@ -65,21 +65,21 @@ def compare(device, kind, segments, mode):
     loss = plain(**batch, use_cache=False).loss
     loss.backward()
     staged = model_of(SIZES, device, torch.float32)
-    found = pipeline_of(staged, segments, mode).train(iter([batch]), 1)
+    staged_loss = pipeline_of(staged, segments, mode).train(iter([batch]), 1)
     gradients = cuboid.full_gradients(staged)
     errors = {}
     for name, parameter in plain.named_parameters():
         difference = (gradients[name].cpu() - parameter.grad.cpu()).abs().max()
         errors[name] = (difference / parameter.grad.abs().max().cpu()).item()
-    return float(loss.detach()), float(found), errors
+    return float(loss.detach()), float(staged_loss), errors
 
 
 @pytest.mark.parametrize("mode", ["none", "layers", "attention"])
 @pytest.mark.parametrize("segments", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_segments_are_the_plain_model(alone, device, kind, segments, mode):
-    ((loss, found, errors),) = alone.run(1, compare, device, kind, segments, mode, timeout_s=80)
-    assert found == pytest.approx(loss, rel=1e-5)
+    ((loss, staged_loss, errors),) = alone.run(1, compare, device, kind, segments, mode, timeout_s=80)
+    assert staged_loss == pytest.approx(loss, rel=1e-5)
     assert max(errors.values()) < 1e-3, errors
 
 
@@ -204,7 +204,7 @@ def test_time_and_memory_of_long_sequences(alone, device, length, segments, figu
 def paces(device, sizes, dtype, length):
     """Tokens per second with attention kept, between two measurements of plain transformers on the same card."""
     contestants = ((None, "layers"), (4, "attention"), (None, "layers"))
-    return [length / measure(device, sizes, dtype, length, *each)[0] for each in contestants]
+    return [length / measure(device, sizes, dtype, length, *contestant)[0] for contestant in contestants]
 
 
 @pytest.mark.parametrize("length", [32_768, 131_072])
