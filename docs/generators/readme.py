@@ -32,7 +32,7 @@ _CORES = "2 CPU cores"
 def parts() -> dict[str, dict[str, str]]:
     """The table of results; each row links to the section with its setting and spread."""
     header = ["what", "compared with", "times as fast", "measured on"]
-    lines = [*_pipelines(), _meshes(), *_training_steps(), _overhead(), _stage_on_gpu()]
+    lines = [*_pipelines(), _meshes(), *_training_steps(), _overhead(), _stage_on_gpu(), _fp8_on_gpu()]
     return {"../README.md": {"results": table(header, lines, "llrl")}}
 
 
@@ -123,6 +123,24 @@ def _stage_on_gpu() -> list[str]:
         f"{plain}, checkpointing too ({memory[plain]:.0f} GiB of activations; here {memory[ours]:.0f})",
         f"{speed[ours] / speed[plain]:.2f}<br>{float(kept[1]):.2f}",
         f"1 {gpu[1]}, bfloat16",
+    ]
+
+
+def _fp8_on_gpu() -> list[str]:
+    """Compiled layers in fp8 on one GPU beside plain transformers, by the page of that run."""
+    page = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    title = "## Compiled layers in fp8 on a mesh of one: two layers of an 8B Llama, 8k tokens"
+    row = re.search(
+        rf"{title}.*?^\| fp8 \| [\d,]+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|$", page, re.MULTILINE | re.DOTALL
+    )
+    gpu = re.search(r"^\| GPU \| 1 × NVIDIA (\w+)", page, re.MULTILINE)
+    assert row is not None
+    assert gpu is not None
+    return [
+        "[fp8](docs/fp8.md) and compiled layers on one rank, two layers of an 8B Llama, 8k tokens",
+        _lines(("plain transformers, layers compiled, in bf16", "torchao's fp8 in them")),
+        _lines(f"{float(ratio):.2f}" for ratio in row.groups()),
+        f"1 {gpu[1]}",
     ]
 
 
