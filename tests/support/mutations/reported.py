@@ -405,9 +405,11 @@ def without_window(model: Any) -> None:
     model.config.sliding_window = 10_000
 
 
-def mean_of_chunks(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
-    chunk_count = (labels != self.ignore_index).sum().clamp(min=1)
-    return original(self, hidden, labels) / chunk_count * self.labels.numel()
+def mean_of_chunks(
+    original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor, labels: torch.Tensor, columns: slice
+) -> Any:
+    label_count = (labels != self.ignore_index).sum().clamp(min=1)
+    return original(self, hidden, labels, columns) / label_count * self.labels.numel()
 
 
 def axis_of_one_skips(original: Any, self: ShardedParam, block: torch.Tensor) -> Any:
@@ -954,7 +956,7 @@ REPORTED = (
         published=14,
     ),
 )
-#: Kinds of checks in the words of docs/verify.md.
+#: Kinds of checks in the words of docs/silent_bugs.md.
 SEEN_BY: dict[ComparedKind, str] = {
     "activation": "outputs",
     "loss": "loss",
@@ -967,7 +969,7 @@ SEEN_BY: dict[ComparedKind, str] = {
 
 
 def published_table() -> list[str]:
-    """Rows of the table in docs/verify.md: each kind of bug that others shipped, as what it is planted, who sees it."""
+    """How rows of docs/silent_bugs.md begin: a kind of bug that others shipped, as what it is planted, who sees it."""
     rows = []
     for number, kind in PUBLISHED.items():
         planted = [mutation for mutation in REPORTED if mutation.published == number]
