@@ -20,6 +20,7 @@ from cuboid.train.reporting.report import TrainReport
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
 from traces import read_chrome_trace
+from warm_python import warm_python
 
 STEPS, RANKS = 20, 4
 MESH = {"batch": 1, "sequence": 2, "hidden": 1}
@@ -100,7 +101,8 @@ def finished(job, tmp_path_factory):
     @functools.cache
     def run_of(launcher, config):
         out = tmp_path_factory.mktemp("finished")
-        status, output = run(*LAUNCHERS[launcher], *train_arguments(job, out, config, f"--steps={STEPS}"))
+        arguments = train_arguments(job, out, config, f"--steps={STEPS}")
+        status, output = run(warm_python(), *LAUNCHERS[launcher], *arguments)
         assert status == 0, output
         return out, output
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from conftest import TIMEOUT_S
 from cuboid import ConfigError, CuboidError
 from cuboid.verify import WorkerError, WorkerPool
-from launching import end, start
+from launching import end, finish, run, start
+from warm_python import warm_python
 
 
 def describe(factor: int) -> tuple[int, int, int, float]:
@@ -194,3 +195,30 @@ def _blocked():
 def test_ctrl_c_is_the_parents_affair(pool):
     assert pool.run(1, _blocked, timeout_s=TIMEOUT_S) == [True]
     assert not _blocked()
+
+
+WAITING = """
+import os, sys, time
+print(os.getpid(), *sys.argv[1:], os.environ["RANK"], "cuboid" in sys.modules, flush=True)
+if len(sys.argv) == 2:
+    sys.exit(int(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def test_a_warm_python_is_a_python(tmp_path: Path) -> None:
+    """Arguments, environment, output, exit status, signals and the end of what it does are those of its script."""
+    script = tmp_path / "script.py"
+    script.write_text(WAITING)
+    status, output = run(warm_python(), "-u", script, 3, RANK="5")
+    assert (status, output.split()[1:]) == (3, ["3", "5", "True"])
+    assert run(warm_python(), "-c", "import sys; print('cuboid' in sys.modules)") == (0, "False\n")
+    for number, expected in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)):
+        process = start(warm_python(), script, RANK="5")
+        assert process.stdout is not None
+        forked = int(process.stdout.readline().split()[0])
+        process.send_signal(number)
+        status, output = finish(process, TIMEOUT_S)
+        assert status == expected
+        assert ("KeyboardInterrupt" in output) == (number == signal.SIGINT)
+        wait_until(lambda: not psutil.pid_exists(forked))  # noqa: B023

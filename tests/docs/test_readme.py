@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from cuboid.requirements import RANGES
 from cuboid.verify import SmallModel
 from launching import BIN, ROOT, as_ranks, run
+from warm_python import warm_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: What a user's script has before the lines of the README: a folder to run in, and data.
@@ -71,7 +72,7 @@ def test_the_script_trains_when_it_is_launched(folder):
     (folder / "ds_config.json").write_text(config, encoding="utf-8")
     (folder / "train.py").write_text(BEGIN.format(folder=str(folder)) + script, encoding="utf-8")
     command, *arguments, _ = shlex.split(launch)
-    status, output = run(BIN / command, *arguments, folder / "train.py", timeout_s=240)
+    status, output = run(warm_python(), BIN / command, *arguments, folder / "train.py", timeout_s=240)
     assert status == 0, output
     before, after = (loss_of(folder / path, folder) for path in ("path/to/checkpoint", "out/global_step8"))
     assert after < before - 0.01

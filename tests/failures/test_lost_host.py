@@ -25,6 +25,7 @@ from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import ROOT, finish, free_port, start
+from warm_python import warm_python
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -85,7 +86,7 @@ _TRAINING = """
 def test_both_hosts_end_when_their_link_is_cut_in_a_step(two_hosts, checkpoint, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_TRAINING))
-    ranks = [start(sys.executable, script, rank, two_hosts, checkpoint(SMALL), GROUP_TIMEOUT_S) for rank in range(2)]
+    ranks = [start(warm_python(), script, rank, two_hosts, checkpoint(SMALL), GROUP_TIMEOUT_S) for rank in range(2)]
     try:
         for rank in ranks:
             assert any(line.strip() == "training" for line in rank.stdout)

@@ -1,24 +1,22 @@
 """Start real processes as a user would, and end all of their children."""
 
-import atexit
 import contextlib
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import psutil
 
 from fork_server import VARIABLES, start_fork_server
+from warm_python import run_as_main, run_path
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -137,25 +135,9 @@ def _run_script(argv, variables, output):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.update(variables)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
-    # A data loader's workers would be forked from the server too, which would run the script in each of them.
-    multiprocessing.set_start_method(None, force=True)
-    status = 0
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as exit_:
-        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    # What the interpreter does at its end, and a process of multiprocessing doesn't.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run_as_main(lambda: run_path(argv[0]))
 
 
 def reports_of(ranks, script, root, launch=world):
