@@ -196,7 +196,7 @@ def test_a_case_that_there_is_not_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         generate.main(["timelines"])
     assert ended.value.code == 2
-    assert "there is no timelines; there are architectures" in capsys.readouterr().err
+    assert "there is no timelines; there are api, architectures" in capsys.readouterr().err
 
 
 def test_make_hands_cases_on():

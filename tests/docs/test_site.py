@@ -5,10 +5,11 @@ import sys
 
 from launching import ROOT
 
-DOCS = ROOT / "docs"
-sys.path.insert(0, str(DOCS))
+sys.path.insert(0, str(ROOT / "docs"))
 
 from generators import errors
+
+DOCS = ROOT / "docs"
 
 
 def test_every_page_is_in_one_part_of_the_site():
