@@ -1,5 +1,7 @@
 """Linear layers in fp8: products beside an emulation of the recipe, in models, stages and graphs, and refusals."""
 
+import contextlib
+import copy
 import functools
 import math
 from types import MappingProxyType
@@ -19,10 +21,17 @@ from transformers import (
 )
 
 import cuboid
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.sharded import fp8 as fp8_models
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.tensor3d.fp8 import rowwise
+from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -152,18 +161,26 @@ def loss_and_gradients(model, pipeline):
 
 def train(pipeline=None, mode="none", fp8=FP8, emulated=False, **section):
     """The loss, the gradients and the shapes of products in fp8 of a model or this rank's stage."""
-    multiply, shapes = rowwise.multiply, []
-
-    def count(x, weight, *, fast=False):
-        shapes.append((x.shape[-1], weight.shape[0]))
-        if emulated:
-            return (rounded(x) @ rounded(weight).T).bfloat16()
-        return multiply(x, weight, fast=fast)
-
     model = cuboid.shard(plain_model(), config_of(pipeline, mode, fp8, **section)).train()
     runs = None if pipeline is None else cuboid.Pipeline(model)
-    with mock.patch.object(rowwise, "multiply", count):
+    with counted_products(emulated) as shapes:
         return (*loss_and_gradients(model, runs), shapes)
+
+
+@contextlib.contextmanager
+def counted_products(emulated):
+    """The shapes of products in fp8, which are perhaps emulated, inside."""
+    quantize, multiply, shapes = rowwise.quantize, rowwise.multiply_quantized, []
+
+    def round_rows(x):
+        return (rounded(x), None) if emulated else quantize(x)
+
+    def count(x, x_scale, weight, weight_scale, *, fast=False):
+        shapes.append((x.shape[-1], weight.shape[0]))
+        return (x @ weight.T).bfloat16() if emulated else multiply(x, x_scale, weight, weight_scale, fast=fast)
+
+    with mock.patch.multiple(rowwise, quantize=round_rows, multiply_quantized=count):
+        yield shapes
 
 
 @functools.cache
@@ -223,6 +240,68 @@ def test_split_backwards_keep_weight_gradients_in_bf16():
     assert distance([split[name] for name in gradients], gradients.values()) < 5e-3
 
 
+def train_on_mesh(mesh, emulated, **changes):
+    """The loss, the whole gradients and the shapes of products in fp8 of one step on ranks that are threads."""
+    plain, settings = plain_model(**changes), CuboidConfig.model_validate(config_of()).tensor_parallel
+    plan = make_parallel_plan(plain, MeshShape.parse(mesh), MeshVerdict())
+    ranks = ThreadRanks(plan.mesh)
+    models = [
+        shard_modules(copy.deepcopy(plain), plan, own_mesh, settings, functools.partial(take_shard, mesh=own_mesh))
+        for own_mesh in ranks.meshes
+    ]
+
+    def step(own_mesh):
+        loss = models[own_mesh.rank](**micro_batch(), use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    with counted_products(emulated) as shapes:
+        losses = ranks.run(step)
+    gradients = {}
+    for own_mesh, model in zip(ranks.meshes, models, strict=True):
+        for name, parameter in model.named_parameters():
+            full = gradients.setdefault(name, parameter.new_zeros(plan.by_parameter[name].shape))
+            put_shard(full, parameter.grad, plan.by_parameter[name], own_mesh.shape, own_mesh.coordinate)
+    return losses[0], gradients, shapes
+
+
+ONE_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "products"),
+    [
+        ("2x1x1", {}, 2 * PRODUCTS),
+        # Rows of the batch aren't contiguous in what is reduced over the sequence: a product for each of two rows and
+        # two ranks, of o and down in forward, and of the five others in backward.
+        ("1x2x1", {}, 5 + 2 * 4 + 5 * 4 + 2),
+        # Two target ranks of q, k, v, gate and up; two pieces of the inputs of o and down.
+        ("1x1x2", {}, 2 * 2 * PRODUCTS),
+        ("2x2x2", {}, 2 * 2 * PRODUCTS),
+        # All ranks get the sums of the only key and value head.
+        ("1x1x2", ONE_HEAD, 2 * 2 * PRODUCTS - 4),
+        # Key and value have too few rows, and stay in bf16 beside the query.
+        ("1x1x2", {"num_key_value_heads": 1}, 2 * 2 * (PRODUCTS - 2)),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_with_the_emulation(mesh, changes, products):
+    loss, gradients, shapes = train_on_mesh(mesh, False, **changes)
+    emulated_loss, emulated, _ = train_on_mesh(mesh, True, **changes)
+    torch.testing.assert_close(loss, emulated_loss, rtol=1e-4, atol=0)
+    assert distance(gradients.values(), emulated.values()) < 2e-2
+    assert len(shapes) == MeshShape.parse(mesh).size * LAYERS * products
+    if not changes:
+        assert_as_emulated(loss, gradients, 1)
+
+
+def test_mesh_blocks_that_are_too_small_are_refused():
+    model, config = plain_model(), CuboidConfig.model_validate(config_of(fp8={**FP8, "min_dimension": 128}))
+    plan = make_parallel_plan(model, MeshShape(1, 2, 1))
+    with pytest.raises(UnsupportedModelError, match="no rank's block of a linear layer's weight has at least 128 rows"):
+        fp8_models.check_fp8(model, type(model), config, plan)
+
+
 def train_stages(schedule):
     loss, gradients, shapes = train({"stages": 2, "segments": 4, "schedule": schedule})
     return loss, gradients, len(shapes)
@@ -250,19 +329,19 @@ def test_small_blocks_and_those_that_kernels_do_not_take_stay_in_bf16():
 
 def test_conv1d_of_gpt2():
     results = []
-    for fp8, pipeline in ((FP8, None), (FP8, {"segments": 2}), (FP8, {"segments": 2, "schedule": "zero_bubble"})):
+    for pipeline in (None, {"segments": 2}, {"segments": 2, "schedule": "zero_bubble"}):
         torch.manual_seed(0)
         sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
         options = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
         plain = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **options), dtype=torch.float32).bfloat16().train()
-        model = cuboid.shard(plain, config_of(pipeline, fp8=fp8)).train()
+        model = cuboid.shard(plain, config_of(pipeline)).train()
         runs = None if pipeline is None else cuboid.Pipeline(model)
-        with mock.patch.object(rowwise, "multiply", wraps=rowwise.multiply) as multiply:
+        with counted_products(False) as shapes:
             batches = [micro_batch()]
             loss = runs.train(iter(batches), 1) if runs else model(**batches[0], use_cache=False).loss
             if runs is None:
                 loss.backward()
-        assert multiply.call_count == 2 * 4 * 2 * (1 if pipeline is None else 2)
+        assert len(shapes) == 2 * 4 * 2 * (1 if pipeline is None else 2)
         results.append((loss.detach(), cuboid.full_gradients(model)))
     (loss, gradients), *others = results
     for other_loss, other_gradients in others:
@@ -277,14 +356,14 @@ def test_adapters_around_layers_in_fp8(pipeline):
         model = cuboid.shard(plain_model(), config_of(pipeline, fp8=fp8)).train()
         torch.manual_seed(1)
         peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-        with mock.patch.object(rowwise, "multiply", wraps=rowwise.multiply) as multiply:
+        with counted_products(False) as shapes:
             if pipeline is None:
                 peft(**micro_batch(), use_cache=False).loss.backward()
             else:
                 cuboid.Pipeline(peft).train(iter([micro_batch()]), 1)
         units = 1 if pipeline is None else 2
         # The first layer's input needs no gradient, but that of its q has an adapter, beside k and v.
-        assert multiply.call_count in range(units * 20, units * 29) if fp8 else multiply.call_count == 0
+        assert len(shapes) in range(units * 20, units * 29) if fp8 else not shapes
         results.append([p.grad for p in peft.parameters() if p.requires_grad])
     assert len(results[0]) == LAYERS * 2 * 2
     assert 1e-3 < distance(*results) < 0.2
@@ -324,6 +403,35 @@ def test_a_compiled_layer_is_one_graph_with_its_products_in_fp8(pipeline):
         assert fp8_in(output.all_input_nodes) == []
 
 
+def train_compiled_mesh(axes):
+    """The loss, the gradients, graphs, their products, and what is saved in fp8 or larger than the rank's part."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def compile_graph(graph, _, **__):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    mesh = dict(zip(("batch", "sequence", "hidden"), axes, strict=True))
+    with mock.patch.object(compiled_layers, "compile_graph", compile_graph):
+        model = cuboid.shard(plain_model(), config_of(mesh=mesh, compile=True)).train()
+        loss, gradients = loss_and_gradients(model, None)
+    assert model.cuboid.compiled.reason is None
+    products = [sum(node.target == torch.ops.aten._scaled_mm.default for node in graph.nodes) for graph in graphs]
+    output = next(node for node in graphs[0].nodes if node.op == "output")
+    return loss, gradients, products, len(fp8_in(output.all_input_nodes))
+
+
+@pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1)], ids=str)
+def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes):
+    ranks = pool.run(2, train_compiled_mesh, axes)
+    for _, _, products, saved in ranks:
+        assert (products, saved) == ([PRODUCTS, PRODUCTS], 0)
+    # Whole gradients are put together on the first rank.
+    loss, gradients, _, _ = ranks[0]
+    assert_as_emulated(loss, gradients, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "attention"])
 def test_inductor_computes_what_uncompiled_layers_do(mode):
@@ -343,13 +451,13 @@ def test_inductor_computes_what_uncompiled_layers_do(mode):
 
 @pytest.mark.slow
 def test_three_hundred_steps_end_where_bf16_does():
-    """A small Llama learns an order-two Markov chain; the mean loss of the last steps is that of bf16 within 0.5 %."""
+    """A small Llama learns a Markov chain; the mean loss of the last steps is that of bf16 within 0.5 %."""
     generator = torch.Generator().manual_seed(0)
-    table = torch.randn(64, 64, 64, generator=generator).mul(2).softmax(-1)
+    table = torch.randn(64, 64, generator=generator).mul(3).softmax(-1)
     ends = []
     for fp8 in (None, FP8):
         generator.manual_seed(1)
-        model = plain_model(hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+        model = plain_model()
         model = cuboid.shard(model, config_of(fp8=fp8)).train()
         # Masters in float32: bf16 has too few bits for small steps.
         masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
@@ -357,8 +465,8 @@ def test_three_hundred_steps_end_where_bf16_does():
         losses = []
         for step in range(300):
             ids = torch.randint(0, 64, (8, 64), generator=generator)
-            for at in range(2, 64):
-                ids[:, at] = torch.multinomial(table[ids[:, at - 2], ids[:, at - 1]], 1, generator=generator)[:, 0]
+            for at in range(1, 64):
+                ids[:, at] = torch.multinomial(table[ids[:, at - 1]], 1, generator=generator)[:, 0]
             optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (step + 1) / 20, (300 - step) / 100)
             model.zero_grad()
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -371,7 +479,7 @@ def test_three_hundred_steps_end_where_bf16_does():
                     parameter.copy_(master)
             losses.append(float(loss.detach()))
         ends.append(sum(losses[-50:]) / 50)
-        assert ends[-1] < losses[0] - 0.3
+        assert ends[-1] < losses[0] / 1.5
     print(f"bf16 {ends[0]:.4f}, fp8 {ends[1]:.4f}")
     assert ends[1] == pytest.approx(ends[0], rel=5e-3)
 
@@ -413,7 +521,7 @@ def test_other_models_are_refused():
     for pipeline in (None, {"segments": 2}):
         assert "a mixture's experts have no form in fp8" in refusal(mixture, config_of(pipeline))
         text = refusal(plain_model, config_of(pipeline, fp8={"recipe": "rowwise_with_gw_hp"}))
-        assert "no linear layer has at least 2048 inputs and outputs" in text
+        assert "no rank's block of a linear layer's weight has at least 2048 rows and columns" in text
         assert "lower tensor_parallel.fp8.min_dimension" in text
 
 

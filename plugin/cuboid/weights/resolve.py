@@ -84,11 +84,11 @@ def _certified(
 ) -> ModelPlan:
     if config.activation_checkpointing is not None:
         check_checkpointing(model, cls, config.activation_checkpointing)
-    check_fp8(model, cls, config, mesh.shape.size)
     parallel = stages = None
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
     if config.pipeline is None or mesh.shape.size > 1:
         parallel = certified_plan(model, mesh.shape, cls, config.pipeline)
+    check_fp8(model, cls, config, parallel)
     if config.pipeline is not None:
         choice = segment_choice(model, config, mesh, cls) if runs_here else None
         stages = plan_staging(model, config, mesh, cls, choice)

@@ -14,21 +14,26 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.roles import layer_names
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.registry import kind_of_class
+from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.fp8 import rowwise
 
 _KEY = "tensor_parallel.fp8"
+#: Roles of linear layers of a transformer layer.
+_KINDS = ("up", "down", "latent", "from latent")
 #: The compute capability of the first GPUs that have products with a scale for each row.
 _CAPABILITY = (9, 0)
 
 
-def check_fp8(model: PreTrainedModel, cls: type[PreTrainedModel], config: CuboidConfig, ranks: int) -> None:
+def check_fp8(
+    model: PreTrainedModel, cls: type[PreTrainedModel], config: CuboidConfig, parallel_plan: ParallelPlan | None
+) -> None:
     """Make sure that a model's linear layers can multiply in fp8 as a config says.
 
     Args:
         model: the whole model, on any device, meta included.
         cls: the architecture's class.
         config: Cuboid's config.
-        ranks: of the mesh.
+        parallel_plan: how the whole model is sharded; None for stages of one rank each.
 
     Raises:
         UnsupportedModelError: they can't.
@@ -36,28 +41,34 @@ def check_fp8(model: PreTrainedModel, cls: type[PreTrainedModel], config: Cuboid
     fp8 = config.tensor_parallel.fp8
     if fp8 is None:
         return
-    obstacle = _obstacle(model, cls, config, fp8, ranks) or _obstacle_of_device()
+    obstacle = _obstacle(model, cls, config, fp8, parallel_plan) or _obstacle_of_device()
     if obstacle is not None:
         raise UnsupportedModelError(f"{_KEY} can't be used with {cls.__name__} here: {obstacle}; or leave fp8 out")
 
 
 def _obstacle(
-    model: PreTrainedModel, cls: type[PreTrainedModel], config: CuboidConfig, fp8: Fp8Config, ranks: int
+    model: PreTrainedModel,
+    cls: type[PreTrainedModel],
+    config: CuboidConfig,
+    fp8: Fp8Config,
+    parallel_plan: ParallelPlan | None,
 ) -> str | None:
     kind = kind_of_class(cls)
     if not issubclass(kind, Causal):
         return f"fp8 was compared with bf16 for {Causal.words}, not for {kind.words}; take a causal language model"
-    if ranks > 1:
-        return f"a mesh of {ranks} ranks has no products in fp8 yet; write a mesh of 1×1×1, with pipeline.stages"
     if model.dtype != torch.bfloat16 and not config.framework.bf16:
         return f"its weights are in {model.dtype}; load them in torch.bfloat16"
     layers = [model.get_submodule(name) for name in layer_names(model)]
     if any(_has_experts(module) for layer in layers for module in layer.modules()):
         return "the products of a mixture's experts have no form in fp8; take a dense model"
-    if not any(_takes(module, fp8) for layer in layers for module in layer.modules()):
+    if parallel_plan is None:
+        is_used = any(_takes(module, fp8) for layer in layers for module in layer.modules())
+    else:
+        is_used = any(fp8_products(model, parallel_plan, fp8))
+    if not is_used:
         return (
-            f"no linear layer has at least {fp8.min_dimension} inputs and outputs, both multiples of "
-            f"{rowwise.MULTIPLE}; lower {_KEY}.min_dimension"
+            f"no rank's block of a linear layer's weight has at least {fp8.min_dimension} rows and columns that the "
+            f"kernels take, multiples of {rowwise.MULTIPLE}; lower {_KEY}.min_dimension"
         )
     return None
 
@@ -88,9 +99,23 @@ def _has_experts(module: nn.Module) -> bool:
     return is_3d and not isinstance(module, nn.Conv1d)
 
 
-def is_large(block_shape: tuple[int, ...], fp8: Fp8Config) -> bool:
-    """Whether a block of a weight is large enough to gain by fp8, and of sizes that the kernels take."""
-    is_divisible = all(size % rowwise.MULTIPLE == 0 for size in block_shape)
+def fp8_products(model: PreTrainedModel, parallel_plan: ParallelPlan, fp8: Fp8Config) -> set[str]:
+    """The names of the linear layers that multiply in fp8 on a mesh."""
+    layers, mesh = tuple(f"{name}." for name in layer_names(model)), parallel_plan.mesh
+    names = set()
+    for name, role in parallel_plan.roles.items():
+        if role.kind in _KINDS and name.startswith(layers):
+            block_shape = parallel_plan.layouts[name]["weight"].block_shape(mesh)
+            # Of key and value heads a rank may multiply some of its block, and of others as many parts as `hidden` has.
+            heads = parallel_plan.heads.dim if role.heads == "key_value" else rowwise.MULTIPLE
+            if is_large(block_shape, fp8, parts=mesh.hidden) and heads % rowwise.MULTIPLE == 0:
+                names.add(name)
+    return names
+
+
+def is_large(block_shape: tuple[int, ...], fp8: Fp8Config, parts: int = 1) -> bool:
+    """Whether a block of a weight is large enough to gain by fp8, and its parts are of sizes that the kernels take."""
+    is_divisible = all(size % (rowwise.MULTIPLE * parts) == 0 for size in block_shape)
     return is_divisible and min(block_shape) >= fp8.min_dimension
 
 

@@ -21,7 +21,7 @@ from cuboid.models.architectures.attention_heads import (
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
-from cuboid.models.sharded.fp8 import is_large
+from cuboid.models.sharded.fp8 import fp8_products
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.random_modules import ModelDraws, seed_random_modules
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -83,7 +83,7 @@ def parallelize_modules(
     _split_attributes(model, parallel_plan, mesh)
     _split_widths(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
-    in_layers = tuple(f"{name}." for name in layer_names(model))
+    in_fp8 = fp8_products(model, parallel_plan, config.fp8) if config.fp8 is not None else ()
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
         parameters = {key: shards.take(old, key, layout) for key, layout in parallel_plan.layouts[name].items()}
@@ -103,8 +103,7 @@ def parallelize_modules(
             new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
         if isinstance(new, ShardedLinear):
             product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
-            if config.fp8 is not None and name.startswith(in_layers):
-                product = replace(product, is_fp8=is_large(product.weight.block_shape, config.fp8))
+            product = replace(product, is_fp8=name in in_fp8)
             new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)
         new.train(old.training)
         carry_over(old, new)

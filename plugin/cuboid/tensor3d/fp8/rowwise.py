@@ -56,8 +56,18 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, *, fast: bool = False) -> to
         weight: ``[columns, K]``.
         fast: whether tensor cores may keep sums in fewer bits than float32, as torchao lets them in forward.
     """
-    x_fp8, x_scale = quantize(x)
-    weight_fp8, weight_scale = quantize(weight)
+    return multiply_quantized(*quantize(x), *quantize(weight), fast=fast)
+
+
+def multiply_quantized(
+    x_fp8: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_fp8: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    fast: bool = False,
+) -> torch.Tensor:
+    """What :func:`multiply` computes, of two results of :func:`quantize`."""
     # The kernels take the second operand with its columns in memory one after another.
     return torch._scaled_mm(
         x_fp8, weight_fp8.t(), x_scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast

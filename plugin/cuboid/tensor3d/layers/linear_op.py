@@ -30,6 +30,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +38,10 @@ from torch.autograd.graph import Node
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
+from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, multiply_batch, share_reduces
+from cuboid.tensor3d.layers.output_reduce import Columns, Fp8Columns, OutputReduce, multiply_batch, share_reduces
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
@@ -109,6 +111,7 @@ class LinearOp:
         self.mesh = self.params[0].mesh
         #: Whether any weight is sharded over its ``fsdp_axes``: only then is anything unsharded or reduce-scattered.
         self.is_sharded = any(param.ranks > 1 for param in self.params)
+        self.has_fp8 = any(map(attrgetter("is_fp8"), products))
         #: Products whose results are reduced by one collective: the collective, and the products' numbers.
         self.groups = share_reduces([product.output_reduce for product in products])
         #: For each product, the number of its group and its index in the group.
@@ -138,6 +141,8 @@ class LinearOp:
             The gathered input or None, and the products' outputs.
         """
         weights, biases, deferrals, deferred_weights = [], [], [], []
+        if self.has_fp8:
+            rowwise.check_dtypes(x, operands[0].weight)
         for operand in operands:
             weights.append(operand.weight)
             biases.append(operand.bias)
@@ -163,10 +168,17 @@ class LinearOp:
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
         """For each of some products, the block's columns for each piece of the input; waits for blocks lazily."""
         blocks = map(partial(self.block, weights), numbers)
+        columns: Iterable[Columns]
         if self.input_gather.pieces == 1:
-            return zip(blocks, strict=True)
-        # [O, I] -> n of [O, I/n]. Not a generator, each step of which would be a Python call.
-        return map(partial(torch.chunk, chunks=self.input_gather.pieces, dim=1), blocks)
+            columns = zip(blocks, strict=True)
+        else:
+            # [O, I] -> n of [O, I/n]. Not a generator, each step of which would be a Python call.
+            columns = map(partial(torch.chunk, chunks=self.input_gather.pieces, dim=1), blocks)
+        return map(self._in_fp8, columns, numbers) if self.has_fp8 else columns
+
+    def _in_fp8(self, columns: Columns, number: int) -> Columns:
+        is_fp8 = self.products[number].is_fp8
+        return Fp8Columns(columns, [is_fp8] * len(columns), fast=True) if is_fp8 else columns
 
     def in_order(self, by_group: Sequence[AsyncResult[Sequence[T]]]) -> Sequence[T]:
         """Wait for the groups' collectives, and return their results in the order of the products."""
@@ -187,6 +199,9 @@ class LinearOp:
             for place, number in enumerate(numbers):
                 pieces += dy[number].unbind()
                 rows += output_reduce.rows(self.block(weights, number), place).mT.unbind()
+        if self.has_fp8:
+            numbers_of_pieces = [number for _, numbers in self.groups for number in numbers for _ in dy[number]]
+            rows = Fp8Columns(rows, [self.products[number].is_fp8 for number in numbers_of_pieces], fast=False)
         return self.input_gather.transpose.start(pieces, (rows,))
 
     def block_gradient(self, number: int, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

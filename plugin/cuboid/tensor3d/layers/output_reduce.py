@@ -10,9 +10,10 @@ share one output reduce, so that q, k and v need one collective instead of three
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -24,12 +25,32 @@ from cuboid.distributed.axis_collectives import (
     start_reduce_scatter_parts,
 )
 from cuboid.distributed.mesh import AxisGroup
+from cuboid.tensor3d.fp8 import rowwise
 
 #: A tensor in pieces along its last dim, the features; concatenated they are the whole tensor. Pieces of one size may
 #: be stacked, as a collective writes them.
 Pieces = torch.Tensor | Sequence[torch.Tensor]
 #: Of one weight ``[O, I]``: the columns that multiply each of the input's pieces.
 Columns = Sequence[torch.Tensor]
+
+
+class Fp8Columns(list[torch.Tensor]):
+    """Columns, or rows, of weights some of which multiply in fp8.
+
+    Attributes:
+        are_fp8: for each, whether it does.
+        fast: see :func:`~cuboid.tensor3d.fp8.rowwise.multiply`.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor], are_fp8: Sequence[bool], *, fast: bool) -> None:
+        super().__init__(weights)
+        self.are_fp8, self.fast = are_fp8, fast
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fp8Columns:
+        """The same of a view of each."""
+        return Fp8Columns(map(change, self), self.are_fp8, fast=self.fast)
+
+
 #: On a CPU, oneDNN multiplies these dtypes; there, a batched product takes 1.5 times as long as single products.
 _ONE_BY_ONE = (torch.bfloat16, torch.float16)
 
@@ -74,6 +95,10 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
     if out is None:
         out = x[0].new_empty((*x[0].shape[:-1], weights[0].shape[0]))
     rows = out.view(-1, out.shape[-1])
+    if type(weights) is Fp8Columns:
+        tokens = [piece.reshape(1, -1, piece.shape[-1]) for piece in x]
+        _multiply_in_fp8(tokens, weights.map(_as_batch), rows.unsqueeze(0))
+        return out
     torch.mm(x[0].reshape(-1, x[0].shape[-1]), weights[0].t(), out=rows)
     for piece, weight in zip(x[1:], weights[1:], strict=True):
         rows.addmm_(piece.reshape(-1, piece.shape[-1]), weight.t())
@@ -88,6 +113,9 @@ def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
         weights: for each piece ``[n, O, I_i]``.
         out: ``[n, M, O]``, which receives the results.
     """
+    if type(weights) is Fp8Columns:
+        _multiply_in_fp8(x, weights, out)
+        return
     is_batch = len(out) > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE)
     for number, (piece, weight) in enumerate(zip(x, weights, strict=True)):
         if is_batch:
@@ -95,6 +123,31 @@ def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
         else:
             for factor, weight_t, target in zip(piece.unbind(), weight.mT.unbind(), out.unbind(), strict=True):
                 target.addmm_(factor, weight_t) if number else torch.mm(factor, weight_t, out=target)
+
+
+def _multiply_in_fp8(x: Pieces, weights: Fp8Columns, out: torch.Tensor) -> None:
+    """As :func:`multiply_batch`; each piece of a row has a scale of its own."""
+    for number, (piece, weight, is_fp8) in enumerate(zip(x, weights, weights.are_fp8, strict=True)):
+        # Factors that are the same for the whole batch are rounded once.
+        factors, columns = (_distinct(each) for each in (piece, weight))
+        if is_fp8:
+            factors, columns = (list(map(rowwise.quantize, each)) for each in (factors, columns))
+        for place, target in enumerate(out):
+            factor, weight_rows = factors[place % len(factors)], columns[place % len(columns)]
+            if is_fp8:
+                term = rowwise.multiply_quantized(*factor, *weight_rows, fast=weights.fast)
+                target.add_(term) if number else target.copy_(term)
+            else:
+                target.addmm_(factor, weight_rows.t()) if number else torch.mm(factor, weight_rows.t(), out=target)
+
+
+def _as_batch(weight: torch.Tensor) -> torch.Tensor:
+    return weight.unsqueeze(0)
+
+
+def _distinct(batch: torch.Tensor) -> Sequence[Any]:
+    """The members of a batch, or the only one if it is expanded."""
+    return batch[:1].unbind() if len(batch) > 1 and batch.stride(0) == 0 else batch.unbind()
 
 
 @dataclass(frozen=True)
@@ -113,9 +166,12 @@ class ScatterFeatures:
         # For each product: the weight's rows by target rank, and the shape of one rank's result.
         rows, shapes = [], []
         for number, columns in enumerate(weights):
-            by_piece = []
-            for weight in columns:
-                by_piece.append(self.rows(weight, number))
+            by_piece: list[torch.Tensor] = []
+            if type(columns) is Fp8Columns:
+                by_piece = columns.map(partial(self.rows, product=number))
+            else:
+                for weight in columns:
+                    by_piece.append(self.rows(weight, number))
             rows.append(by_piece)
             shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
         sizes = list(map(math.prod, shapes))
@@ -189,9 +245,12 @@ class ScatterSequence(_InOnePiece):
         else:
             # A rank's positions are contiguous within a row of the batch, but not across rows: a single product would
             # need a copy, so each row has a product of its own.
-            factors = []
-            for weight in columns:
-                factors.append(weight.expand(batch, -1, -1))
+            factors: list[torch.Tensor] = []
+            if type(columns) is Fp8Columns:
+                factors = columns.map(lambda weight: weight.expand(batch, -1, -1))
+            else:
+                for weight in columns:
+                    factors.append(weight.expand(batch, -1, -1))
             for rank, slot in enumerate(slots.unbind()):
                 positions = []
                 for piece in x:
