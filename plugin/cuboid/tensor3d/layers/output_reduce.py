@@ -129,9 +129,9 @@ def _multiply_in_fp8(x: Pieces, weights: Fp8Columns, out: torch.Tensor) -> None:
     """As :func:`multiply_batch`; each piece of a row has a scale of its own."""
     for number, (piece, weight, is_fp8) in enumerate(zip(x, weights, weights.are_fp8, strict=True)):
         # Factors that are the same for the whole batch are rounded once.
-        factors, columns = (_distinct(each) for each in (piece, weight))
+        factors, columns = _distinct(piece), _distinct(weight)
         if is_fp8:
-            factors, columns = (list(map(rowwise.quantize, each)) for each in (factors, columns))
+            factors, columns = (list(map(rowwise.quantize, members)) for members in (factors, columns))
         for place, target in enumerate(out):
             factor, weight_rows = factors[place % len(factors)], columns[place % len(columns)]
             if is_fp8:
