@@ -451,6 +451,7 @@ def test_fp16_is_estimated_as_bf16():
         ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),
         ("tensor_parallel", {"mesh": "auto", "size": 4}, "cuboid plan"),
         ("tensor_parallel", {"gather_logits": True}, "whole logits"),
+        ("tensor_parallel", {"fp8": {"recipe": "rowwise_with_gw_hp"}}, r"tensor_parallel\.fp8 has no estimate"),
         ("bf16", {"enabled": False}, "trains in float32.*bf16"),
         ("zero_optimization", {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer has no estimate"),
     ],

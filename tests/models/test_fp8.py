@@ -32,6 +32,7 @@ from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
+from cuboid.verify import Plan, verify
 
 FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -543,6 +544,11 @@ def test_keys_are_checked():
     assert text == 'tensor_parallel.fp8.min_dim is not a known key; did you mean "min_dimension"?'
     text = refusal(plain_model, config_of(fp8=True))
     assert "tensor_parallel.fp8: it is a section of keys" in text
+
+
+def test_verify_has_nothing_to_compare_it_with():
+    with pytest.raises(ConfigError, match=r"tensor_parallel\.fp8 rounds what plain transformers doesn't round"):
+        verify(Plan("nowhere"), config_of())
 
 
 def test_a_model_that_was_sharded_by_another_config_is_refused():

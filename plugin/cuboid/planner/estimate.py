@@ -269,6 +269,11 @@ def layout_of_config(
             "the config trains in float32 (it enables neither bf16 nor fp16), of which the planner knows no rates of "
             'GPUs. To estimate its layout in 16 bits, add "bf16": {"enabled": true}'
         )
+    if config.tensor_parallel.fp8 is not None:
+        raise ConfigError(
+            "tensor_parallel.fp8 has no estimate, since the planner knows the rates of bf16 alone; leave it out: "
+            "a step in fp8 takes less time"
+        )
     if cluster.gpus % config.ranks:
         raise ConfigError(
             f"the config has {config.ranks} ranks for each replica of the model, which the {cluster.gpus} GPUs of "

@@ -18,7 +18,7 @@ from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
-from cuboid.errors import CuboidError
+from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
@@ -95,6 +95,11 @@ def _verify(
     loaded = load_config(config)
     ours, rest = require_config(loaded)
     check_adapter(plan)
+    if ours.tensor_parallel.fp8 is not None:
+        raise ConfigError(
+            "tensor_parallel.fp8 rounds what plain transformers doesn't round, so that there is nothing to compare it "
+            "with; leave it out, and all else of the config is compared"
+        )
     if ours.pipeline is not None:
         loaded["pipeline"]["trace"] = False
         # Skips certification: this comparison is the stronger test, and works for models that can't be certified
