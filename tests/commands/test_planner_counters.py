@@ -24,12 +24,16 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.kept import (
     _ALWAYS,
     _COLUMNS,
+    _SEGMENTS,
     _SHORT_SEGMENTS,
     _SHORT_WHOLE,
+    _WHOLE,
     CountedAs,
+    KeptBytes,
     _count,
+    _fit,
     _Key,
-    _micro_batches,
+    _most_others,
     _one,
     _Sample,
     _Saved,
@@ -265,9 +269,9 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
     assert layer.kept.of(3, 320, keys) == pytest.approx(unit.kept[last], rel=1e-6)
 
 
-def points(columns, segmented, window):
+def points(segmented, window):
     """Rows, tokens and keys of the units that are run, in blocks; ``window`` is None or one that all end beyond."""
-    for rows, lengths in _micro_batches(columns, segmented=segmented):
+    for rows, lengths in _SEGMENTS if segmented else _WHOLE:
         for length, stop in list(zip(lengths, accumulate(lengths), strict=True))[segmented:]:
             start = stop - length
             assert window is None or stop > window
@@ -276,15 +280,35 @@ def points(columns, segmented, window):
 
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("reached", [False, True])
-def test_units_that_are_run_determine_all_coefficients(segmented, reached):
+def test_units_tell_all_coefficients_that_are_looked_for_apart(segmented, reached):
     window = (_SHORT_SEGMENTS if segmented else _SHORT_WHOLE) if reached else None
     others = [name for name in _COLUMNS if name not in _ALWAYS and (segmented or name != "key")]
-    for some in (chosen for count in range(len(others) + 1) for chosen in combinations(others, count)):
-        columns = [name for name in _COLUMNS if name in _ALWAYS or name in some]
-        sizes = [_one(*point) for point in points(columns, segmented, window)]
-        table = np.array([[getattr(size, name) for name in columns] for size in sizes], dtype=float)
-        assert len(table) > len(columns)
-        assert np.linalg.matrix_rank(table / table.max(axis=0), tol=1e-3) == len(columns), columns
+    units = list(points(segmented, window))
+    for number in range(len(_ALWAYS) + 1, len(units) + 1):
+        most = min(len(others), _most_others(number))
+        # One candidate more, which the others may not stand for.
+        for some in combinations(others, min(len(others), most + (most < 2))):
+            columns = [name for name in _COLUMNS if name in _ALWAYS or name in some]
+            table = np.array([[getattr(_one(*unit), name) for name in columns] for unit in units[:number]], dtype=float)
+            assert np.linalg.matrix_rank(table / table.max(axis=0), tol=1e-3) == len(columns), columns
+    assert _most_others(len(units)) >= 4
+
+
+def test_the_fewest_coefficients_that_reproduce_counts_are_found():
+    units = [(rows, 64 * length, 64 * keys) for rows, length, keys in points(True, None)]
+    columns = [name for name in _COLUMNS if name != "row"]
+    for truth, needed in (
+        (KeptBytes(), 0),
+        (KeptBytes(token=1e6, fixed=48), 3),
+        (KeptBytes(token=1e6, position=16), 4),
+        (KeptBytes(token=1e6, key=64, score=24), 6),
+    ):
+        sizes = [round(truth.of(rows, length, keys)) for rows, length, keys in units]
+        found = [_fit(units[:number], sizes[:number], columns) for number in range(1, len(units) + 1)]
+        assert [each == truth for each in found] == [number >= needed for number in range(1, len(units) + 1)]
+    # What falls with sizes, or doesn't grow with any of them, is no count.
+    assert _fit(units, [10**9 - rows * length for rows, length, _ in units], columns) is None
+    assert _fit(units, [rows * length**3 for rows, length, _ in units], columns) is None
 
 
 @pytest.mark.parametrize(("name", "segmented"), [("gemma2", False), ("falcon", True)])

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, combinations
 from traceback import walk_tb
 from typing import Any
 
@@ -56,17 +56,15 @@ from cuboid.tensor3d.layers.whole_block import LateSplit
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
 
-#: Micro-batches that are run: rows, and lengths of their segments in multiples of :data:`_BLOCK`. A first segment isn't
-#: counted, since it has none before it. There is one unit more than independent coefficients, as a check of the fit.
-#: None has a single block: a scan of one block doesn't save the states between blocks. None has a single row, of which
-#: products of attention's scores keep views where they keep copies of several rows.
-_SEGMENTS = ((2, (4, 8, 2, 4, 12)), (4, (2, 4, 8)), (3, (4, 4, 2)))
-#: The same where few coefficients aren't 0, without and with those in which rows count in another way than tokens.
-_FEW_SEGMENTS, _FEW_SEGMENTS_OF_ROWS = (2, (2, 8, 2, 4, 12)), ((2, (4, 8, 2)), (3, (2, 4, 12)))
+#: Micro-batches that are run one after the other until they determine all coefficients: rows, and lengths of their
+#: segments in multiples of :data:`_BLOCK`. A first segment isn't counted, since it has none before it. None has a
+#: single block: a scan of one block doesn't save the states between blocks. None has a single row, of which products of
+#: attention's scores keep views where they keep copies of several rows.
+_SEGMENTS = ((2, (4, 8, 2)), (3, (2, 4, 12)), (4, (2, 8, 4)), (2, (8, 4, 12)))
+_WHOLE = ((2, (4,)), (3, (8,)), (2, (12,)), (4, (2,)), (4, (4,)), (3, (12,)), (5, (8,)), (5, (4,)))
 _FEW_UNITS = 4
+#: Coefficients of bytes of which a row has a number that isn't that of its tokens.
 _OF_ROWS = frozenset(("position", "mask", "row"))
-#: Whole sequences. The first n of these units determine n - 1 coefficients.
-_WHOLE = ((2, 4), (2, 12), (3, 8), (4, 2), (4, 4), (3, 12), (5, 8))
 #: Tokens; scans and convolutions have blocks that divide it, or those that configs name.
 _BLOCK = 64
 _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
@@ -86,13 +84,15 @@ _NEED_VALUES = (
 )
 #: Most ranks of an axis that are counted, if it has enough divisors.
 _MOST = 4
-#: Coefficients of :class:`KeptBytes`, and those that any layer of a mesh may have: gathered weights have one size.
+#: Coefficients of :class:`KeptBytes`, and those that are always looked for: gathered weights have one size.
 _COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
 _ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
-#: Largest error of the fit, relative to the largest count; and where coefficients are left out that might not be 0.
-_TOLERANCE, _FEW_TOLERANCE = 0.002, 1e-6
+#: Largest error of a fit, relative to the largest count: with some coefficients, and with all of them.
+_EXACT, _TOLERANCE = 1e-9, 0.002
+#: Share of the largest count that rounding may make of nothing.
+_ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
@@ -303,25 +303,11 @@ def _count(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
     sample = _Sample(key, kinds, _LONG, rank)
     if rank.alone and sample.is_fused:
         return _count(key, kinds, replace(rank, alone=False))
-    alone = _alone_on_mesh(key, kinds, rank)
-    plain, end = _fitted(sample, alone.layers)
+    plain, end = _fitted(sample)
     if not any(kind.attention.window is not None for kind in kinds):
         return ModelCount(plain, plain, end)
     window = sample.block * (_SHORT_SEGMENTS if rank.segmented else _SHORT_WHOLE)
-    return ModelCount(plain, _fitted(_Sample(key, kinds, window, rank), alone.windowed)[0], end)
-
-
-def _alone_on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
-    """For a rank of a mesh, the count of a mesh of one rank, which shows with which sizes bytes grow; else none."""
-    if rank.mesh is None or rank.mesh.size == 1:
-        return ModelCount()
-    try:
-        return _count(key, kinds, replace(rank, mesh=MeshShape(), splits=False))
-    except Exception as error:
-        # Experts' own code may need values where the mesh's doesn't.
-        if not _is_obstacle(error):
-            raise
-        return ModelCount()
+    return ModelCount(plain, _fitted(_Sample(key, kinds, window, rank))[0], end)
 
 
 @dataclass(frozen=True)
@@ -356,6 +342,10 @@ class _Sample:
     def __init__(self, key: _Key, kinds: tuple[Layer, ...], window: int, rank: CountedAs) -> None:
         self.kinds, self.window, self.rank = key.kinds, window, rank
         self.windows = [kind.attention.window is not None for kind in kinds]
+        #: Of each kind, its first and its last layer.
+        self.places = [
+            (self.kinds.index(kind), len(self.kinds) - 1 - self.kinds[::-1].index(kind)) for kind in range(len(kinds))
+        ]
         self._shape = MeshShape() if rank.mesh is None else rank.mesh
         config = _countable(key.config, window)
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
@@ -394,13 +384,10 @@ class _Sample:
         if rank.splits:
             defer_weight_gradients(layers.values(), self.waiting)
 
-    def run_all(self, columns: Sequence[str]) -> list[_UnitCount]:
-        """Run enough units to know by which of some sizes bytes grow, and one more."""
-        return [
-            count
-            for rows, lengths in _micro_batches(columns, segmented=self.rank.segmented)
-            for count in self.run(1 if self.rank.alone else rows, [blocks * self.block for blocks in lengths])
-        ]
+    def micro_batches(self) -> Iterator[list[_UnitCount]]:
+        """Run micro-batches until the caller has enough of them; what the units of each keep."""
+        for rows, lengths in _SEGMENTS if self.rank.segmented else _WHOLE:
+            yield self.run(1 if self.rank.alone else rows, [blocks * self.block for blocks in lengths])
 
     def run(self, rows: int, lengths: Sequence[int]) -> list[_UnitCount]:
         """Run a micro-batch unit by unit, forward and, if backwards are split, backward.
@@ -467,19 +454,6 @@ class _Sample:
             options["input_ids"] = ids
         hidden: torch.Tensor = self._model.base_model(**options)[0]
         return hidden if self._late is None else self._late.own_part(hidden)
-
-
-def _micro_batches(columns: Sequence[str], *, segmented: bool) -> Sequence[tuple[int, Sequence[int]]]:
-    """Rows and lengths in blocks of micro-batches that determine coefficients, with one unit more as a check."""
-    units = len(columns) + 1
-    if not segmented:
-        return [(rows, (length,)) for rows, length in _WHOLE[:units]]
-    if units > _FEW_UNITS:
-        return _SEGMENTS
-    if _OF_ROWS.isdisjoint(columns):
-        rows, lengths = _FEW_SEGMENTS
-        return [(rows, lengths[: units + 1])]
-    return _FEW_SEGMENTS_OF_ROWS
 
 
 def _first_layers(config: PretrainedConfig, layers: int, kept: int) -> PretrainedConfig:
@@ -684,73 +658,87 @@ class _Attend(torch.autograd.Function):
         return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
 
 
-def _fitted(sample: _Sample, alone: tuple[LayerCount, ...]) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+def _fitted(sample: _Sample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     """Coefficients of each kind of layer, and of what is saved after the last layer.
 
-    Args:
-        sample: the layers.
-        alone: coefficients on a mesh of one rank, if there are any. Those that are 0 there are 0, and what layers share
-            is the same, because masks and positions aren't divided.
+    Raises:
+        UnsupportedModelError: there are none that reproduce what was counted.
     """
     # Whole sequences have as many keys as tokens, and of one row everything is a row's.
     columns = [name for name in _COLUMNS if name != "key" or sample.rank.segmented]
     columns = [name for name in columns if name not in _OF_ROWS or not sample.rank.alone]
-    if not alone:
-        return _fitted_by(sample, columns, alone, _TOLERANCE)
-    grown = [layer.kept for layer in alone]
-    few = [name for name in columns if name in _ALWAYS or any(getattr(size, name) for size in grown)]
-    try:
-        return _fitted_by(sample, few, alone, _FEW_TOLERANCE)
-    except UnsupportedModelError:
-        return _fitted_by(sample, columns, (), _TOLERANCE)
+    counts: list[_UnitCount] = []
+    for more in sample.micro_batches():
+        counts += more
+        fits = [_fit(points, sizes, columns) for points, sizes in _to_fit(sample, counts)]
+        if all(fit is not None for fit in fits):
+            break
+    else:
+        whole = [_fit_by(points, sizes, columns, _TOLERANCE) for points, sizes in _to_fit(sample, counts)]
+        fits = [each if fit is None else fit for fit, each in zip(fits, whole, strict=True)]
+    found = [fit for fit in fits if fit is not None]
+    if len(found) < len(fits):
+        failed = next(sizes for fit, (_, sizes) in zip(fits, _to_fit(sample, counts), strict=True) if fit is None)
+        raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {failed}")
+    layers = [
+        LayerCount(*found[3 * kind : 3 * kind + 3], cache=counts[0].cache.get(sample.places[kind][1], 0.0))
+        for kind in range(len(sample.windows))
+    ]
+    return tuple(layers), found[-1]
 
 
-def _fitted_by(
-    sample: _Sample, columns: Sequence[str], alone: tuple[LayerCount, ...], tolerance: float
-) -> tuple[tuple[LayerCount, ...], KeptBytes]:
-    counts = sample.run_all(columns)
-    layers = []
-    for kind, has_window in enumerate(sample.windows):
-        indices = [index for index, other in enumerate(sample.kinds) if other == kind]
-        first, last = indices[0], indices[-1]
+_Points = list[tuple[int, int, int]]
+
+
+def _to_fit(sample: _Sample, counts: list[_UnitCount]) -> Iterator[tuple[_Points, list[int]]]:
+    """Sizes of the units, and their bytes: for each kind of layer kept, shared and waiting; last those at the end."""
+    for (first, last), has_window in zip(sample.places, sample.windows, strict=True):
         most = sample.window if has_window and sample.rank.segmented else _LONG
         points = [(count.rows, count.length, count.length + min(count.start, most - 1)) for count in counts]
         # Storages that layers share count for the layer that saves them first: the last layer of a kind has only its
         # own, the first one also the shared ones. What waits is found in backward's order, so there the first layer has
         # only its own.
-        kept = _fit(points, [count.kept.get(last, 0) for count in counts], columns, tolerance)
-        waiting = _fit(points, [count.waiting.get(first, 0) for count in counts], columns, tolerance)
-        if alone:
-            shared = alone[kind].shared
-        else:
-            shared = _fit(
-                points, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts], columns, tolerance
-            )
-        layers.append(LayerCount(kept, shared, waiting, counts[0].cache.get(last, 0.0)))
+        yield points, [count.kept.get(last, 0) for count in counts]
+        yield points, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts]
+        yield points, [count.waiting.get(first, 0) for count in counts]
     points = [(count.rows, count.length, count.length + count.start) for count in counts]
-    return tuple(layers), _fit(points, [count.kept.get(len(sample.kinds), 0) for count in counts], columns, tolerance)
+    yield points, [count.kept.get(len(sample.kinds), 0) for count in counts]
 
 
-def _fit(points: list[tuple[int, int, int]], sizes: list[int], columns: Sequence[str], tolerance: float) -> KeptBytes:
-    """Fit coefficients by least squares, and check that they reproduce every count.
+def _fit(points: _Points, sizes: list[int], columns: Sequence[str]) -> KeptBytes | None:
+    """Fit as few coefficients as reproduce every count exactly; None if more units have to be counted.
 
     Args:
         points: of each unit, rows, tokens of a row, and keys that these see.
         sizes: bytes that were counted for each unit.
-        columns: names of the coefficients that aren't 0.
-        tolerance: largest error, relative to the largest count.
-
-    Raises:
-        UnsupportedModelError: they don't.
+        columns: names of the coefficients that may not be 0.
     """
     if not any(sizes):
         return KeptBytes()
+    others = [name for name in columns if name not in _ALWAYS]
+    for count in range(min(len(others), _most_others(len(points))) + 1):
+        for some in combinations(others, count):
+            fit = _fit_by(points, sizes, [name for name in columns if name in _ALWAYS or name in some], _EXACT)
+            # Bytes don't fall with sizes: such coefficients stand for others.
+            if fit is not None and min(getattr(fit, name) for name in columns) >= 0:
+                return fit
+    return None
+
+
+def _most_others(units: int) -> int:
+    """How many coefficients besides those of :data:`_ALWAYS` a number of units tells from others, and checks."""
+    return units - len(_ALWAYS) - (1 if units <= _FEW_UNITS else 2)
+
+
+def _fit_by(points: _Points, sizes: list[int], columns: Sequence[str], tolerance: float) -> KeptBytes | None:
+    """Fit coefficients by least squares; None if they don't reproduce every count."""
     table = np.array([[getattr(_one(*point), name) for name in columns] for point in points])
     scale = table.max(axis=0)
     solved = np.linalg.lstsq(table / scale, np.array(sizes, dtype=float), rcond=1e-9)[0]
-    error = np.abs(table / scale @ solved - sizes).max()
-    if error > tolerance * max(map(abs, sizes), default=0):
-        raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {sizes}")
+    largest = max(map(abs, sizes))
+    if np.abs(table / scale @ solved - sizes).max() > tolerance * largest:
+        return None
+    solved[np.abs(solved) < _ROUNDING * largest] = 0
     return KeptBytes(**dict(zip(columns, (solved / scale).round(6).tolist(), strict=True)))
 
 
