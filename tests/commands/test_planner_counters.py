@@ -25,8 +25,7 @@ from cuboid.planner.description.kept import (
     _ALWAYS,
     _COLUMNS,
     _SEGMENTS,
-    _SHORT_SEGMENTS,
-    _SHORT_WHOLE,
+    _SHORT,
     _WHOLE,
     CountedAs,
     KeptBytes,
@@ -259,7 +258,7 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
     rank = CountedAs(mesh and MeshShape.parse(mesh), segmented=True)
     key = _Key(described.config, described.kind_of_layers, described.verdict)
     sample = _Sample(key, described.kinds, window, rank)
-    unit = sample.run(3, [192, 320])[0]
+    unit = sample.run(3, [192, 320])[-1]
     assert (unit.rows, unit.length, unit.start) == (3, 320, 192)
     count = count_kept(described, rank)
     last = len(sample.kinds) - 1
@@ -272,16 +271,14 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
 def points(segmented, window):
     """Rows, tokens and keys of the units that are run, in blocks; ``window`` is None or one that all end beyond."""
     for rows, lengths in _SEGMENTS if segmented else _WHOLE:
-        for length, stop in list(zip(lengths, accumulate(lengths), strict=True))[segmented:]:
-            start = stop - length
+        for length, stop in zip(lengths, accumulate(lengths), strict=True):
             assert window is None or stop > window
-            yield rows, length, length + (start if window is None or not segmented else min(start, window))
+            yield rows, length, length + (stop - length if window is None else min(stop - length, window))
 
 
 @pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("reached", [False, True])
-def test_units_tell_all_coefficients_that_are_looked_for_apart(segmented, reached):
-    window = (_SHORT_SEGMENTS if segmented else _SHORT_WHOLE) if reached else None
+@pytest.mark.parametrize("window", [None, _SHORT])
+def test_units_tell_all_coefficients_that_are_looked_for_apart(segmented, window):
     others = [name for name in _COLUMNS if name not in _ALWAYS and (segmented or name != "key")]
     units = list(points(segmented, window))
     for number in range(len(_ALWAYS) + 1, len(units) + 1):
@@ -317,7 +314,7 @@ def test_one_row_is_counted_as_one_where_attention_is_no_kernel(name, segmented)
     for alone in (False, True):
         rank = CountedAs(MeshShape(), segmented=segmented, alone=alone)
         key = _Key(described.config, described.kind_of_layers, described.verdict)
-        unit = _Sample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[0]
+        unit = _Sample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[-1]
         found = count_kept(described, rank).layers[-1].kept.of(1, 320, 320 + unit.start)
         kept[alone] = found, unit.kept[len(key.kinds) - 1]
     assert kept[True][0] == pytest.approx(kept[True][1], rel=1e-6)

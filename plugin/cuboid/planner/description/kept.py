@@ -57,10 +57,9 @@ from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
 
 #: Micro-batches that are run one after the other until they determine all coefficients: rows, and lengths of their
-#: segments in multiples of :data:`_BLOCK`. A first segment isn't counted, since it has none before it. None has a
-#: single block: a scan of one block doesn't save the states between blocks. None has a single row, of which products of
-#: attention's scores keep views where they keep copies of several rows.
-_SEGMENTS = ((2, (4, 8, 2)), (3, (2, 4, 12)), (4, (2, 8, 4)), (2, (8, 4, 12)))
+#: segments in multiples of :data:`_BLOCK`. None has a single block: a scan of one block doesn't save the states between
+#: blocks. None has a single row, of which products of attention's scores keep views where they keep copies of several.
+_SEGMENTS = ((2, (4, 8)), (3, (4, 2)), (4, (8, 2, 4)), (2, (8, 4, 12)))
 _WHOLE = ((2, (4,)), (3, (8,)), (2, (12,)), (4, (2,)), (4, (4,)), (3, (12,)), (5, (8,)), (5, (4,)))
 _FEW_UNITS = 4
 #: Coefficients of bytes of which a row has a number that isn't that of its tokens.
@@ -70,9 +69,9 @@ _BLOCK = 64
 _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
 #: Packages whose kernels transformers runs on GPUs for layers without attention, where they are installed.
 _KERNELS = ("mamba_ssm", "fla", "causal_conv1d")
-#: Blocks of a window that all counted units end beyond. Some segments also begin beyond theirs, and some don't, so that
-#: what grows with the keys that a unit sees is told from what grows with its rows.
-_SHORT_WHOLE, _SHORT_SEGMENTS = 1, 5
+#: Blocks of a window that all counted units end beyond. Of segments those behind the first ones also begin beyond it,
+#: so that what grows with the keys that a unit sees is told from what grows with its rows.
+_SHORT = 1
 #: A window that no counted unit exceeds.
 _LONG = 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -306,8 +305,7 @@ def _count(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
     plain, end = _fitted(sample)
     if not any(kind.attention.window is not None for kind in kinds):
         return ModelCount(plain, plain, end)
-    window = sample.block * (_SHORT_SEGMENTS if rank.segmented else _SHORT_WHOLE)
-    return ModelCount(plain, _fitted(_Sample(key, kinds, window, rank))[0], end)
+    return ModelCount(plain, _fitted(_Sample(key, kinds, _SHORT * sample.block, rank))[0], end)
 
 
 @dataclass(frozen=True)
@@ -393,7 +391,7 @@ class _Sample:
         """Run a micro-batch unit by unit, forward and, if backwards are split, backward.
 
         Returns:
-            What units keep: those of segments after the first one, or the one of whole sequences.
+            What its units keep.
         """
         stops = list(accumulate(lengths))
         # No segment is the last one, so that all cache their keys and values.
@@ -414,7 +412,7 @@ class _Sample:
         if self.rank.splits:
             waiting = [self._waiting_of(*one) for one in reversed(list(zip(units, hidden, places, strict=True)))]
             counts = [replace(one, waiting=size) for one, size in zip(counts, reversed(waiting), strict=True)]
-        return counts[1:] if self.rank.segmented else counts
+        return counts
 
     def _deferring(self) -> AbstractContextManager[None]:
         return self.waiting.open() if self.rank.splits else nullcontext()
@@ -670,15 +668,16 @@ def _fitted(sample: _Sample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     counts: list[_UnitCount] = []
     for more in sample.micro_batches():
         counts += more
-        fits = [_fit(points, sizes, columns) for points, sizes in _to_fit(sample, counts)]
+        # A first segment may keep something else, having none before it.
+        later = [count for count in counts if count.start or not sample.rank.segmented]
+        both = list(zip(_to_fit(sample, counts), _to_fit(sample, later), strict=True))
+        fits = [_fit(*every, columns) or _fit(*others, columns) for every, others in both]
         if all(fit is not None for fit in fits):
             break
-    else:
-        whole = [_fit_by(points, sizes, columns, _TOLERANCE) for points, sizes in _to_fit(sample, counts)]
-        fits = [each if fit is None else fit for fit, each in zip(fits, whole, strict=True)]
+    fits = [fit or _fit_by(*others, columns, _TOLERANCE) for fit, (_, others) in zip(fits, both, strict=True)]
     found = [fit for fit in fits if fit is not None]
     if len(found) < len(fits):
-        failed = next(sizes for fit, (_, sizes) in zip(fits, _to_fit(sample, counts), strict=True) if fit is None)
+        failed = next(sizes for fit, (_, (_, sizes)) in zip(fits, both, strict=True) if fit is None)
         raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {failed}")
     layers = [
         LayerCount(*found[3 * kind : 3 * kind + 3], cache=counts[0].cache.get(sample.places[kind][1], 0.0))
@@ -716,7 +715,7 @@ def _fit(points: _Points, sizes: list[int], columns: Sequence[str]) -> KeptBytes
     if not any(sizes):
         return KeptBytes()
     others = [name for name in columns if name not in _ALWAYS]
-    for count in range(min(len(others), _most_others(len(points))) + 1):
+    for count in range(min(len(others), _most_others(len(set(points)))) + 1):
         for some in combinations(others, count):
             fit = _fit_by(points, sizes, [name for name in columns if name in _ALWAYS or name in some], _EXACT)
             # Bytes don't fall with sizes: such coefficients stand for others.
