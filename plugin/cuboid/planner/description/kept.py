@@ -675,15 +675,18 @@ def _fitted(sample: _Sample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
         if all(fit is not None for fit in fits):
             break
     fits = [fit or _fit_by(*others, columns, _TOLERANCE) for fit, (_, others) in zip(fits, both, strict=True)]
-    found = [fit for fit in fits if fit is not None]
-    if len(found) < len(fits):
+    fitted = [fit for fit in fits if fit is not None]
+    if len(fitted) < len(fits):
         failed = next(sizes for fit, (_, (_, sizes)) in zip(fits, both, strict=True) if fit is None)
         raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {failed}")
+    *of_layers, end = fitted
     layers = [
-        LayerCount(*found[3 * kind : 3 * kind + 3], cache=counts[0].cache.get(sample.places[kind][1], 0.0))
-        for kind in range(len(sample.windows))
+        LayerCount(kept, shared, waiting, counts[0].cache.get(last, 0.0))
+        for (_, last), kept, shared, waiting in zip(
+            sample.places, of_layers[::3], of_layers[1::3], of_layers[2::3], strict=True
+        )
     ]
-    return tuple(layers), found[-1]
+    return tuple(layers), end
 
 
 _Points = list[tuple[int, int, int]]
