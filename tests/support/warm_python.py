@@ -76,9 +76,10 @@ os._exit(status)
 def warm_python():
     """The path of its executable, which is given the name of a script or ``-m`` and a module, and arguments.
 
-    On a machine with a GPU, whose state doesn't survive a fork, it is Python itself.
+    On a machine with a GPU, whose state doesn't survive a fork, and with a Python whose fork server wants to know who
+    asks (3.14), it is Python itself.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or sys.version_info >= (3, 14):
         return Path(sys.executable)
     start_fork_server()
     folder = tempfile.mkdtemp(prefix="cuboid-")
