@@ -315,6 +315,19 @@ def test_two_stages_of_four_segments(pool, schedule):
     assert_as_emulated(loss, gradients, 2)
 
 
+def train_stages_of_meshes(mesh, schedule):
+    section = {"mesh": dict(zip(("batch", "sequence", "hidden"), mesh, strict=True))}
+    loss, gradients, shapes = train({"stages": 2, "segments": 2, "schedule": schedule}, **section)
+    return loss, gradients, len(shapes)
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [((1, 2, 1), "seq1f1b"), ((1, 1, 2), "zero_bubble")], ids=str)
+def test_stages_that_are_meshes(pool, mesh, schedule):
+    loss, gradients, count = pool.run(4, train_stages_of_meshes, mesh, schedule)[0]
+    assert count > 0
+    assert_as_emulated(loss, gradients, 2)
+
+
 def test_small_blocks_and_those_that_kernels_do_not_take_stay_in_bf16():
     # Key and value have 32 outputs.
     fp8 = {**FP8, "min_dimension": 64}
