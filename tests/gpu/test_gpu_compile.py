@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cuboid
 from cuboid.failures import rank_agreement
 from cuboid.verify import WorkerPool
-from gpu.test_gpu_stage import LARGE, batch_of, model_of
+from gpu.test_gpu_stage import LARGE, batch_of, model_of, train_once
 from gpu.test_gpu_stage import SIZES as TINY
 
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -193,6 +193,24 @@ def test_gradients_of_a_compiled_stage(fresh, device, kind, mode):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
 
 
+def tokens_per_s(model, pipeline, device, length, *, first, count):
+    """Of some steps with one sequence, after the first ones, through a pipeline if there is one."""
+    vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (1, length), generator=generator).to(device)
+
+    def steps(count):
+        for _ in range(count):
+            train_once(model, {"input_ids": ids, "labels": ids}, pipeline)
+        # Once, so that the host may run ahead from step to step.
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    steps(first)
+    start = time.perf_counter()
+    steps(count)
+    return count * length / (time.perf_counter() - start)
+
+
 def stage_paces(device, sizes, dtype, length):
     """Tokens per second with activation checkpointing: plain, plain with compiled layers, and stages, then plain."""
 
@@ -205,23 +223,7 @@ def stage_paces(device, sizes, dtype, length):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for layer in model.model.layers if "compiled" in who else ():
                 layer.compile()
-        ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1)).to(device)
-        batch = {"input_ids": ids, "labels": ids}
-
-        def steps(count):
-            for _ in range(count):
-                model.zero_grad()
-                if pipeline is None:
-                    model(**batch, use_cache=False).loss.backward()
-                else:
-                    pipeline.train(iter([batch]), 1)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-
-        steps(2)
-        start = time.perf_counter()
-        steps(3)
-        return 3 * length / (time.perf_counter() - start)
+        return tokens_per_s(model, pipeline, device, length, first=2, count=3)
 
     return [pace_of(who) for who in ("plain", "plain compiled", "stage", "stage compiled", "plain")]
 

@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.util
-import time
 
 import pytest
 import torch
 
 import cuboid
 from cuboid.tensor3d.fp8 import rowwise
-from gpu.test_gpu_compile import NO_MESH
+from gpu.test_gpu_compile import NO_MESH, tokens_per_s
 from gpu.test_gpu_stage import LARGE, batch_of, model_of
 from gpu.test_gpu_stage import SIZES as TINY
 
@@ -122,7 +121,7 @@ def test_gradients_are_those_of_the_emulation(fresh, device, pipeline, figure):
         assert error < 0.1
 
 
-def pace(device, sizes, length, how, count=5):
+def pace(device, sizes, length, how):
     """Tokens per second of steps with a model's layers, in bf16."""
     torch._dynamo.reset()
     model, pipeline = model_of(sizes, device, torch.bfloat16), None
@@ -143,26 +142,10 @@ def pace(device, sizes, length, how, count=5):
             float8.convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "layers." in name)
         for layer in model.model.layers:
             layer.compile()
-    ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1)).to(device)
-    batch = {"input_ids": ids, "labels": ids}
-
-    def steps(count):
-        for _ in range(count):
-            model.zero_grad()
-            if pipeline is None:
-                model(**batch, use_cache=False).loss.backward()
-            else:
-                pipeline.train(iter([batch]), 1)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    steps(3)
-    start = time.perf_counter()
-    steps(count)
-    seconds = time.perf_counter() - start
+    pace_of_steps = tokens_per_s(model, pipeline, device, length, first=3, count=5)
     if how.startswith(("mesh", "stage")):
         assert model.cuboid.compiled.reason is None
-    return count * length / seconds
+    return pace_of_steps
 
 
 def paces(device, sizes, length, contestants):

@@ -45,6 +45,16 @@ def pipeline_of(model, segments, mode="none", on_host=False):
     return cuboid.Pipeline(cuboid.shard(model, {"pipeline": config, "activation_checkpointing": checkpointing}))
 
 
+def train_once(model, batch, pipeline=None):
+    """Forward and backward of a batch, through a pipeline if there is one, with no gradients of an earlier one."""
+    # As after an optimizer's step.
+    model.zero_grad()
+    if pipeline is None:
+        model(**batch, use_cache=False).loss.backward()
+    else:
+        pipeline.train(iter([batch]), 1)
+
+
 def batch_of(kind, device, rows=2, length=512):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 512, (rows, length), generator=generator)
@@ -163,12 +173,7 @@ def measure(device, sizes, dtype, length, segments, mode="layers", on_host=False
     pipeline = None if segments is None else pipeline_of(model, segments, mode, on_host)
 
     def step():
-        # As after an optimizer's step.
-        model.zero_grad()
-        if pipeline is None:
-            model(**batch, use_cache=False).loss.backward()
-        else:
-            pipeline.train(iter([batch]), 1)
+        train_once(model, batch, pipeline)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
