@@ -60,10 +60,8 @@ class LoadPlan:
 
 
 class TensorFolder:
-    """Reads the tensors of a folder of safetensors files. Use it as a context manager, or call :meth:`close`.
-
-    Args:
-        folder: one with ``model.safetensors.index.json`` or a single ``model.safetensors``.
+    """Reads the tensors of a folder with ``model.safetensors.index.json``, or with one ``model.safetensors``. Use it as
+    a context manager, or call :meth:`close`.
 
     Raises:
         CheckpointError: there is neither, or the index is malformed.

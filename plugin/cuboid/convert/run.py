@@ -65,10 +65,6 @@ class ConvertOptions:
 def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
     """Convert a checkpoint, with one block of a tensor in memory at a time. The target appears once it is complete.
 
-    Args:
-        options: what to do.
-        say: called with each line of output.
-
     Raises:
         CheckpointError: the source is damaged or of an unknown kind, the target exists or can't be written, or a value
             is out of the dtype's range.

@@ -22,12 +22,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Hostfile:
-    """What a hostfile says.
-
-    Args:
-        slots: by host, how many ranks it takes.
-        problems: what is wrong with the file.
-    """
+    """What a hostfile says: how many ranks each host takes (``slots``), and what is wrong with the file (``problems``)."""
 
     slots: Mapping[str, int]
     problems: tuple[Finding, ...]

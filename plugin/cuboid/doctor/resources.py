@@ -39,12 +39,7 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path, needed: int = 0) -> Iterator[Finding]:
-    """Whether files can be written to a folder, or where it will be, and whether there is room.
-
-    Args:
-        folder: it, or one that doesn't exist yet.
-        needed: bytes that will be written at least.
-    """
+    """Whether files can be written to a folder, or where it will be, and whether there is room for ``needed`` bytes."""
     try:
         place, space, may_write = within(_FILE_SYSTEM_S, lambda: _space(folder))
     except TimeoutError:

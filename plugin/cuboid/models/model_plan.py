@@ -71,12 +71,7 @@ class RankPart:
     staging: Staging | None = None
 
     def finish(self, model: PreTrainedModel, shard_of: ShardOf) -> PreTrainedModel:
-        """Turn what is left of the model into a sharded model or a pipeline stage, in place.
-
-        Args:
-            model: after :meth:`ModelPlan.cut`, of its architecture's own class.
-            shard_of: returns the shard of a parameter.
-        """
+        """Turn what is left of the model into a sharded model or a pipeline stage, in place."""
         mesh, config = self.plan.mesh, self.plan.config
         if self.staging is not None:
             finished = finish_stage(model, self.staging, mesh, self.parallel, shard_of)

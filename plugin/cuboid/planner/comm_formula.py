@@ -173,11 +173,9 @@ def recomputed_bytes(
     statistic_bytes: int = 4,
 ) -> dict[str, int]:
     """Bytes that one rank sends again when activation checkpointing recomputes one layer's forward, by axes.
+    Arguments are those of :func:`layer_bytes`.
 
     Blocks of weights aren't among them: backward uses those that recomputation has gathered.
-
-    Args:
-        sizes, mesh, batch, length, element_bytes, statistic_bytes: as in :func:`layer_bytes`.
     """
     count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length

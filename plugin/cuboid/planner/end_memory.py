@@ -73,11 +73,7 @@ def end_kept_bytes(
 def end_sent_bytes(
     ends: EndSizes, mesh: MeshShape, batch: int, length: int, *, element_bytes: int = 2
 ) -> dict[str, int]:
-    """Bytes that a rank sends in forward and backward, by axes.
-
-    Args:
-        ends, mesh, batch, length, element_bytes: as of :func:`end_kept_bytes`.
-    """
+    """Bytes that a rank sends in forward and backward, by axes; arguments as of :func:`end_kept_bytes`."""
     count: Counter[str] = Counter()
     for operation, axes, whole_bytes, times in _calls(ends, mesh, batch, length, element_bytes):
         split = [axis for axis in axes if mesh.of(axis) > 1]

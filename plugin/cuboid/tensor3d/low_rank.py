@@ -80,13 +80,7 @@ class LowRankLayout:
 
 
 class FactorA(ShardedModule, nn.Linear):
-    """A of a low-rank update: the rank's input ``[B/b, …, I/…]`` to Z, whole in its r features.
-
-    Args:
-        factor: the layer as one process has it.
-        layout: how it is cut.
-        mesh: this rank's mesh.
-    """
+    """A of a low-rank update: the rank's input ``[B/b, …, I/…]`` to Z, whole in its r features."""
 
     #: Blocks are small: unsharded together with those of norms, once per forward.
     gathered_once = ("weight",)

@@ -22,10 +22,7 @@ class Driver(Protocol):
     """
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
-        """One optimizer step.
-
-        Args:
-            micro_batches: this replica's, int64 ``[micro_batch, sequence_length]`` each.
+        """One optimizer step with this replica's micro-batches, int64 ``[micro_batch, sequence_length]`` each.
 
         Returns:
             The loss before the step, nats per token, mean over all replicas.

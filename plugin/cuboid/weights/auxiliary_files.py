@@ -34,12 +34,7 @@ TOKENIZER_FILES = (
 
 
 def write_auxiliary_files(model: Any, folder: Path) -> None:
-    """Write what ``PreTrainedModel.save_pretrained`` writes beside the weights, and the tokenizer's files.
-
-    Args:
-        model: a sharded model or a stage.
-        folder: an existing folder.
-    """
+    """Write what ``PreTrainedModel.save_pretrained`` writes beside the weights, and the tokenizer's files."""
     # A copy, because the model may be training meanwhile.
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")

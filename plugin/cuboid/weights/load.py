@@ -122,10 +122,6 @@ def _load_sharded(
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     """This rank's parts of a checkpoint, sharded as an existing model is.
 
-    Args:
-        model: a sharded model or a stage.
-        folder: a Hugging Face checkpoint.
-
     Returns:
         Shards and persistent buffers by name, on the CPU.
 
@@ -147,12 +143,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Stored:
-    """The weights that are loaded.
-
-    Args:
-        folder: of the checkpoint, with the call's ``subfolder``.
-        variant: of its weights, as in ``from_pretrained``.
-    """
+    """The weights that are loaded."""
 
     folder: Path
     variant: str | None = None

@@ -199,10 +199,6 @@ class as_damage_of:
 def check_fit(model: Any, info: Mapping[str, Any]) -> None:
     """Check that all loaded tensors had the shapes of the model's.
 
-    Args:
-        model: as it was loaded.
-        info: transformers' report on loading (``output_loading_info``).
-
     Raises:
         CheckpointError: names the first tensor of another shape.
     """
@@ -286,11 +282,6 @@ def stored_alike(folder: Path, first: str, second: str, *, variant: str | None =
     """Whether two tensors of a folder's safetensors files are equal; None if it doesn't have both under these names.
 
     Reading stops at the first difference.
-
-    Args:
-        folder: of a Hugging Face checkpoint.
-        first, second: names of tensors.
-        variant: of its weights, as in ``from_pretrained``.
     """
     single, index = _weight_files(folder, variant)
     weight_map = read_index(index) if os.path.lexists(index) and not os.path.lexists(single) else {}

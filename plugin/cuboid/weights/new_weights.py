@@ -146,10 +146,8 @@ def constructing(make: Callable[[], nn.Module], seed: int) -> Construct:
 
 @contextmanager
 def _only_on_cpu(kept: Collection[tuple[type[nn.Module], str]]) -> Iterator[None]:
-    """Inside, models that are constructed hold few parameters: all others go to the meta device as they are made.
-
-    Args:
-        kept: classes of modules, and names of parameters in them.
+    """Inside, models that are constructed hold the parameters of classes and names in ``kept``: all others go to the
+    meta device as they are made.
     """
     register, initialize = nn.Module.register_parameter, PreTrainedModel.initialize_weights
 

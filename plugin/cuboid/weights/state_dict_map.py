@@ -103,10 +103,6 @@ def _write_items(model: Any, tensors: list[ShardedTensor]) -> Iterable[WriteItem
 def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], bool]]:
     """Group tensors that transformers converts together when it saves a model.
 
-    Args:
-        model: of the tensors.
-        names: in memory.
-
     Returns:
         The names of each group, and whether more than the names changes.
     """

@@ -174,9 +174,6 @@ class TensorFileWriter:
 class TensorFile:
     """Reads a file's tensors or parts of them. Use it as a context manager, or call :meth:`close`.
 
-    Args:
-        path: a safetensors file.
-
     Attributes:
         specs: dtypes and shapes of the tensors, in the order of the file.
         metadata: the header's metadata.

@@ -60,12 +60,7 @@ class LoadTarget:
 
 
 def load_targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, LoadTarget]:
-    """The targets of a checkpoint's tensors, by name. Tensors that the model doesn't use have none.
-
-    Args:
-        model: the full model, on any device.
-        names: names of all tensors of the checkpoint.
-    """
+    """The targets of a checkpoint's tensors, by name. Tensors that the model doesn't use have none."""
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]

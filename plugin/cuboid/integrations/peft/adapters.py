@@ -50,12 +50,6 @@ _is_loading: ContextVar[bool] = ContextVar("cuboid_adapter_is_loading", default=
 def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Callable[[], Any]) -> Any:
     """Put an adapter into a sharded model as ``BaseTuner.inject_adapter`` does.
 
-    Args:
-        tuner: of PEFT, which has the adapter's config.
-        model: sharded.
-        adapter_name: of the adapter.
-        action: calls PEFT's own ``inject_adapter``.
-
     Raises:
         UnsupportedModelError: before the model is changed, if an option or a layer of the adapter has no rule.
     """

@@ -257,10 +257,8 @@ def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[BatchKind]) -
 
 
 def _paddings_of(seen: torch.Tensor) -> dict[BatchKind, torch.Tensor]:
-    """Masks ``[B, S]`` of the positions that are padding on a side; one between two tokens is on both.
-
-    Args:
-        seen: whether each position is a token.
+    """Masks ``[B, S]`` of the positions, not among those ``seen``, that are padding on a side; one between two tokens
+    is on both.
     """
     after_a_token = seen.cumsum(1) > 0
     before_a_token = seen.flip(1).cumsum(1).flip(1) > 0

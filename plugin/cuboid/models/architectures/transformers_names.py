@@ -31,12 +31,7 @@ def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_activations(model: Any, options: dict[str, Any]) -> None:
-    """Enable activation checkpointing.
-
-    Args:
-        model: of a class of transformers.
-        options: for ``torch.utils.checkpoint``.
-    """
+    """Enable activation checkpointing of a model of transformers, with options of ``torch.utils.checkpoint``."""
     # The second name was the one until 5.22, and warns since.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
@@ -54,11 +49,8 @@ def recomputes(model: nn.Module) -> bool:
 
 
 def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
-    """Labels shifted right into decoder ids ``[B, T]`` by an encoder-decoder's own code; None if none is found.
-
-    Args:
-        model: of a class of transformers.
-        labels: ``[B, T]``, with -100 for no label.
+    """Labels ``[B, T]`` (-100: no label) shifted right into decoder ids ``[B, T]`` by an encoder-decoder's own code;
+    None if none is found.
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels)

@@ -85,12 +85,7 @@ def check_reached() -> None:
 # Models look functions up in each layer's forward. The same lookup gives the same object, as without us.
 @functools.cache
 def attention_of(name: str, kernel: ModelKernel) -> ModelKernel:
-    """Return what an attention module is to call in place of one implementation's function.
-
-    Args:
-        name: of the implementation.
-        kernel: its function.
-    """
+    """Return what an attention module is to call in place of one implementation's function."""
 
     def attend(
         module: nn.Module,
@@ -199,13 +194,8 @@ def _whole_mask(name: str, lengths: Lengths, arguments: dict[str, Any]) -> Any:
 
 
 def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys: Lengths) -> Any:
-    """Make a mask for positions that see later ones, which hides the padding at the end of the sequence.
-
-    Args:
-        name: name of the attention implementation.
-        arguments: arguments of its mask function.
-        queries: number of query positions.
-        keys: lengths of the key positions.
+    """Make a mask for positions that see later ones, which hides what is padding behind ``keys``, the sequences'
+    lengths.
     """
     if keys.padded == keys.real:
         return mask_function(name)(**arguments)

@@ -49,14 +49,11 @@ _PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
 
 @dataclass(eq=False)
 class _Policy:
-    """Tells torch's selective checkpointing which of a kernel's operations keep their results.
+    """Tells torch's selective checkpointing which operations of a kernel, for Lq queries and Lk keys, keep their
+    results.
 
     Of a kernel that isn't fused, that is the product of probabilities and values. Its backward needs the probabilities,
     which take S × S memory; they are computed again, as fused kernels do in their backward.
-
-    Args:
-        queries, keys: Lq and Lk of the call.
-        query_dim, value_dim: features of a head.
 
     Attributes:
         kept: number of operations whose results were kept.

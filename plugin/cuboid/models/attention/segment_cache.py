@@ -24,12 +24,7 @@ _CONVOLUTION, _RECURRENT = "convolution", "recurrent"
 
 
 class SegmentCache:
-    """The cache that one layer sees: everything before the running segment.
-
-    Args:
-        layer: the layer that is given this cache.
-        slot: holds the current unit.
-    """
+    """The cache that one layer sees: everything before the running segment."""
 
     def __init__(self, layer: nn.Module, slot: UnitSlot) -> None:
         self._layer, self._slot = layer, slot

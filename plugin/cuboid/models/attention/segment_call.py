@@ -102,12 +102,7 @@ def attend_in_graph(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a segment's attention in a compiled graph, which is the same one for all segments.
 
-    Args:
-        name: of the attention implementation.
-        kernel: its function.
-        module: calls it.
-        call: its arguments.
-        place: of the segment; see :func:`~cuboid.seq1f1b.attention.segment_operators.place_of`.
+    ``place`` of the segment is of :func:`~cuboid.seq1f1b.attention.segment_operators.place_of`.
 
     Raises:
         UnsupportedModelError: the call has no form in a graph.

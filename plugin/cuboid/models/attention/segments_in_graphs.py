@@ -14,12 +14,7 @@ from cuboid.seq1f1b.attention.segment_operators import place_of
 
 
 class SegmentsInGraphs:
-    """Tells the attention of compiled layers, before each runs, where its segment is.
-
-    Args:
-        layers: of a stage, in order.
-        slot: holds the running unit.
-    """
+    """Tells the attention of compiled layers, before each runs, where its segment is."""
 
     def __init__(self, layers: Sequence[nn.Module], slot: UnitSlot) -> None:
         self._slot = slot

@@ -243,10 +243,6 @@ class ReplicasInStep:
     A failure of one replica is raised on all. If the data of all replicas is exhausted, ``StopIteration`` propagates;
     if only that of some is, an error names them. This takes one all-reduce over the replicas, which also sums the
     number of label tokens, by which gradients are divided, and of numbers that are out of range.
-
-    Args:
-        mesh: this rank's mesh.
-        device: device of the all-reduced tensor.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:

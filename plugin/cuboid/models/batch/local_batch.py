@@ -144,10 +144,6 @@ def check_ids(ids: torch.Tensor, name: str = "input_ids") -> None:
 def check_tensors(tensors: dict[str, torch.Tensor], ids_name: str = "input_ids") -> None:
     """Check that a micro-batch's tensors have the shape of its ids, and hold integers (masks: any numbers).
 
-    Args:
-        tensors: the tensors by name.
-        ids_name: the name of the ids among them.
-
     Raises:
         CuboidError: they don't, or the ids aren't ``[B, S]`` or are empty.
     """

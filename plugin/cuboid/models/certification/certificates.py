@@ -45,12 +45,7 @@ KINDS: tuple[BatchKind, ...] = get_args(BatchKind)
 
 
 def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
-    """The certificate of a class with a config; the probe runs if it isn't known yet.
-
-    Args:
-        cls: the architecture's class.
-        config: of the model to be loaded.
-    """
+    """The certificate of a class with a config; the probe runs if it isn't known yet."""
     try:
         question = Question.of(cls, config)
     except CannotProbe as error:
@@ -130,13 +125,7 @@ class Question:
 
 @dataclass
 class _Asked:
-    """What was found last about a class and a config's options, since a load asks several times in each folder.
-
-    Args:
-        key: the class, the config's class, and its options.
-        features, code: of its small model.
-        questions: about it, by their folders.
-    """
+    """What was found last about a class and a config's options, since a load asks several times in each folder."""
 
     key: tuple[Any, type, str]
     features: Mapping[str, Any] = field(default_factory=dict)
@@ -149,10 +138,6 @@ _asked = functools.lru_cache(maxsize=64)(_Asked)
 
 class CodeCheck:
     """Tells whether the code that is certified now has been replaced.
-
-    Args:
-        cls: the architecture's class.
-        config: of the model.
 
     Attributes:
         seen: of the code when it was looked at last; None if nothing says what the code is.

@@ -73,10 +73,6 @@ OTHER_LOSS = (
 def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
     """Compare a small model of a class with the same model cut, on all micro-batches that may matter to its config.
 
-    Args:
-        cls: the architecture's class.
-        config: of the real model.
-
     Raises:
         CannotProbe: with the reason.
         UnsupportedModelError: a pipeline can't cut it at all.
@@ -110,10 +106,6 @@ def first_verdict(
 
 def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
     """Compare a small model that computes its loss in its own forward with the same model cut into stages.
-
-    Args:
-        cls: the architecture's class.
-        config: of the real model.
 
     Raises:
         CannotProbe: with the reason.
@@ -160,10 +152,6 @@ def small_for_probe(cls: type[PreTrainedModel], config: PretrainedConfig) -> Pre
 
 def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
     """Whether a causal model's own loss compares each position with the next label, found with a small model.
-
-    Args:
-        cls: the architecture's class.
-        config: of the real model.
 
     Returns:
         False if it compares a position with its own label; None if neither is so, or no small model runs.
@@ -373,11 +361,6 @@ def stage_counts(outline: Outline) -> tuple[int, ...]:
 
 def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
     """Forward and backward of all stages, unit by unit; gradients are left with the stages' parameters.
-
-    Args:
-        stages: one rank's, in order.
-        batch: the whole micro-batch.
-        lengths: of its segments.
 
     Returns:
         The loss.

@@ -178,12 +178,7 @@ class CodeIdentity:
 
 
 def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
-    """The identity of the code that a model of a class runs with a config.
-
-    Args:
-        cls: the architecture's class.
-        config: a small one.
-    """
+    """The identity of the code that a model of a class runs with a config."""
     last = _last((cls, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)))
     known = last.identity
     if known is None or not known.is_current_stock:
@@ -241,10 +236,8 @@ def _walk(
 
 
 class _Walk:
-    """A walk over the code that names lead to.
-
-    Args:
-        chosen: all strings in the config, by which it chooses among entries of registries.
+    """A walk over the code that names lead to, among them ``chosen``: all strings in the config, by which it chooses
+    among entries of registries.
     """
 
     def __init__(self, chosen: Set[str]) -> None:
@@ -626,13 +619,8 @@ def _is_torchs(value: Any, name: str) -> bool:
 
 
 def _is_written(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
-    """Whether a function is what one of the statements that define its name makes, with the decorators there.
-
-    Args:
-        value: the function, wrapped or not.
-        statements: which bind the name.
-        name: of the function.
-        owner: the class or module whose attribute it is.
+    """Whether a function, wrapped or not, is what one of the statements that bind its name in ``owner``, a class or a
+    module, makes with the decorators there.
     """
     functions = _functions_in(value)
     if not functions:
@@ -689,12 +677,7 @@ def _may_be(written: Any, value: Any) -> bool:
 
 
 def _is_called_as_written(wrapper: FunctionType, inner: FunctionType) -> bool:
-    """Whether a decorator's wrapper holds the arguments that the decorated function's source gives the decorator.
-
-    Args:
-        wrapper: made by a decorator, whose arguments are in its closure.
-        inner: the decorated function.
-    """
+    """Whether a decorator's wrapper holds the arguments that the decorated function's source gives the decorator."""
     maker = _maker(wrapper) or ""
     cells = {name: value for name, value in _closure(wrapper).items() if isinstance(value, _CONSTANTS)}
     contexts = [value for value in _closure(wrapper).values() if _context_in(value) is not None]

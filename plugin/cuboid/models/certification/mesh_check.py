@@ -71,10 +71,6 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
 
     Blocks are split if that is right. If not, as few of them as possible are computed whole.
 
-    Args:
-        cls: the architecture's class.
-        config: of the real model.
-
     Raises:
         CannotProbe: with the reason.
     """

@@ -70,13 +70,7 @@ class Statement:
 
 
 class ModuleSource:
-    """The source of an imported module.
-
-    Args:
-        module: which has a file.
-        code: of the file as it is now.
-        file: its path.
-    """
+    """The source of an imported module."""
 
     def __init__(self, module: ModuleType, code: CodeType, file: Path) -> None:
         self.module, self._code, self._file = module, code, file

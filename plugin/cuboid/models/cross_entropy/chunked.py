@@ -69,11 +69,6 @@ class ChunkedCrossEntropy:
         """The loss times ``factor``, and its gradient with respect to ``hidden``, None if that requires none.
 
         Logits are computed once. Gradients of the head's parameters are added to ``unsharded``.
-
-        Args:
-            hidden: as in :meth:`value`.
-            unsharded: the head's parameters.
-            factor: multiplies the loss, besides ``scale``.
         """
         leaf = hidden.detach()
         gradient = torch.empty_like(leaf) if hidden.requires_grad else None

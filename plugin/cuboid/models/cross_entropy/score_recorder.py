@@ -6,10 +6,8 @@ import torch
 
 
 class ScoreRecorder:
-    """The outputs of a head that labels whole rows, of a step's micro-batches; all ranks of the mesh have them whole.
-
-    Args:
-        outputs: number of outputs of a row.
+    """The ``outputs`` numbers of a head that labels whole rows, of a step's micro-batches; all ranks of the mesh have
+    them whole.
     """
 
     def __init__(self, outputs: int) -> None:

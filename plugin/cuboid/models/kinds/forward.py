@@ -117,12 +117,6 @@ def asked_of_layers(model: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 def whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: Sequence[str]) -> None:
     """Gather the hidden states of all layers in a forward's output, in place.
 
-    Args:
-        model: a sharded model, or its base model.
-        output: of its forward.
-        batch: the rank's part of the micro-batch.
-        known: names of entries that are whole.
-
     Raises:
         UnsupportedModelError: there is another entry, or hidden states aren't split as the residual stream is.
     """

@@ -172,13 +172,7 @@ class ModelKind:
         return take_local_batch(arguments, config, mesh, inputs=verdict.inputs, token_types=verdict.token_types)
 
     def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-        """Forward of a sharded model: of a whole micro-batch, with whole results.
-
-        Args:
-            model: the sharded model.
-            base_forward: the plain class's forward of it.
-            arguments: as the user gave them, by name.
-        """
+        """Forward of a sharded model: of a whole micro-batch, with whole results."""
         raise NotImplementedError
 
     def check_base_call(self, model: Any) -> None:
@@ -224,37 +218,19 @@ class ModelKind:
     ) -> PretrainedConfig:
         """The config that the probe of meshes takes, from that of a small model.
 
-        Args:
-            small: isn't changed.
-            make: makes a config's model.
-
         Raises:
             CannotProbe: there is none.
         """
         return small
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
-        """A random micro-batch with the targets of the kind.
-
-        Args:
-            case: length, padding and packing of its rows.
-            model: that it is for.
-            rows_of: makes its ids.
-            generator: makes the targets.
-        """
+        """A random micro-batch with the targets of the kind."""
         raise NotImplementedError
 
     def probe_batch(
         self, case: Case, model: PreTrainedModel, *, has_types: bool = False, has_labels: bool = False
     ) -> MicroBatch:
-        """A micro-batch for a small model.
-
-        Args:
-            case: length, padding and packing of its rows.
-            model: the small model.
-            has_types: whether it has token types.
-            has_labels: whether padding has labels, too.
-        """
+        """A micro-batch for a small model."""
         generator = torch.Generator().manual_seed(case.length + 1)
 
         def rows_of(case: Case, _: int) -> MicroBatch:

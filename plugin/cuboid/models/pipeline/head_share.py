@@ -146,10 +146,6 @@ class HeadRows:
     """A rank's rows of the head's parameters during one step. All methods are collective over the pipeline.
 
     On a mesh they are rows of the rank's block ``[⌈V/s⌉, H/h]``, unsharded over `batch`.
-
-    Args:
-        model: this rank's stages.
-        device: of this rank.
     """
 
     def __init__(self, model: StageModel, device: torch.device) -> None:
@@ -309,12 +305,6 @@ class VocabularyShare:
 
     Between the two parts of a unit, the share's logits are kept in the dtype in which the model computes them; what is
     computed of them in float32 exists for one chunk of tokens only. Methods are collective over the mesh.
-
-    Args:
-        model: this rank's stages.
-        rows: this rank's rows of the head.
-        batches: the step's micro-batches.
-        scale: multiplies each token's loss.
     """
 
     def __init__(self, model: StageModel, rows: HeadRows, batches: Sequence[SegmentedBatch], scale: float) -> None:

@@ -29,13 +29,7 @@ class StepSchedules:
     def _make(
         self, shape: PipelineShape, lengths: tuple[int, ...], *, recomputes: bool
     ) -> tuple[Schedule, tuple[Program, ...]]:
-        """The schedule of a step, and the programs of all ranks.
-
-        Args:
-            shape: the pipeline's shape, with the stages of all ranks.
-            lengths: segment lengths of the step's longest micro-batch.
-            recomputes: whether activation checkpointing is on.
-        """
+        """The schedule of a step, and the programs of all ranks."""
         config, sizes = self._config, self._stages.sizes
         if not is_generated(config.schedule):
             schedule = fixed_schedule(config.schedule, shape, config.stages)

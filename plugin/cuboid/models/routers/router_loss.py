@@ -214,10 +214,6 @@ class RouterSums:
     def of(self, logits: list[torch.Tensor], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the rank's tokens and layers how often each expert was chosen, and its probabilities.
 
-        Args:
-            logits: ``[tokens, E]`` of each layer.
-            weights: ``[tokens]``, 0 for padding.
-
         Returns:
             Two tensors ``[E]``; only the second one is differentiable.
 

@@ -125,14 +125,7 @@ def _checkpoint_by(uncompiled: Any, in_graph: Any, *args: Any, **kwargs: Any) ->
 
 
 def _checkpoint_on_host(store: HostStore, function: Any, run: Any, *inputs: Any) -> Any:
-    """Checkpoint a layer, and keep its inputs on the host.
-
-    Args:
-        store: of the model.
-        function: checkpoints.
-        run: the layer's forward.
-        inputs: of the layer, of which torch saves the tensors.
-    """
+    """Checkpoint a layer, and keep its inputs on the host."""
     # Compiled code keeps what its compiler decides; without gradients nothing is kept.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not store.is_open:
         return function(run, *inputs)

@@ -334,12 +334,7 @@ class GuardedHooks(OrderedDict[int, Any]):
 
 
 def guard_hooks(model: nn.Module, *, runs_whole: bool) -> None:
-    """Make a sharded model's modules refuse hooks that would be given a part, or not be called.
-
-    Args:
-        model: sharded.
-        runs_whole: as in :func:`check_hooks`.
-    """
+    """Make a sharded model's modules refuse hooks that would be given a part, or not be called."""
     for name, module in model.named_modules():
         for kind in (*_FORWARD, *_BACKWARD) if name or not runs_whole else ():
             setattr(module, kind, GuardedHooks(getattr(module, kind), name or type(model).__name__, kind))

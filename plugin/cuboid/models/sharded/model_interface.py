@@ -183,9 +183,6 @@ class WholeInterface:
     def compile(self: Any, **options: Any) -> None:
         """Compile the layers, as the config's ``tensor_parallel.compile`` does. What is between them isn't compiled.
 
-        Args:
-            options: of ``torch.compile``.
-
         Raises:
             UnsupportedModelError: another compiler than Inductor, or a mode of it.
         """
@@ -204,11 +201,7 @@ class WholeInterface:
 
 
 class _RefusesDraws(TorchFunctionMode):
-    """Context in which drawing new values for a tensor raises an error.
-
-    Args:
-        function: that a script gave to ``model.apply``.
-    """
+    """Context in which drawing new values for a tensor raises an error."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

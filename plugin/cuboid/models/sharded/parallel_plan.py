@@ -76,10 +76,6 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
 class MeshRules:
     """Which meshes can cut a model. Knows its modules' shapes, and doesn't keep the model.
 
-    Args:
-        model: on any device, meta included.
-        verdict: as in :func:`make_parallel_plan`.
-
     Raises:
         UnsupportedModelError: no mesh can.
     """

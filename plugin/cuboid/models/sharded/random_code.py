@@ -45,11 +45,7 @@ def _is_known(x: Any) -> bool:
 
 
 class _Reader:
-    """Reads functions and all that they call by name.
-
-    Args:
-        cls: the class of ``self`` in methods.
-    """
+    """Reads functions and all that they call by name."""
 
     def __init__(self, cls: type) -> None:
         self._cls = cls

@@ -239,12 +239,8 @@ def plain_class(cls: type[Any]) -> type[Any]:
 
 
 def derived_class(mixin: type[Any] | None, base: type[Any], forward: Callable[..., Any]) -> type[Any]:
-    """A subclass with its base's name, so that configs and checkpoints contain the original name.
-
-    Args:
-        mixin: comes before the base among the bases.
-        base: the plain class.
-        forward: of the subclass.
+    """A subclass of ``mixin`` and ``base``, in this order, with the base's name, so that configs and checkpoints
+    contain the original name.
     """
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (mixin or PlainInstances, base), {**members, "_cuboid_plain": base})

@@ -139,12 +139,8 @@ class _Multiply(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeferredProduct:
-    """See :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
-
-    Args:
-        layer: the layer that multiplied.
-        x: input, ``[tokens, I]``.
-        dy: gradient of the output, ``[tokens, O]``.
+    """A product of ``x`` ``[tokens, I]`` and ``dy`` ``[tokens, O]``; see
+    :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
     """
 
     layer: _DeferredLayer

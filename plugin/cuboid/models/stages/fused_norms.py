@@ -30,13 +30,7 @@ def rms_norms(model: nn.Module) -> dict[str, NormFormula]:
 
 
 def fuse_norms(model: nn.Module, norms: Mapping[str, NormFormula], mesh: Mesh) -> None:
-    """Give norms a class whose forward is one operation, in place.
-
-    Args:
-        model: has the norms.
-        norms: of :func:`rms_norms`.
-        mesh: of one rank.
-    """
+    """Give norms a class whose forward is one operation, in place."""
     for name, formula in norms.items():
         module = model.get_submodule(name)
         eps_name = next((name for name in EPS_NAMES if getattr(module, name, None) == formula.eps), None)

@@ -18,12 +18,8 @@ from cuboid.models.tensor_flow import Flow
 
 
 def check_all_layers_run(model: PreTrainedModel, layers: str, ids: torch.Tensor) -> None:
-    """Run a model on the meta device in training mode, with random numbers that drop whatever may be dropped.
-
-    Args:
-        model: on the meta device, in evaluation mode.
-        layers: name of its list of layers.
-        ids: ``[B, S]`` on the meta device.
+    """Run a model, and ids ``[B, S]``, on the meta device in training mode, with random numbers that drop whatever may
+    be dropped.
 
     Raises:
         UnsupportedModelError: a layer doesn't run, or whether it does is drawn from numpy or Python's ``random``.

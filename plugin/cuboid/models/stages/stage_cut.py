@@ -55,12 +55,7 @@ class StageCut:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the layers are cut into stages, and which pipeline rank has each stage.
-
-    Args:
-        counts: number of layers of each stage.
-        placement: the pipeline rank of each stage.
-    """
+    """How the layers are cut into stages, and which pipeline rank has each stage."""
 
     counts: tuple[int, ...]
     placement: tuple[int, ...]
@@ -120,12 +115,6 @@ class Chunk:
 
     During a chunk's forward, placeholders replace the modules of other stages. The placeholder right before its first
     layer returns the hidden state that was received; the one right after its last layer keeps the stage's output.
-
-    Args:
-        model: the whole model, on any device.
-        outline: the model's outline.
-        cut: this chunk's stage.
-        here: all stages of this rank.
     """
 
     def __init__(self, model: PreTrainedModel, outline: Outline, cut: StageCut, here: Sequence[StageCut]) -> None:
@@ -357,11 +346,6 @@ def shared_parameters(model: PreTrainedModel, outline: Outline, cuts: Sequence[S
 
     Each of the two ranks computes a part of their gradient. The result is empty on other ranks, and if one rank has
     both stages.
-
-    Args:
-        model: after :func:`cut_stages`.
-        outline: of the whole model.
-        cuts: the stages of this rank.
     """
     if any(cut.is_first for cut in cuts) == any(cut.is_last for cut in cuts):
         return {}

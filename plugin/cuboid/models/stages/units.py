@@ -68,17 +68,9 @@ class SegmentedBatch:
         kind: ModelKind,
         inputs: Inputs = "embeddings",
     ) -> SegmentedBatch:
-        """Take this rank's rows of a whole micro-batch, and pad them to the sum of ``lengths``.
+        """Take this rank's rows of a whole micro-batch, and pad them to the sum of the segments' ``lengths``.
 
         If the mesh's `batch` axis doesn't divide the rows, copies of the last row without labels are added.
-
-        Args:
-            batch: the result of :meth:`ModelKind.for_stages`.
-            lengths: lengths of the segments.
-            config: the model's config.
-            mesh: this rank's mesh.
-            kind: of the model.
-            inputs: what the model takes on a mesh.
 
         Raises:
             CuboidError: shapes that contradict each other.

@@ -124,13 +124,7 @@ def fullest(cost: StepCost) -> Memory:
 
 
 def _step_bytes(software: Software, updated: float, gradients: float) -> float:
-    """What the optimizer's step takes besides parameters, gradients and its states.
-
-    Args:
-        software: the framework.
-        updated: parameters that the rank updates.
-        gradients: bytes of all gradients.
-    """
+    """What the optimizer's step takes besides parameters, gradients and its states."""
     return max(0.0, software.step_bytes * updated - (gradients if software.steps_on_copies else 0.0))
 
 

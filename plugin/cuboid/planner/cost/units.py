@@ -50,12 +50,7 @@ class Seconds:
 
 
 class UnitTimes:
-    """Times of the parts of one micro-batch's segments on one rank.
-
-    Args:
-        model, layout, cluster, software: what runs.
-        length: S, tokens of a sequence.
-    """
+    """Times of the parts of one micro-batch's segments on one rank."""
 
     def __init__(
         self, model: ModelDescription, layout: Layout, cluster: Cluster, length: int, software: Software

@@ -102,10 +102,6 @@ class LayoutLimits:
     def check(self, name: str, mesh: MeshShape, stages: int, segments: int) -> None:
         """Check that training would accept a layout.
 
-        Args:
-            name: of the model.
-            mesh, stages, segments: of the layout.
-
         Raises:
             MeshError: the mesh doesn't divide the model; the message names meshes of the same size that do.
             UnsupportedModelError: the architecture isn't right in such a layout.

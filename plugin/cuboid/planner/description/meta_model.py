@@ -26,10 +26,6 @@ def model_of(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A config's model, on the default device.
 
     Models with their own code are built if the config's class is from it: then the code was trusted.
-
-    Args:
-        config: isn't changed.
-        options: of ``from_config``.
     """
     trusted = type(config).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME)
     auto_class = auto_class_of(config.architectures)

@@ -282,12 +282,8 @@ def prefix_backward(
     *,
     needs_past: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of a segment's own keys and values, after those of the past were added to the KV cache.
-
-    Args:
-        dk, dv: of what :func:`prefix` returned.
-        cache, layer, start, first: as there.
-        needs_past: whether keys and values have gradients.
+    """The gradients of a segment's own keys and values, from ``dk`` and ``dv`` of what :func:`prefix` returned, after
+    those of the past were added to the KV cache.
     """
     past = start - first
     gradients = cache.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])

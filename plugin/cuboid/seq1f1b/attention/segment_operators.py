@@ -29,12 +29,8 @@ _count = itertools.count()
 
 
 def place_of(cache: KVCache, layer: int, start: int) -> torch.Tensor:
-    """The place of the calls of a layer, whose key in the KV cache is the pair of ``layer`` and the call's number.
-
-    Args:
-        cache: of the micro-batch.
-        layer: a number of the layer.
-        start: the segment's first position.
+    """The place of the calls of a layer, whose key in the KV cache is the pair of the number ``layer`` and the call's
+    number.
     """
     number = _NUMBERS.get(cache)
     if number is None:

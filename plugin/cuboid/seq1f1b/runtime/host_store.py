@@ -148,13 +148,7 @@ class HostBuffers:
 
 
 class HostCopy:
-    """A tensor of which the host has a copy from its production to the end of its backward.
-
-    Args:
-        store: of the model.
-        tensor: on the device.
-        what: for error messages.
-    """
+    """A tensor of which the host has a copy from its production to the end of its backward."""
 
     def __init__(self, store: HostStore, tensor: torch.Tensor, what: str) -> None:
         self._store, self._what = store, what

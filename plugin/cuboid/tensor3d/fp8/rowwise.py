@@ -31,10 +31,7 @@ _BIAS = 127
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to fp8.
-
-    Args:
-        x: ``[rows, K]``, any strides.
+    """Round each row of ``x``, ``[rows, K]`` of any strides, to fp8.
 
     Returns:
         ``[rows, K]`` in fp8, contiguous, and the scales ``[rows, 1]`` by which it is multiplied to be ``x`` again. A

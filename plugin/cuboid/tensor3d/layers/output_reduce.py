@@ -106,12 +106,8 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
 
 
 def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
-    """Do n products as :func:`multiply` does one.
-
-    Args:
-        x: pieces ``[n, M, I_i]``.
-        weights: for each piece ``[n, O, I_i]``.
-        out: ``[n, M, O]``, which receives the results.
+    """Do n products of ``x``, pieces ``[n, M, I_i]``, and weights ``[n, O, I_i]`` as :func:`multiply` does one; ``out``
+    is ``[n, M, O]``.
     """
     if type(weights) is Fp8Columns:
         _multiply_in_fp8(x, weights, out)

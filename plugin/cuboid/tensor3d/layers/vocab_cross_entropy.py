@@ -79,8 +79,7 @@ def token_values(
 ) -> torch.Tensor:
     """What each token's distribution says: ``[5, B/b, S/h]``, in the order of :data:`TOKEN_VALUES`; without gradients.
 
-    Args:
-        logits, labels, vocabulary, ignore_index: see :func:`token_sum`.
+    Arguments are those of :func:`token_sum`.
     """
     labels = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
     with torch.no_grad():

@@ -56,11 +56,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class StagedGroup(_ProcessGroup):
-    """See the module. CPU tensors are handed to gloo directly.
-
-    Args:
-        store, rank, size, timeout: as for every backend.
-    """
+    """See the module. CPU tensors are handed to gloo directly."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
