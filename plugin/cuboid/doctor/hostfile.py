@@ -22,7 +22,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Hostfile:
-    """What a hostfile says: how many ranks each host takes (``slots``), and what is wrong with the file (``problems``)."""
+    """What a hostfile says: how many ranks each host takes (``slots``), and its mistakes (``problems``)."""
 
     slots: Mapping[str, int]
     problems: tuple[Finding, ...]

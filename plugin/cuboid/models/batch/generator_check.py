@@ -57,7 +57,7 @@ def generators_differ(states: Sequence[Sequence[int]], mesh: Mesh) -> CuboidErro
 
 
 class StepGenerators:
-    """Compares generators in a step of a pipeline, at the first draw that needs it. That is a collective of the mesh."""
+    """Compares generators in a step of a pipeline, at the first draw that needs it, by a collective of the mesh."""
 
     def __init__(self, mesh: Mesh, device: torch.device, libraries: Collection[Library]) -> None:
         self._mesh, self._device, self._libraries = mesh, device, libraries
