@@ -439,6 +439,50 @@ def test_sequences_beyond_the_positions_that_rotary_embeddings_were_made_for_are
     assert pool.run(2, _warnings_beyond, path, 16, timeout_s=TIMEOUT_S) == [[], []]
 
 
+#: By the rows of a mask and of positions: packed rows under a mask that shows both sides of a boundary, then what must
+#: not be taken for them: a row per document, padding on the left with each library's positions, on the right, and
+#: positions that jump ahead.
+_PACKED = {
+    "packed": ([1] * 8, [0, 1, 2, 3, 0, 1, 2, 3]),
+    "packed, then padding": ([1] * 6 + [0] * 2, [0, 1, 2, 0, 1, 2, 3, 4]),
+    "one document": ([1] * 8, [*range(8)]),
+    "padding on the left": ([0] * 3 + [1] * 5, [1, 1, 1, 0, 1, 2, 3, 4]),
+    "padding on the left from zero": ([0] * 3 + [1] * 5, [0, 0, 0, 0, 1, 2, 3, 4]),
+    "padding on the right": ([1] * 5 + [0] * 3, [0, 1, 2, 3, 4, 1, 1, 1]),
+    "positions that jump": ([1] * 8, [0, 1, 2, 3, 9, 10, 11, 12]),
+}
+
+
+def _warned_of_boundaries(path, stages):
+    """By case, the warnings of two steps of a model of its own, on a mesh or in two stages."""
+    if stages == 1:
+        config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
+    else:
+        config = {"pipeline": {"engine": "seq1f1b", "stages": stages, "segments": 2}}
+    counts = {}
+    for name, (mask, positions) in _PACKED.items():
+        model, ids = from_pretrained(path, config), torch.arange(16).view(2, 8)
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.tensor([[1] * 8, mask])}
+        batch["position_ids"] = torch.stack([torch.arange(8), torch.tensor(positions)])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                if stages == 1:
+                    model(**batch).loss.backward()
+                else:
+                    Pipeline(model).train(iter([batch]), 1)
+        texts = [str(warning.message) for warning in caught]
+        counts[name] = [text for text in texts if "position_ids" in text and "attention_mask" in text]
+    return counts
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_packed_rows_whose_boundaries_a_mask_hides_are_told_once(pool, checkpoint, stages):
+    first, second = pool.run(2, _warned_of_boundaries, checkpoint(SmallModel("llama")), stages, timeout_s=TIMEOUT_S)
+    assert {name: len(texts) for name, texts in first.items()} == {name: "packed" in name for name in _PACKED}
+    assert not any(second.values())
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use(architecture, segments):

@@ -17,9 +17,10 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "fake_cuda"
 TIMEOUT_S = 600
 
-#: Before a pipeline's step: its label tokens and whether its numbers are in range (3 numbers, read at once), and on the
-#: rank that reads the data how long its sequences are, which goes to the others.
-COUNTED = {("broadcast.py", "the host reads a number"): 3}
+#: Before a pipeline's step: its label tokens, whether its numbers are in range, and whether boundaries of packed rows
+#: are lost (4 numbers, read at once), and on the rank that reads the data how long its sequences are, which goes to the
+#: others.
+COUNTED = {("broadcast.py", "the host reads a number"): 4}
 TOLD = {("broadcast.py", "a copy from cpu to cuda that blocks"): 1}
 #: Once for each of two micro-batches, for masks: whether rows are padded, or packed.
 PADDED = {("segments.py", "the host reads a number"): 4}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,7 @@ class Limits:
         longest: tokens of the longest sequence that the model is made for, if its config has it.
         shifts_labels: whether the loss compares each position with the next one's label, so that the first label isn't
             used.
+        told: what users of this model have been warned of, so that they are once.
     """
 
     kind: BatchRules
@@ -74,6 +75,7 @@ class Limits:
     first_position: int = 0
     longest: int | None = None
     shifts_labels: bool = False
+    told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,6 +98,23 @@ class Limits:
                 "not made for them",
                 stacklevel=1,
             )
+
+    def warn_of_lost_boundaries(self, mesh: Mesh) -> None:
+        """Warn, once and on the first rank of a replica, of what :func:`lost_boundaries` has found.
+
+        It isn't an error: positions may restart on purpose where sequences are meant to see one another.
+        """
+        if "boundaries" in self.told or mesh.rank != mesh.copy_ranks[0]:
+            return
+        self.told.add("boundaries")
+        warnings.warn(
+            "position_ids restart inside a row, as in packed sequences, between two tokens that attention_mask shows: "
+            "given an attention_mask, even of ones, transformers looks for no boundaries in position_ids, and neither "
+            "does this model, so that the sequences of the row attend to one another. To keep them apart leave out "
+            "attention_mask, and give padding labels of -100; or give each sequence a row of its own. If they are "
+            "meant to see one another, all is well",
+            stacklevel=1,
+        )
 
     def of(self, name: str) -> int | None:
         """Return the limit of one of :attr:`names`; None if it has none."""
@@ -137,6 +156,21 @@ class Limits:
         )
 
 
+def lost_boundaries(micro_batches: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Count, as a scalar tensor, where positions restart between two tokens of a row that the mask shows.
+
+    These are no boundaries to the model, because there is a mask. Padding on the left, whose positions may be anything,
+    isn't counted, and neither are positions that jump ahead. None if no micro-batch has positions and a mask.
+    """
+    counts = []
+    for batch in micro_batches:
+        if "attention_mask" in batch and "position_ids" in batch:
+            shown = batch["attention_mask"] != 0
+            restarts = batch["position_ids"].diff(dim=1) <= 0
+            counts.append((restarts & shown[:, 1:] & shown[:, :-1]).sum())
+    return torch.stack(counts).sum() if counts else None
+
+
 class BatchCheck:
     """A check of one micro-batch: started on the device, read later by the host.
 
@@ -167,13 +201,15 @@ class BatchCheck:
         self._limits, self._mesh = limits, mesh
         ids = self._tensors[limits.kind.main_input]
         device = ids.device
+        lost = lost_boundaries((self._tensors,)) if "position_ids" in self._tensors else None
+        self._may_lose_boundaries = lost is not None
+        flags = [] if lost is None else [lost > 0]
         if limits.positions is not None and "position_ids" not in self._tensors:
             # The model will count positions by itself, so check those. Encoder and decoder have equal position tables.
             first, decoder_ids = limits.first_position, self._tensors.get("decoder_input_ids", ids)
             last = first + max(ids.shape[1], decoder_ids.shape[1])
             self._tensors["position_ids"] = torch.arange(first, last, device=device).unsqueeze(0)
         self._bounded: list[str] = []
-        flags: list[torch.Tensor] = []
         for name, x in self._tensors.items():
             outside = limits.out_of_range(name, x, self._ignore_index)
             if outside is not None:
@@ -205,6 +241,7 @@ class BatchCheck:
             return
         tensors, self._tensors = self._tensors, {}
         verdict = self._verdict.read()
+        loses_boundaries = self._may_lose_boundaries and verdict.pop(0)
         if self._states is not None and verdict[-2]:
             self._number = shared_number(self._states.tolist())
         # The generators, which come last, may differ.
@@ -219,6 +256,8 @@ class BatchCheck:
         for name, bad in zip(self._bounded, verdict, strict=False):
             if bad:
                 raise self._limits.error(name, tensors[name], self._ignore_index)
+        if loses_boundaries:
+            self._limits.warn_of_lost_boundaries(self._mesh)
 
     def number_if_differing(self) -> int | None:
         """A number of the first rank's generators if the ranks' differ, else None. Waits for the check."""

@@ -242,7 +242,7 @@ class ReplicasInStep:
 
     A failure of one replica is raised on all. If the data of all replicas is exhausted, ``StopIteration`` propagates;
     if only that of some is, an error names them. This takes one all-reduce over the replicas, which also sums the
-    number of label tokens, by which gradients are divided, and of numbers that are out of range.
+    number of label tokens, by which gradients are divided, of numbers that are out of range, and of lost boundaries.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -255,6 +255,10 @@ class ReplicasInStep:
         self.out_of_range: torch.Tensor | None = None
         #: Total over all replicas, set on exit.
         self.total_out_of_range = 0
+        #: How many boundaries this replica's packed rows lose, a tensor of no dims; to be set inside the context.
+        self.lost_boundaries: torch.Tensor | None = None
+        #: Total over all replicas, set on exit.
+        self.total_lost_boundaries = 0
 
     def __enter__(self) -> Self:
         return self
@@ -271,15 +275,15 @@ class ReplicasInStep:
 
     def _exchange(self, status: int) -> list[int]:
         """All-reduce over the replicas: set the totals and return each replica's status."""
-        summary = torch.zeros(2 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
-        if self.items is not None:
-            summary[0] = self.items
-        if self.out_of_range is not None:
-            summary[1] = self.out_of_range
-        summary[2 + self._mesh.coordinate.data].fill_(status)
+        counts = (self.items, self.out_of_range, self.lost_boundaries)
+        summary = torch.zeros(len(counts) + self._mesh.topology.data, dtype=torch.int64, device=self._device)
+        for index, number in enumerate(counts):
+            if number is not None:
+                summary[index] = number
+        summary[len(counts) + self._mesh.coordinate.data].fill_(status)
         if self._mesh.topology.data > 1:
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
-        self.total_items, self.total_out_of_range, *statuses = summary.tolist()
+        self.total_items, self.total_out_of_range, self.total_lost_boundaries, *statuses = summary.tolist()
         return statuses
 
     def _raise_first(self, error: BaseException | None) -> None:

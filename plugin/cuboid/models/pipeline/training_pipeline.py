@@ -21,7 +21,7 @@ from cuboid.errors import ConfigError, CuboidError
 from cuboid.failures.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.attention.interface import check_reached
-from cuboid.models.batch.batch_check import Limits
+from cuboid.models.batch.batch_check import Limits, lost_boundaries
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.cross_entropy.score_recorder import ScoreRecorder
 from cuboid.models.cross_entropy.token_recorder import TokenRecorder
@@ -184,9 +184,12 @@ class Pipeline:
             shared = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
             step, replicas.items = self._prepare_own(shared, training=training)
             replicas.out_of_range = self._out_of_range(shared)
+            replicas.lost_boundaries = lost_boundaries(shared)
         if replicas.total_out_of_range:
             # Only the ranks of the replica that has such numbers can say where they are.
             raise_on_all_ranks(self._range_error(shared), self.mesh, what="a check of the micro-batches")
+        if replicas.total_lost_boundaries and self.mesh.rank == 0:  # they may be another replica's
+            self.limits.warn_of_lost_boundaries(self.mesh)
         # Without any label tokens, divide by 1 so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
