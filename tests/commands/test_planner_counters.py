@@ -117,8 +117,9 @@ def counted(path, config, rows):
     runs.pool = MeteredPool()
     ids = torch.randint(2, 100, (MICRO_BATCHES, rows, LENGTH))
     with counting(model, runs.pool) as live:
-        runs.train(iter({"input_ids": each, "labels": each} for each in ids), MICRO_BATCHES)
-    return live.peak_bytes, sum(each.nbytes for each in model.parameters()), model.cuboid.mesh.comm_counter.snapshot()
+        runs.train(iter({"input_ids": batch, "labels": batch} for batch in ids), MICRO_BATCHES)
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return live.peak_bytes, parameter_bytes, model.cuboid.mesh.comm_counter.snapshot()
 
 
 def measure(pool, path, schedule, mesh="1x1x1", checkpointing="none", stages=2, rows=ROWS):
@@ -131,18 +132,18 @@ def measure(pool, path, schedule, mesh="1x1x1", checkpointing="none", stages=2, 
     config["activation_checkpointing"] = {"mode": checkpointing}
     if shape.size > 1:
         config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
-    found = pool.run(stages * shape.size, counted, path, config, rows, timeout_s=TIMEOUT_S)
+    counts = pool.run(stages * shape.size, counted, path, config, rows, timeout_s=TIMEOUT_S)
     with torch.device("meta"):
         described = describe_modules(AutoModelForCausalLM.from_config(config_of(path)))
     layout = Layout(
         shape, stages, rows, MICRO_BATCHES, 1, segments, chunks, schedule, checkpointing=checkpointing
     )  # fmt: skip
-    return found, StepCost(described, layout, Cluster.parse(f"{layout.ranks}xH100"), LENGTH, cuboid_software(layout))
+    return counts, StepCost(described, layout, Cluster.parse(f"{layout.ranks}xH100"), LENGTH, cuboid_software(layout))
 
 
 def check(measured, most=0.02):
-    found, cost = measured
-    for rank, (activations, parameters, _) in enumerate(found):
+    counts, cost = measured
+    for rank, (activations, parameters, _) in enumerate(counts):
         stage = _Stage(cost, rank // cost.layout.mesh.size)
         assert sum(stage._activations()) == pytest.approx(activations, rel=most)
         # Vectors that a mesh doesn't divide are padded.
@@ -217,13 +218,13 @@ def test_what_is_kept_under_activation_checkpointing_is_what_counters_see(
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_what_a_split_backward_sends_is_what_counters_see(pool, checkpoint, architecture, mesh):
     (plain, before), (split, after) = (
-        measure(pool, checkpoint(model(architecture)), each, mesh) for each in ("seq1f1b", "zero_bubble")
+        measure(pool, checkpoint(model(architecture)), schedule, mesh) for schedule in ("seq1f1b", "zero_bubble")
     )
     assert after.splits
     split_bytes, plain_bytes = (Estimate.of(cost).bytes_by_axis for cost in (after, before))
     expected = {axes: count - plain_bytes[axes] for axes, count in split_bytes.items()}
-    for (_, _, own), (_, _, other) in zip(split, plain, strict=True):
-        more = {axes: own[axes] - other[axes] for axes in expected}
+    for (_, _, of_split), (_, _, of_plain) in zip(split, plain, strict=True):
+        more = {axes: of_split[axes] - of_plain[axes] for axes in expected}
         assert more == {axes: pytest.approx(count, abs=200) for axes, count in expected.items()}
 
 
@@ -237,8 +238,8 @@ def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, a
     again_bytes, plain_bytes = (Estimate.of(cost).bytes_by_axis for cost in (after, before))
     expected = {axes: count - plain_bytes[axes] for axes, count in again_bytes.items()}
     assert any(expected.values())
-    for (_, _, own), (_, _, other) in zip(again, plain, strict=True):
-        more = {axes: own[axes] - other[axes] for axes in expected}
+    for (_, _, of_again), (_, _, of_plain) in zip(again, plain, strict=True):
+        more = {axes: of_again[axes] - of_plain[axes] for axes in expected}
         assert more == {axes: pytest.approx(count, rel=0.02) for axes, count in expected.items()}
 
 
@@ -301,8 +302,8 @@ def test_the_fewest_coefficients_that_reproduce_counts_are_found():
         (KeptBytes(token=1e6, key=64, score=24), 6),
     ):
         sizes = [round(truth.of(rows, length, keys)) for rows, length, keys in units]
-        found = [_fit(units[:number], sizes[:number], columns) for number in range(1, len(units) + 1)]
-        assert [each == truth for each in found] == [number >= needed for number in range(1, len(units) + 1)]
+        fits = [_fit(units[:number], sizes[:number], columns) for number in range(1, len(units) + 1)]
+        assert [fit == truth for fit in fits] == [number >= needed for number in range(1, len(units) + 1)]
     # What falls with sizes, or doesn't grow with any of them, is no count.
     assert _fit(units, [10**9 - rows * length for rows, length, _ in units], columns) is None
     assert _fit(units, [rows * length**3 for rows, length, _ in units], columns) is None
@@ -315,8 +316,8 @@ def test_one_row_is_counted_as_one_where_attention_is_no_kernel(name, segmented)
         rank = CountedAs(MeshShape(), segmented=segmented, alone=alone)
         key = _Key(described.config, described.kind_of_layers, described.verdict)
         unit = _Sample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[-1]
-        found = count_kept(described, rank).layers[-1].kept.of(1, 320, 320 + unit.start)
-        kept[alone] = found, unit.kept[len(key.kinds) - 1]
+        fitted = count_kept(described, rank).layers[-1].kept.of(1, 320, 320 + unit.start)
+        kept[alone] = fitted, unit.kept[len(key.kinds) - 1]
     assert kept[True][0] == pytest.approx(kept[True][1], rel=1e-6)
     assert kept[True][0] < kept[False][0]
 
@@ -354,10 +355,10 @@ def test_what_cannot_be_counted_is_said_and_taken_from_formulas():
     layout, cluster = Layout(MeshShape()), Cluster.parse("1xH200")
     described = description_of(LLAMA_8B)
     described = replace(described, config=AutoConfig.for_model("clip"))
-    found = estimate(described, layout, cluster, 4096)
-    assert "ValueError" in found.uncounted
+    by_formulas = estimate(described, layout, cluster, 4096)
+    assert "ValueError" in by_formulas.uncounted
     formulas = replace(CUBOID, counted=False)
-    assert found.memory_bytes == fullest(StepCost(described, layout, cluster, 4096, formulas)).total
+    assert by_formulas.memory_bytes == fullest(StepCost(described, layout, cluster, 4096, formulas)).total
     assert not estimate(description_of(LLAMA_8B), layout, cluster, 4096).uncounted
 
 
@@ -377,8 +378,8 @@ def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", FunctionType(fail.__code__, vars(modeling_llama)))
     _count.cache_clear()
     count_kept.cache_clear()
-    found = count_kept(description_of(small("llama")), CountedAs(None, segmented=True, splits=True))
-    assert found.obstacle == "TypeError: of the model"
+    count = count_kept(description_of(small("llama")), CountedAs(None, segmented=True, splits=True))
+    assert count.obstacle == "TypeError: of the model"
     count_kept.cache_clear()
 
 

@@ -54,24 +54,15 @@ def test_the_package_itself_has_none():
 def test_a_variable_that_does_not_say_what_it_is_is_named_with_its_line(tmp_path, code):
     (tmp_path / "plugin").mkdir()
     (tmp_path / "plugin" / "loop.py").write_text(code + "\n")
-    (sentence,) = variable_findings(tmp_path, ["plugin"], [])
+    (sentence,) = variable_findings(tmp_path, ["plugin"])
     line = 2 if "\n" in code else 1
     assert sentence == f"plugin/loop.py:{line}: own doesn't say what the variable is"
 
 
 def test_attributes_keywords_and_functions_may_have_any_name(tmp_path):
     (tmp_path / "loop.py").write_text("def own(): ...\nx.own = f(own=1).whole\nowner = x\n")
-    assert variable_findings(tmp_path, ["."], []) == []
+    assert variable_findings(tmp_path, ["."]) == []
 
 
-def test_a_folder_that_is_done_leaves_the_list(tmp_path):
-    for folder in ("models", "weights"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "models" / "loop.py").write_text("found = 1\n")
-    assert variable_findings(tmp_path, ["models", "weights"], ["models", "weights"]) == [
-        "weights is done: take it off TO_DO in .ci/names"
-    ]
-
-
-def test_variables_say_what_they_are_in_the_folders_that_are_done():
+def test_variables_say_what_they_are():
     assert variable_findings(SCRIPT["ROOT"]) == []

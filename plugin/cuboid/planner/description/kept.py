@@ -273,9 +273,9 @@ def _is_obstacle(error: Exception) -> bool:
         return True
     # Frames of a TorchFunctionMode only pass on what the model calls.
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name != "__torch_function__"]
-    packages = [str(each.f_globals.get("__name__")).split(".")[0] for each in frames]
+    packages = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     # The innermost frame outside of the libraries is to blame.
-    return [each for each in packages if each not in _LIBRARIES][-1] != "cuboid"
+    return [package for package in packages if package not in _LIBRARIES][-1] != "cuboid"
 
 
 class _Key:
@@ -504,7 +504,7 @@ def _fullest_rank(plan: ParallelPlan) -> int:
 
 def _enough(kinds: tuple[int, ...]) -> tuple[int, ...]:
     """The kinds of the first layers, up to the second layer of each kind (the first, if it is the only one)."""
-    seconds = [[index for index, each in enumerate(kinds) if each == kind][:2][-1] for kind in set(kinds)]
+    seconds = [[index for index, of_layer in enumerate(kinds) if of_layer == kind][:2][-1] for kind in set(kinds)]
     return kinds[: max(seconds) + 1]
 
 
