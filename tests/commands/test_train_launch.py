@@ -226,7 +226,7 @@ def interrupted(job, tmp_path_factory):
     def run_of(launcher):
         config, number, expected = WAYS[launcher]
         out = tmp_path_factory.mktemp("interrupted")
-        options = (f"--steps={STEPS}", "--save-every=3", "--keep-last=2")
+        options = (f"--steps={STEPS}", "--save-every=3", "--keep-last=2", "--log-every=0")
         process = start(*LAUNCHERS[launcher], *train_arguments(job, out, config, *options))
         status, output = interrupt(process, f"step 6/{STEPS}", number)
         assert status in expected, output
@@ -289,8 +289,8 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
 
 
 def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, tmp_path):
-    process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000"))
-    status, output = interrupt(process, "step 100/1000", signal.SIGTERM)
+    process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000", "--log-every=0"))
+    status, output = interrupt(process, "step 20/1000", signal.SIGTERM)
     assert status == 143, output
     latest = (tmp_path / "checkpoints" / "latest").read_text()
     assert latest in output
@@ -300,12 +300,21 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
     assert status == 1
     assert f"{latest} had 8 sequences of all ranks in a step, not 500. Give the same again" in output, output
 
-    more = ("--resume", f"--steps={step + 2}")
+    # There is no time for more than a step.
+    more = ("--resume", f"--steps={step + 3}")
+    arguments = train_arguments(job, tmp_path, "alone", *more, "--max-time=1s")[1:]
+    ((status, output),) = as_ranks(1, BIN / "cuboid", *arguments)
+    assert status == 124, output
+    assert f"stopped by --max-time after step {step + 1} of {step + 3}; --resume" in output
+
     ((status, output),) = as_ranks(1, BIN / "cuboid", *train_arguments(job, tmp_path, "alone", *more)[1:])
     assert status == 0, output
-    assert output.count(f"going on after step {step} of {step + 2}") == 1, output
-    assert report_of(tmp_path).resumed_after == [step]
-    assert len(report_of(tmp_path).train_losses) == step + 2
+    assert output.count(f"going on after step {step + 1} of {step + 3}") == 1, output
+    report = report_of(tmp_path)
+    assert report.resumed_after == [step, step + 1]
+    figures = [line for line in figures_of(tmp_path) if line["loss"] is not None]
+    assert [line["step"] for line in figures] == [*range(1, step + 4)]
+    assert [line["loss"] for line in figures] == report.train_losses
 
 
 @pytest.mark.slow
@@ -461,10 +470,17 @@ def test_a_killed_run_goes_on_by_the_same_command_line_as_if_nothing_had_happene
     assert report.resumed_after == [latest]
     assert report.train_losses == expected.train_losses
     assert report.heldout_losses == expected.heldout_losses
-    for name in ("train_losses.csv", *(f"model/{path.name}" for path in (expected_out / "model").iterdir())):
-        assert (tmp_path / name).read_bytes() == (expected_out / name).read_bytes(), name
+    for path in (expected_out / "model").iterdir():
+        assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert figures_of(tmp_path) == figures_of(expected_out)
     # Neither a lock nor anything incomplete is left.
     assert files_in(tmp_path) == files_in(expected_out)
+
+
+def figures_of(folder):
+    """What doesn't depend on the machine."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line.get(name) for name in ("step", "loss", "heldout_loss", "learning_rate")} for line in lines]
 
 
 def files_in(folder):

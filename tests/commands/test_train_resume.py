@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,17 +28,19 @@ from cuboid.checkpoint.format.folder import begin, commit, point_latest
 from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
 from cuboid.cli import app
+from cuboid.cli.limits import duration
 from cuboid.train import run_lock
-from cuboid.train.data.batches import HeldoutBatch
+from cuboid.train.data.batches import HeldoutBatch, Share
 from cuboid.train.data.initial_model import train_tokenizer
-from cuboid.train.driver import MicroBatchDriver
+from cuboid.train.driver import MicroBatchDriver, StepLoss
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.loop import History, RunLength
-from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
+from cuboid.train.loop import History, Loop, RunLength
+from cuboid.train.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
+from cuboid.train.run import _is_late
 from launching import ROOT, end, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
@@ -131,28 +136,74 @@ def test_a_resumed_run_keeps_its_length_unless_steps_is_given(options, interrupt
 
 
 def test_losses_of_a_run_are_read_back_to_the_last_bit_or_not_at_all(tmp_path):
-    path, losses = tmp_path / LOSSES, [1 / (n + 3) for n in range(9)]
-    write_losses(path, losses[:4], present=0)
-    write_losses(path, losses, present=4)
-    assert path.read_text().splitlines()[:2] == ["step,loss", f"1,{1 / 3!r}"]
+    path, losses = tmp_path / METRICS, [1 / (n + 3) for n in range(9)]
+    metrics = MetricsFile(path, pytest.fail)
+    metrics.begin(0)
+    metrics.add(0, {"heldout_loss": 2.0})
+    for step, loss in enumerate(losses, start=1):
+        metrics.add(step, {"loss": loss, "grad_norm": None})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[:2] == [{"step": 0, "heldout_loss": 2.0}, {"step": 1, "loss": 1 / 3, "grad_norm": None}]
     assert read_losses(path, 9, digest_of(losses)) == losses
-    # After resuming from an earlier step, the later ones are replaced.
+    # After resuming from an earlier step, the later ones are dropped.
     assert read_losses(path, 6, digest_of(losses[:6])) == losses[:6]
-    write_losses(path, [*losses[:6], 0.5], present=0)
+    metrics = MetricsFile(path, pytest.fail)
+    metrics.begin(6)
+    assert path.read_text().count("\n") == 7
+    metrics.add(7, {"loss": 0.5})
     assert read_losses(path, 7, digest_of([*losses[:6], 0.5])) == [*losses[:6], 0.5]
     # Of another run, too short, damaged, or gone.
     assert read_losses(path, 7, digest_of(losses[:7])) is None
     assert read_losses(path, 9, digest_of(losses)) is None
-    path.write_bytes(b"step,loss\n1,0.3" + bytes(200) + b"\n2,x")
-    assert read_losses(path, 2, digest_of(losses[:2])) is None
-    assert read_losses(tmp_path / "none.csv", 2, None) is None
+    for damage in (
+        b'{"step": 1, "loss": 0.3' + bytes(9000),
+        b"[" * 4000,
+        b'{"step": 1, "loss": "0.3"}\n',
+        b'{"step":\n',
+    ):
+        path.write_bytes(damage)
+        assert read_losses(path, 1, digest_of(losses[:1])) is None
+    assert read_losses(tmp_path / "none.jsonl", 2, None) is None
 
 
-def test_a_file_that_is_no_list_of_losses_is_not_replaced(tmp_path):
-    path = tmp_path / LOSSES
+def test_a_line_that_a_killed_run_left_incomplete_is_cut_off(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    metrics = MetricsFile(path, pytest.fail)
+    metrics.begin(2)
+    metrics.add(2, {"loss": math.inf})
+    metrics.sync()
+    assert path.read_text() == '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": null}\n'
+    # A hash is the same whatever kind of no number a loss was.
+    assert read_losses(path, 2, digest_of([3.0, math.inf]))[0] == 3.0
+    assert digest_of([3.0, math.inf]) == digest_of([3.0, -math.nan])
+
+
+def test_metrics_that_cannot_be_written_wait_and_are_named_once(tmp_path, monkeypatch):
+    path, said = tmp_path / METRICS, []
+    metrics = MetricsFile(path, said.append)
+    metrics.begin(0)
+    with monkeypatch.context() as context:
+        context.setattr(
+            "cuboid.train.metrics_file.os.write", lambda descriptor, line: os.pwrite(descriptor, line[:4], 0)
+        )
+        metrics.add(1, {"loss": 3.0})
+        metrics.add(2, {"loss": 2.0})
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            metrics.sync()
+    assert said == [f"{path} can't be written (No space left on device); training goes on"]
+    assert path.read_text() == ""
+    metrics.add(3, {"loss": 1.0})
+    assert read_losses(path, 3, digest_of([3.0, 2.0, 1.0])) == [3.0, 2.0, 1.0]
+
+
+def test_a_file_that_holds_no_metrics_is_not_replaced(options, tmp_path):
+    path = tmp_path / METRICS
     path.write_text("mine")
-    with pytest.raises(CheckpointError, match="isn't a file of losses"):
-        write_losses(path, [1.0], present=0)
+    with pytest.raises(CheckpointError, match="isn't a file of metrics"):
+        MetricsFile(path, pytest.fail).begin(0)
+    with pytest.raises(CheckpointError, match="isn't a file of metrics"):
+        plan(options())
     assert path.read_text() == "mine"
 
 
@@ -539,20 +590,20 @@ def test_the_first_signal_is_reported_and_sigterm_never_ends_the_process(number)
     reported = threading.Semaphore(0)
     with Interrupts() as interrupts:
         interrupts.defer(reported.release)
-        assert interrupts.own() == [0, 0]
+        assert interrupts.own() == [0, 0, 0]
         for later in (number, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), later)
         assert reported.acquire(timeout=20)
         deadline = time.monotonic() + 20
         while not interrupts.own()[1] and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert interrupts.own() == [float(number is signal.SIGINT), 1]
+        assert interrupts.own() == [float(number is signal.SIGINT), 1, 0]
         assert not reported.acquire(blocking=False)
         assert interrupts.stop is None
-        interrupts.agree([0, 0])
+        interrupts.agree([0, 0, 0])
         assert interrupts.stop is None
-        interrupts.agree([0, 3])
-        interrupts.agree([1, 3])
+        interrupts.agree([0, 3, 1])
+        interrupts.agree([1, 3, 1])
         assert interrupts.stop is signal.SIGTERM
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -659,6 +710,51 @@ def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_be
     driver.evaluate([HeldoutBatch(rows, rows, 3)])
     driver.train([rows])
     assert engine.modes == [True, False, True]
+
+
+def test_a_loss_that_is_no_number_is_named_with_its_micro_batches(monkeypatch):
+    # Those of the other replica come with the sum over ranks: one of its losses isn't finite either.
+    monkeypatch.setattr("cuboid.train.loop.total", lambda values, _: [*values[:4], 0, 0, 2, 0])
+    loop = Loop.__new__(Loop)
+    for name, value in {"share": Share(0, 2, 1), "accumulation": 4, "driver": SimpleNamespace(device=None)}.items():
+        object.__setattr__(loop, name, value)
+    assert loop._where(StepLoss(math.nan, (1.0, math.inf, 2.0, math.nan))) == (
+        ", in micro-batch 2 of replica 0, micro-batch 4 of replica 0, micro-batch 3 of replica 1"
+    )
+
+
+def test_a_run_is_late_if_another_step_and_a_save_would_end_too_late(monkeypatch):
+    monkeypatch.setattr("cuboid.train.run.time.time", lambda: psutil.Process().create_time() + 100)
+    history = History([1.0] * 3, step_s=[30.0, 5.0, 7.0], longest_save_s=4.0)
+    assert _is_late(109.5, history)
+    assert not _is_late(110.5, history)
+    with Interrupts() as interrupts:
+        interrupts.is_late = lambda: True
+        assert interrupts.own() == [0, 0, 1]
+        interrupts.agree([0, 0, 1])
+        assert interrupts.stop == "--max-time"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5h", 5400),
+        ("90m", 5400),
+        ("1:30:00", 5400),
+        ("05:10", 310),
+        ("2-00:00:01", 172801),
+        ("1d", 86400),
+    ],
+)
+def test_durations(text, seconds):
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00", "-5", "1e3", "nan", "5 m", "1:2:3:4", "3-4", "9" * 400, "١"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(typer.BadParameter, match="is no "):
+        duration(text)
 
 
 def test_a_run_of_any_length_is_checked_at_once(options, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
 import typer
@@ -24,6 +25,8 @@ MOST_PROCESSES = 256
 MOST_UNITS = 32 * 4 * 64 * 16
 #: Longest time in a simulation, far above any useful one; matplotlib draws no numbers near the largest float.
 LONGEST_TIME = 1e9
+#: Units of a duration.
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def finite(value: float | None) -> float | None:
@@ -50,3 +53,24 @@ def chunk_count(text: str | None) -> int | Literal["auto"] | None:
     if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"--chunks {text!r} is neither auto nor a number of at least 1")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """Parse a duration in seconds: ``5400``, ``90m``, ``1.5h``, ``1:30:00``, or ``2-00:00:00`` with days, as Slurm's.
+
+    Raises:
+        BadParameter: it isn't one, or not positive.
+    """
+    match = re.fullmatch(
+        r"(?:(?:([0-9]{1,6})-)?([0-9]{1,6}):)?([0-9]{1,6}):([0-9]{1,6})|([0-9]{1,12}(?:\.[0-9]{1,6})?)([smhd]?)", text
+    )
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no duration; write seconds, 90m, 12h, 1:30:00 or 2-00:00:00")
+    days, hours, minutes, seconds, number, unit = match.groups(default="")
+    if number:
+        total_s = float(number) * _SECONDS[unit]
+    else:
+        total_s = ((int(days or 0) * 24 + int(hours or 0)) * 60 + int(minutes)) * 60.0 + int(seconds)
+    if total_s <= 0:
+        raise typer.BadParameter(f"{text!r} is no time at all")
+    return total_s

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode
+from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite
 from cuboid.cli.paths import Command
 
 if TYPE_CHECKING:
     from cuboid.train.reporting.report import TrainReport
     from cuboid.train.run import Stopped
+
+#: Exit status of a run that ``--max-time`` stopped, as timeout(1) has it.
+OUT_OF_TIME_STATUS = 124
 
 
 class TrainCommand(Command):
@@ -78,6 +81,24 @@ def train(
             help="Resume from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
         ),
     ] = None,
+    max_time: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DURATION",
+            parser=duration,
+            help="Stop in time before the command has run so long, as SIGTERM does, with exit status 124: seconds, "
+            "90m, 12h, 1:30:00 or 2-00:00:00.",
+        ),
+    ] = None,
+    log_every: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time between two lines of a log, at least; 0 for each step.",
+            min=0,
+            callback=finite,
+        ),
+    ] = 10.0,
     trust_remote_code: TrustRemoteCode = False,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
@@ -88,7 +109,7 @@ def train(
     OUT/checkpoints and exit with 130 or 143; `--resume` resumes from there, on any number of ranks. Ctrl-C once more
     ends it at once.
     """
-    from cuboid.train.interrupt import Interrupts
+    from cuboid.train.interrupt import OUT_OF_TIME, Interrupts
 
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     # Entered first, so that Ctrl-C ends the process during the imports below too.
@@ -119,13 +140,15 @@ def train(
             resume_from=resume_from,
             trust_remote_code=trust_remote_code,
             resume_if_any=resume == "auto" and resume_from is None,
+            max_time_s=max_time,
+            log_every_s=log_every,
         )
         result = run(options, world, interrupts)
         if world.is_first:
             typer.echo(_stopped(result) if isinstance(result, Stopped) else _done(result, out))
         world.disconnect()
         if isinstance(result, Stopped):
-            raise SystemExit(128 + result.by)
+            raise SystemExit(OUT_OF_TIME_STATUS if result.by == OUT_OF_TIME else 128 + result.by)
 
 
 def _done(report: TrainReport, out: Path) -> str:
@@ -148,9 +171,10 @@ def _shown(loss: float | None) -> str:
 
 
 def _stopped(stopped: Stopped) -> str:
+    cause = stopped.by if isinstance(stopped.by, str) else stopped.by.name
     if stopped.step == 0:
-        return f"stopped by {stopped.by.name} before the first step; there is nothing to resume from"
-    text = f"stopped by {stopped.by.name} after step {stopped.step} of {stopped.steps}; "
+        return f"stopped by {cause} before the first step; there is nothing to resume from"
+    text = f"stopped by {cause} after step {stopped.step} of {stopped.steps}; "
     if stopped.checkpoint is None:
         return f"{text}the checkpoint could not be written"
     return f"{text}--resume (make train RESUME=1) resumes from {stopped.checkpoint}"

@@ -14,7 +14,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
-from cuboid.train.loss_file import LOSSES, digest_of, read_losses, write_losses
+from cuboid.train.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import CHECKPOINTS
 from cuboid.train.resume import RunState, find_run, with_remedy
@@ -33,6 +33,8 @@ class RunCheckpoints:
     #: When this process began, by ``time.perf_counter``.
     started: float
     progress: TrainProgress
+    #: Of the run; None on all ranks but the first.
+    metrics: MetricsFile | None
     #: On the run's folder; None on all ranks but the first.
     lock: RunLock | None
 
@@ -62,6 +64,7 @@ class RunCheckpoints:
         if self.job.resumed is None:
             if self.job.options.resume:
                 self.progress.say(f"nothing to resume from in {self.job.options.out}; beginning a new run")
+            self._begin_metrics(0)
             return self, History()
         path, state = self.job.resumed.path, self.job.resumed.state
         try:
@@ -74,7 +77,9 @@ class RunCheckpoints:
                 return replace(self, job=replace(self.job, resumed=earlier)).begin()
             raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
-        return self, History(self._losses_before(state), list(state.heldout_losses), earlier_step_s=state.step_s)
+        losses = self._losses_before(state)
+        self._begin_metrics(state.step)
+        return self, History(losses, list(state.heldout_losses), earlier_step_s=state.step_s)
 
     def check_lock(self) -> None:
         """Raise an error on the first rank if another run has taken over the run's folder."""
@@ -90,12 +95,14 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it could not be written.
         """
+        began = time.perf_counter()
         self.check_lock()
         root, tag = self.job.options.out / CHECKPOINTS, f"global_step{history.step}"
-        if not self._write_losses(history):
+        if not self._sync_metrics():
             return None
         with self.progress.aside():
             saved = self.engine.save_checkpoint(root, tag=tag, client_state=self._state(history).model_dump())
+        history.longest_save_s = max(history.longest_save_s, time.perf_counter() - began)
         if not saved:
             return None
         begun = cuboid.parse_config(self.job.config).checkpoint.asynchronous
@@ -106,32 +113,39 @@ class RunCheckpoints:
         """The loss of each step until the checkpoint; NaN where it is lost."""
         if state.train_losses is not None:
             return list(state.train_losses)
-        path = self.job.options.out / LOSSES
+        path = self.job.options.out / METRICS
         losses = read_losses(path, state.step, state.losses_digest)
         if losses is None:
             self.progress.say(f"{path} doesn't have the losses of the steps until {state.step}; the report lacks them")
             return [math.nan] * state.step
         return losses
 
-    def _write_losses(self, history: History) -> bool:
-        """Bring the run's file of losses up to date; collective.
+    def _begin_metrics(self, step: int) -> None:
+        """Cut the metrics back to a step; collective."""
 
-        Returns False if it can't be written and the config lets training continue; else that is an error.
+        def begin() -> None:
+            if self.metrics is not None:
+                self.metrics.begin(step)
+
+        run_on_all_ranks(begin, cuboid.mesh_of(self.engine), what="start of the metrics")
+
+    def _sync_metrics(self) -> bool:
+        """Bring the run's metrics up to date on their device; collective.
+
+        Returns False if they can't be written and the config lets training continue; else that is an error.
         """
-        mesh, path = cuboid.mesh_of(self.engine), self.job.options.out / LOSSES
 
-        def write() -> None:
-            if mesh.rank == 0:
-                write_losses(path, history.losses, present=history.losses_in_file)
+        def sync() -> None:
+            if self.metrics is not None:
+                self.metrics.sync()
 
         try:
-            run_on_all_ranks(write, mesh, what="save of the losses")
+            run_on_all_ranks(sync, cuboid.mesh_of(self.engine), what="save of the metrics")
         except CheckpointError as error:
             if cuboid.parse_config(self.job.config).checkpoint.on_failure == "raise":
                 raise
             self.progress.say(f"no checkpoint was written, and training continues: {error}")
             return False
-        history.losses_in_file = len(history.losses)
         return True
 
     def _state(self, history: History) -> RunState:

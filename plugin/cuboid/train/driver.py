@@ -15,18 +15,29 @@ from cuboid.train.interrupt import Interrupts
 from cuboid.train.process import total
 
 
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of an optimizer step before it, nats per token."""
+
+    #: Over all replicas.
+    mean: float
+    #: Of this replica's micro-batches, in order; empty in a pipeline, where only the last stage has them.
+    micro_batches: tuple[float, ...] = ()
+
+
 class Driver(Protocol):
     """The loop's interface to an engine. Both calls are collective and return the same number on every rank.
 
     In the same all-reduce as the loss, the ranks agree on whether to stop.
     """
 
-    def train(self, micro_batches: Iterable[Tensor]) -> float:
-        """One optimizer step with this replica's micro-batches, int64 ``[micro_batch, sequence_length]`` each.
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        ...
 
-        Returns:
-            The loss before the step, nats per token, mean over all replicas.
-        """
+    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
+        """One optimizer step with this replica's micro-batches, int64 ``[micro_batch, sequence_length]`` each."""
         ...
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
@@ -42,12 +53,13 @@ class MicroBatchDriver:
     device: torch.device
     interrupts: Interrupts
 
-    def train(self, micro_batches: Iterable[Tensor]) -> float:
+    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
         """See :class:`Driver`."""
         # Models are loaded for evaluation, and no evaluation comes before the first step of a resumed run.
         self.engine.train()
-        losses = [self._step(micro_batch.to(self.device)) for micro_batch in micro_batches]
-        return mean(float(torch.stack(losses).mean()), 1.0, self.device, self.interrupts)
+        losses = torch.stack([self._step(micro_batch.to(self.device)) for micro_batch in micro_batches])
+        of_replicas = mean(float(losses.mean()), 1.0, self.device, self.interrupts)
+        return StepLoss(of_replicas, tuple(losses.tolist()))
 
     def _step(self, input_ids: Tensor) -> Tensor:
         loss: Tensor = self.engine(input_ids=input_ids, labels=input_ids).loss
@@ -79,12 +91,12 @@ class PipelineDriver:
     #: Micro-batches of a step; evaluation runs as many per call, so that it needs no more memory.
     accumulation: int
 
-    def train(self, micro_batches: Iterable[Tensor]) -> float:
+    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
         """See :class:`Driver`."""
         loss = float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
         # The engine's loss is the mean over all ranks already, so the agreement needs an all-reduce of its own.
         self.interrupts.agree(total(self.interrupts.own(), self.device))
-        return loss
+        return StepLoss(loss)
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
         """See :class:`Driver`."""

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: all ranks stop together, after the current step."""
+"""Handle Ctrl-C, SIGTERM and the end of a run's time: all ranks stop together, after the current step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, Literal, NoReturn, Self
 
 from cuboid import CuboidError
 from cuboid.errors import PeerLostError, RankError
@@ -18,6 +18,9 @@ from cuboid.failures.exit_messages import say_interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 0.5
+#: Why ranks stop that got no signal: the time is up that ``--max-time`` gives the run.
+OUT_OF_TIME: Final = "--max-time"
+StopCause = signal.Signals | Literal["--max-time"]
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -32,11 +35,13 @@ class Interrupts:
     after a collective that never ends.
 
     Attributes:
-        stop: the signal that all ranks agree to stop for; see :meth:`agree`.
+        stop: what all ranks agree to stop for; see :meth:`agree`.
+        is_late: says on the first rank whether there is no time for another step.
     """
 
     def __init__(self) -> None:
-        self.stop: signal.Signals | None = None
+        self.stop: StopCause | None = None
+        self.is_late: Callable[[], bool] = bool
         self._seen: set[signal.Signals] = set()
         self._deferred: Callable[[], None] | None = None
         self._replaced: dict[signal.Signals, Any] = {}
@@ -76,14 +81,15 @@ class Interrupts:
         self._deferred = on_first
 
     def own(self) -> list[float]:
-        """For each kind of signal, 1 if this rank received it, else 0."""
-        return [float(number in self._seen) for number in _SIGNALS]
+        """For each kind of signal, 1 if this rank received it, else 0; then the same for the end of the time."""
+        return [*(float(number in self._seen) for number in _SIGNALS), float(self.is_late())]
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Set :attr:`stop` if any rank received a signal; ``totals`` is the sum of :meth:`own` over all ranks."""
-        for number, total in zip(_SIGNALS, totals, strict=True):
+        """Set :attr:`stop` if any rank has a cause; ``totals`` is the sum of :meth:`own` over all ranks."""
+        causes: tuple[StopCause, ...] = (*_SIGNALS, OUT_OF_TIME)
+        for cause, total in zip(causes, totals, strict=True):
             if total > 0 and self.stop is None:
-                self.stop = number
+                self.stop = cause
 
     def _watch(self) -> None:
         while numbers := self._reader.recv(1):

@@ -22,6 +22,7 @@ from cuboid.models.certification.check import shifts_labels
 from cuboid.models.kinds.causal import check_causal
 from cuboid.train.data.corpus import check_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
+from cuboid.train.metrics_file import METRICS, check_metrics
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
 from cuboid.train.settings import (
@@ -72,6 +73,8 @@ class TrainOptions:
         arch_config: a model's ``config.json``, or the folder that it is in; None with a ``model``.
         tokenizer: folder of a tokenizer; None for the model's, or the one beside the tokens in ``data``.
         trust_remote_code: whether code that comes with the model may be run.
+        max_time_s: seconds after which the run is stopped as by a signal; None for no limit.
+        log_every_s: seconds between two lines of a log, at least.
     """
 
     model: Path | None
@@ -91,6 +94,8 @@ class TrainOptions:
     arch_config: Path | None = None
     tokenizer: Path | None = None
     trust_remote_code: bool = False
+    max_time_s: float | None = None
+    log_every_s: float = 10.0
 
     @property
     def architecture(self) -> Path:
@@ -229,9 +234,10 @@ def _check_results(options: TrainOptions, done: int, steps: int) -> None:
     for name in (CHECKPOINTS, MODEL, TRACE, TOKENS):
         if os.path.lexists(options.out / name):
             check_output(options.out / name)
-    for name in (REPORT, CURVE, BLOCKS, f"{CHECKPOINTS}/{LATEST}"):
+    for name in (REPORT, CURVE, BLOCKS, METRICS, f"{CHECKPOINTS}/{LATEST}"):
         if os.path.lexists(options.out / name):
             check_output_file(options.out / name)
+    check_metrics(options.out / METRICS)
     # Of all steps, as Ctrl-C saves after any. What is there is gone through, since there may be billions of steps.
     for path in (options.out / CHECKPOINTS).glob("global_step*"):
         step = path.name.removeprefix("global_step")

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import cuboid
 from cuboid import CuboidError
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
-from cuboid.train.driver import Driver
+from cuboid.train.driver import Driver, StepLoss
 from cuboid.train.interrupt import Interrupts
+from cuboid.train.metrics_file import MetricsFile
+from cuboid.train.process import total
 from cuboid.train.reporting import memory
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import HeldoutPoint
@@ -30,7 +33,7 @@ class History:
         step_s: seconds of each optimizer step of this process, without evaluations.
         earlier_step_s: mean seconds of a step before the run was resumed; None if it wasn't.
         sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
-        losses_in_file: how many losses this process has written into the run's file of losses.
+        longest_save_s: seconds of this process's longest save of a checkpoint.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,7 +41,7 @@ class History:
     step_s: list[float] = field(default_factory=list)
     earlier_step_s: float | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    losses_in_file: int = 0
+    longest_save_s: float = 0.0
 
     @property
     def step(self) -> int:
@@ -99,6 +102,12 @@ class Loop:
     share: Share
     #: Micro-batches of one optimizer step.
     accumulation: int
+    #: Of the run; None on all ranks but the first.
+    metrics: MetricsFile | None
+    #: Operations a second that all ranks could make together, as data sheets count them; None for unknown devices.
+    peak_flops: float | None
+    #: Operations of forward and backward of a sequence, without recomputation; None if they aren't known.
+    sequence_flops: int | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -118,8 +127,7 @@ class Loop:
         self._evaluate(run_length, history, progress)
         while history.step < run_length.steps and self.interrupts.stop is None:
             self._step(history)
-            speed = self.tokens_per_step / history.mean_step_s
-            progress.step(history.step, history.losses[-1], speed, memory.now_bytes())
+            self._show(run_length, history, progress)
             if self.interrupts.stop is None:
                 self._evaluate(run_length, history, progress)
             if self.interrupts.stop is None and run_length.saves_after(history.step):
@@ -130,16 +138,49 @@ class Loop:
         traffic = cuboid.mesh_of(self.engine).comm_counter
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        history.losses.append(
-            self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
-        )
+        loss = self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
+        history.losses.append(loss.mean)
         history.step_s.append(time.perf_counter() - started)
         history.sent_bytes = traffic.snapshot()
-        if not math.isfinite(history.losses[-1]):
+        if not math.isfinite(loss.mean):
             raise CuboidError(
-                f"the loss is {history.losses[-1]} at step {step}; a lower learning rate, a longer warm-up, "
+                f"the loss is {loss.mean} at step {step}{self._where(loss)}; a lower learning rate, a longer warm-up, "
                 "or gradient clipping may help"
             )
+
+    def _where(self, loss: StepLoss) -> str:
+        """Which micro-batches' losses aren't finite, of all replicas; collective."""
+        bad = torch.zeros(self.share.replicas, self.accumulation)
+        if loss.micro_batches:
+            bad[self.share.replica] = ~torch.tensor(loss.micro_batches).isfinite()
+        replicas, numbers = torch.tensor(total(bad.flatten().tolist(), self.driver.device)).view_as(bad).nonzero().T
+        places = [
+            f"micro-batch {number + 1}" + (f" of replica {replica}" if self.share.replicas > 1 else "")
+            for replica, number in zip(replicas.tolist(), numbers.tolist(), strict=True)
+        ]
+        return f", in {', '.join(places[:8])}{' …' if len(places) > 8 else ''}" if places else ""
+
+    def _show(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
+        """Show the last step, and add it to the metrics."""
+        loss, memory_bytes = history.losses[-1], memory.now_bytes()
+        left_s = (run_length.steps - history.step) * history.mean_step_s
+        progress.step(history.step, loss, self.tokens_per_step / history.mean_step_s, memory_bytes, left_s)
+        if self.metrics is None:
+            return
+        seconds, norm = history.step_s[-1], self.engine.get_global_grad_norm()
+        figures = {
+            "loss": loss,
+            "learning_rate": float(self.engine.get_lr()[0]),
+            "grad_norm": None if norm is None else float(norm),
+            "step_s": seconds,
+            "tokens_per_s": self.tokens_per_step / seconds,
+            "memory_bytes": memory_bytes,
+            "left_s": left_s,
+        }
+        if self.peak_flops is not None and self.sequence_flops is not None:
+            sequences = self.tokens_per_step / self.blocks.sequence_length
+            figures["mfu"] = sequences * self.sequence_flops / (seconds * self.peak_flops)
+        self.metrics.add(history.step, figures)
 
     def _evaluate(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
@@ -148,3 +189,5 @@ class Loop:
             loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss))
+            if self.metrics is not None:
+                self.metrics.add(history.step, {"heldout_loss": loss})

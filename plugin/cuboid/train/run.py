@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,21 +12,26 @@ from pathlib import Path
 
 import deepspeed
 import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
-from cuboid import CuboidError
+from cuboid import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.planner.description.meta_model import describe
+from cuboid.planner.description.seen import known_device
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
-from cuboid.train.interrupt import Interrupts
+from cuboid.train.interrupt import Interrupts, StopCause
 from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, check_tokens, plan
 from cuboid.train.loop import History, Loop, RunLength
+from cuboid.train.metrics_file import METRICS, MetricsFile
 from cuboid.train.process import World, gather, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
@@ -37,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was stopped by a signal, after ``step`` of its optimizer ``steps``."""
+    """A run that was stopped by a signal or the end of its time, after ``step`` of its optimizer ``steps``."""
 
-    by: signal.Signals
+    by: StopCause
     step: int
     steps: int
     #: To resume from; None if there was nothing to save, or it could not be written.
@@ -87,10 +92,15 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     # need different ones.
     torch.manual_seed(options.seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data)
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
-    loop = _loop(job, engine, interrupts, tokens, share, device)
     done = 0 if job.resumed is None else job.resumed.state.step
-    with TrainProgress(job.steps, shown=world.is_first, done=done) as progress:
-        checkpoints, history = RunCheckpoints(engine, job, tokens.meta, global_batch, started, progress, lock).begin()
+    with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
+        metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
+        loop = _loop(job, engine, interrupts, tokens, share, device, metrics)
+        checkpoints, history = RunCheckpoints(
+            *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock)
+        ).begin()
+        if world.is_first and options.max_time_s is not None:
+            interrupts.is_late = functools.partial(_is_late, options.max_time_s, history)
         interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
         run_length = RunLength(job.steps, options.evaluations, options.save_every or 0, checkpoints.save)
         loop.run(run_length, history, progress)
@@ -115,6 +125,12 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     return report
 
 
+def _is_late(max_time_s: float, history: History) -> bool:
+    """Whether another step and the save after it would end later than so many seconds after the process began."""
+    elapsed_s = time.time() - psutil.Process().create_time()
+    return elapsed_s + history.mean_step_s + history.longest_save_s > max_time_s
+
+
 def _check_resumed_alike(job: TrainJob, world: World) -> None:
     """Raise an error unless all ranks found the same checkpoint to resume from, or none; collective."""
     checkpoints = gather(None if job.resumed is None else job.resumed.path.name, world)
@@ -137,7 +153,7 @@ def _model(job: TrainJob) -> PreTrainedModel:
     return cuboid.from_config(job.model_config, job.config, **options)
 
 
-def _stop(by: signal.Signals, checkpoints: RunCheckpoints, history: History) -> Stopped:
+def _stop(by: StopCause, checkpoints: RunCheckpoints, history: History) -> Stopped:
     """Write a checkpoint, unless the run was resumed from one of this step; collective."""
     resumed = checkpoints.job.resumed
     checkpoint = None if resumed is None else resumed.path
@@ -172,7 +188,13 @@ def _tokenize(job: TrainJob, share: Share, world: World) -> TokenFolder:
 
 
 def _loop(
-    job: TrainJob, engine: object, interrupts: Interrupts, tokens: TokenFolder, share: Share, device: torch.device
+    job: TrainJob,
+    engine: object,
+    interrupts: Interrupts,
+    tokens: TokenFolder,
+    share: Share,
+    device: torch.device,
+    metrics: MetricsFile | None,
 ) -> Loop:
     length = job.options.sequence_length
     blocks = Blocks(tokens.stream("train"), length)
@@ -181,4 +203,18 @@ def _loop(
     driver: Driver = MicroBatchDriver(engine, device, interrupts)
     if job.has_pipeline:
         driver = PipelineDriver(engine, device, interrupts, job.accumulation)
-    return Loop(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation)
+    peak_flops = sequence_flops = None
+    if metrics is not None and (gpu := known_device(device)) is not None:
+        peak_flops, sequence_flops = gpu.peak_flops * dist.get_world_size(), _sequence_flops(job)
+    return Loop(
+        *(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation),
+        *(metrics, peak_flops, sequence_flops),
+    )
+
+
+def _sequence_flops(job: TrainJob) -> int | None:
+    """Operations of forward and backward of a block; None if the model's can't be counted."""
+    try:
+        return describe(job.model_config).step_flops(1, job.options.sequence_length)
+    except UnsupportedModelError:
+        return None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
@@ -21,12 +24,14 @@ _GIB = 1 << 30
 class TrainProgress:
     """Shows loss, tokens per second, memory per rank and the remaining time.
 
-    If the output isn't a terminal (a log), a line is written at each tenth of the run instead. Before the run was
-    resumed, it made ``done`` steps.
+    If the output isn't a terminal (a log), lines are written instead: for the first and the last step, and for others
+    if ``log_every_s`` seconds have passed since the last line. Before the run was resumed, it made ``done`` steps.
     """
 
-    def __init__(self, steps: int, shown: bool, done: int = 0) -> None:
+    def __init__(self, steps: int, shown: bool, log_every_s: float, done: int = 0) -> None:
         self._steps = steps
+        self._log_every_s = log_every_s
+        self._logged_at = -math.inf
         self._shown = shown
         self._console = Console(stderr=True, quiet=not shown, highlight=False)
         self._bar = Progress(
@@ -67,10 +72,12 @@ class TrainProgress:
         finally:
             self._bar.start()
 
-    def step(self, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+    def step(self, step: int, loss: float, tokens_per_s: float, memory_bytes: int, left_s: float) -> None:
         """Show the state after ``step`` steps."""
         text = f"loss {loss:.3f} · {tokens_per_s:,.0f} tok/s · {memory_bytes / _GIB:.2f} GiB/rank"
         self._bar.update(self._task, completed=step, description=text)
-        passes_a_tenth = step * 10 // self._steps > (step - 1) * 10 // self._steps
-        if self._shown and not self._console.is_terminal and passes_a_tenth:
-            self.say(f"step {step}/{self._steps} · {text}")
+        now = time.monotonic()
+        is_due = step == self._steps or now - self._logged_at >= self._log_every_s
+        if self._shown and not self._console.is_terminal and is_due:
+            self._logged_at = now
+            self.say(f"step {step}/{self._steps} · {text} · {timedelta(seconds=round(left_s))} left")

@@ -1,0 +1,152 @@
+"""``metrics.jsonl``: the figures of each step of a run, one JSON object a line.
+
+The file is written as the run goes. Checkpoints have only a hash of the losses in it, so that they don't grow with the
+run; a resumed run cuts the file back to the step that it goes on after.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuboid import CheckpointError
+
+#: Name of the file in a run's folder.
+METRICS = "metrics.jsonl"
+#: More than any line has, so that a damaged file isn't read into memory as one line.
+_LONGEST_LINE = 4096
+
+
+def digest_of(losses: Sequence[float]) -> str:
+    """A hash of losses to the last bit. All losses that aren't numbers are alike."""
+    known = np.asarray(losses, dtype="<f8")
+    return hashlib.sha256(np.where(np.isfinite(known), known, np.nan).astype("<f8").tobytes()).hexdigest()
+
+
+def check_metrics(path: Path) -> None:
+    """Check that a run may write its metrics to a path.
+
+    Raises:
+        CheckpointError: another file is there.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline(_LONGEST_LINE)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    if line and _record(line) is None:
+        raise CheckpointError(f"{path} isn't a file of metrics, and the run writes its own there; move it away")
+
+
+def read_losses(path: Path, steps: int, digest: str | None) -> list[float] | None:
+    """The losses of the first ``steps`` steps; None if the file doesn't have them, or others than ``digest`` is of."""
+    losses: list[float] = []
+    try:
+        for _, record in _records(path):
+            if len(losses) == steps:
+                break
+            if "loss" not in record:
+                continue
+            if record["step"] != len(losses) + 1:
+                return None
+            losses.append(math.nan if record["loss"] is None else float(record["loss"]))
+    except (OSError, ValueError, TypeError):
+        return None
+    return losses if len(losses) == steps and digest_of(losses) == digest else None
+
+
+class MetricsFile:
+    """Writes a run's metrics. A line is in the file once its step is done.
+
+    If it can't be written, that is said once and training goes on; the lines wait for the next step. A checkpoint needs
+    them: see :meth:`sync`.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._waiting: list[str] = []
+        self._has_warned = False
+
+    def begin(self, step: int) -> None:
+        """Drop all lines of later steps than ``step``; at no time the earlier ones are missing.
+
+        Raises:
+            CheckpointError: there is another file, or it can't be written.
+        """
+        check_metrics(self._path)
+        beside = self._path.with_name(f"{self._path.name}.new")
+        try:
+            with beside.open("wb") as file:
+                if step and self._path.exists():
+                    file.writelines(line for line, record in _records(self._path) if record["step"] <= step)
+            beside.replace(self._path)
+        except OSError as error:
+            raise CheckpointError(f"{self._path} can't be written: {error.strerror}") from error
+
+    def add(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """Append one line. What isn't known, or isn't a finite number, is null there."""
+        known = {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}
+        self._waiting.append(json.dumps({"step": step, **known}) + "\n")
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_warned:
+                self._warn(f"{self._path} can't be written ({error.strerror}); training goes on")
+            self._has_warned = True
+
+    def sync(self) -> None:
+        """Bring the file up to date on its device.
+
+        Raises:
+            CheckpointError: that isn't possible.
+        """
+        try:
+            self._write(sync=True)
+        except OSError as error:
+            raise CheckpointError(f"{self._path} can't be written: {error.strerror}") from error
+
+    def _write(self, *, sync: bool = False) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            while self._waiting:
+                line = self._waiting[0].encode()
+                # A part of a line, on a disk that became full, would make the next one unreadable.
+                end = os.lseek(descriptor, 0, os.SEEK_END)
+                if os.write(descriptor, line) < len(line):
+                    os.ftruncate(descriptor, end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                del self._waiting[0]
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file and what they say, until the first that isn't complete."""
+    with path.open("rb") as file:
+        while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+            record = _record(line)
+            if record is None:
+                return
+            yield line, record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_step else None
