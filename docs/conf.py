@@ -1,5 +1,6 @@
 """The site: Sphinx over these pages, which read the same on GitHub. `make site` builds it; warnings are errors."""
 
+import csv
 import sys
 from pathlib import Path
 
@@ -19,13 +20,17 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Cuboid"
-exclude_patterns = ["examples", "generators", "data", "figures"]
+html_static_path = ["site"]
+html_js_files = ["sortable.js"]
+html_css_files = ["sortable.css"]
+exclude_patterns = ["examples", "generators", "data", "figures", "site"]
 
 
 def setup(app: Sphinx) -> None:
-    """Make known the comments of JSON, the list of errors, and links to folders."""
+    """Make known the comments of JSON, the list of errors, the table of architectures, and links to folders."""
     app.add_lexer("jsonc", JsonLexer)
     app.add_directive("errors", Errors)
+    app.add_directive("architectures", Architectures)
     app.connect("doctree-read", show_folders)
 
 
@@ -38,6 +43,25 @@ class Errors(SphinxDirective):
         place.document = self.state.document
         self.state.nested_parse(StringList(errors.listed().splitlines(), "errors"), 0, place, match_titles=True)
         return place.children
+
+
+class Architectures(SphinxDirective):
+    """All rows of data/architectures.csv, as a table that the page's script sorts; GitHub shows the file itself so."""
+
+    def run(self) -> list[nodes.Node]:
+        """The table."""
+        rows = Path(self.env.srcdir, "data", "architectures.csv")
+        self.env.note_dependency(str(rows))
+        with rows.open(encoding="utf-8", newline="") as lines:
+            header, *body = csv.reader(lines)
+        group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in header), cols=len(header))
+        group += nodes.thead("", _row(header))
+        group += nodes.tbody("", *(_row(row) for row in body))
+        return [nodes.container("", nodes.table("", group), classes=["sortable"])]
+
+
+def _row(cells: list[str]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph(text=cell)) for cell in cells))
 
 
 def show_folders(app: Sphinx, page: nodes.document) -> None:

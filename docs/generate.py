@@ -2,8 +2,9 @@
 
 python docs/generate.py [CASE …] [--check] [--from FOLDER …] [--figures FOLDER] [--probe [ARCHITECTURE …]]
 
-A part stands between two marks in a page and belongs to this script; the text around it is written by hand. Parts that
-show measurements are made from the records in benchmarks/measured, which ``--from`` adds to.
+A part stands between two marks in a page and belongs to this script; the text around it is written by hand. Tables with
+too many rows for a page are files in docs/data, which belong to it as a whole. Parts that show measurements are made
+from the records in benchmarks/measured, which ``--from`` adds to.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in args.cases or taken or (*WRITTEN, *MEASURED):
         _generate(case, texts, folder)
     if args.check:
-        stale = [page for page, text in texts.items() if _lasting(text) != _lasting(page.read_text(encoding="utf-8"))]
+        stale = [page for page, text in texts.items() if not page.exists() or _lasting(text) != _lasting(_read(page))]
         for page in stale:
             print(f"{page} is out of date; run: python {SCRIPT}", file=sys.stderr)
         return 1 if stale else 0
@@ -71,17 +72,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
 def _lasting(text: str) -> str:
     """A page without the remarks that code has changed since it was measured: else each change of code would fail."""
     return "\n".join(line for line in text.splitlines() if not line.endswith(freshness.HAS_CHANGED))
 
 
 def _generate(case: str, texts: dict[Path, str], folder: Path | None) -> None:
-    """Put a case's parts into the texts of pages, and draw its pictures into a folder, if there is one."""
+    """Put a case's parts into the texts of pages, add its files, and draw its pictures into a folder, if any."""
     maker: Any = Measured(case) if case in MEASURED else importlib.import_module(f"generators.{case}")
     for name, parts in maker.parts().items() if hasattr(maker, "parts") else ():
         page = DOCS / name
         texts[page] = fill(page, parts, texts.get(page))
+    texts |= {DOCS / name: text for name, text in (maker.files() if hasattr(maker, "files") else {}).items()}
     if folder is not None and hasattr(maker, "draw"):
         import matplotlib
 

@@ -1,4 +1,7 @@
-"""What makes each generated part of the pages, and their pictures. A module has `parts`, `draw` or both."""
+"""What makes each generated part of the pages, the tables in docs/data, and pictures.
+
+A module has `parts` (texts in pages), `files` (whole files), `draw`, or several of them.
+"""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 """Probe every causal language model of the installed transformers, and write what came of it: the table that Cuboid
-looks an architecture up in before it probes it itself, and docs/architectures.md.
+looks an architecture up in before it probes it itself, docs/architectures.md and docs/data/architectures.csv.
 
 Without ``--probe``, which takes minutes for all of them, only the page is written, from the table as it is.
 """
@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import LABELLED, MeshVerdict
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.certificates import (
     SOURCES_TABLE,
     TABLE,
@@ -46,7 +46,8 @@ from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_ve
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import check_class
-from generators.marked import table
+from generators.architecture_rows import Row, common, counts, rows
+from generators.marked import comma_separated
 
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -159,8 +160,18 @@ _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def parts() -> dict[str, dict[str, str]]:
     """The page, from the tables as they are."""
-    tables = [json.loads(path.read_text(encoding="utf-8")) for path in (TABLE, MESH_TABLE)]
-    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1]), **_head_parts(*tables)}}
+    known = _rows()
+    return {"architectures.md": {"counts": counts(known), "common": common(known)}}
+
+
+def files() -> dict[str, str]:
+    """All rows, which the site shows as a table."""
+    known = _rows()
+    return {"data/architectures.csv": comma_separated(list(known[0]), [list(row.values()) for row in known])}
+
+
+def _rows() -> list[Row]:
+    return rows(*(json.loads(path.read_text(encoding="utf-8")) for path in (TABLE, MESH_TABLE)))
 
 
 def probe(model_types: list[str]) -> None:
@@ -340,119 +351,3 @@ def _probe_meshes(case: tuple[str, str]) -> tuple[str | None, Any]:
         return None, str(error)
     except Exception as error:
         return None, f"transformers' own defaults make no model: {type(error).__name__}: {error}"
-
-
-def _mesh_parts(meshes: dict[str, Any]) -> dict[str, str]:
-    """What meshes were seen to do, and together with a pipeline."""
-    rows, rejected = [], dict(meshes["rejected"])
-    split, accepted, both = set(), set(), set()
-    for model_type, flavours in meshes["flavours"].items():
-        for flavour, key in flavours.items():
-            entry = meshes["architectures"][model_type][key]
-            reason = entry["refused"].get("whole rows")
-            if reason is not None:
-                rejected.setdefault(model_type, reason)
-                continue
-            stages = "no" if "whole" in entry["with_stages"] else "yes"
-            segments = "no" if "segments" in entry["with_stages"] else "yes"
-            accepted.add(model_type)
-            if not entry["blocks"] and not entry["splits_late"]:
-                split.add(model_type)
-            if segments == "yes":
-                both.add(model_type)
-            row = [_name(model_type, flavour), _extent(entry), stages, segments, f"{entry['error']:.0e}"]
-            rows.append([*row, ", ".join(_refused_kinds(entry["refused"]))])
-    known = len({*meshes["flavours"], *meshes["rejected"]})
-    counts = (
-        f"{known} architectures were probed on meshes: {len(accepted)} are right there, {len(split)} of them with "
-        f"every block split; {len(both)} are right on a mesh and in a pipeline with segments at once. "
-        "The others are rejected before weights are read."
-    )
-    head = ["architecture", "computed whole", "with stages", "with segments", "largest error", "rejected kinds"]
-    why = [[f"`{name}`", _short(reason)] for name, reason in sorted(rejected.items()) if name not in accepted]
-    return {
-        "mesh_counts": counts,
-        "mesh_accepted": table(head, rows),
-        "mesh_rejected": table(["architecture", "why"], why),
-    }
-
-
-_ON_A_MESH = {
-    "split": "split",
-    "labels": "split; logits whole",
-    "whole": "behind whole hidden states",
-}
-
-
-def _head_parts(pipelines: dict[str, Any], meshes: dict[str, Any]) -> dict[str, str]:
-    """Encoders, and heads for other tasks than causal language modelling."""
-    rows = []
-    for model_type, heads in meshes["heads"].items():
-        for head, key in heads.items():
-            entry = meshes["architectures"][model_type][key]
-            if "whole rows" in entry["refused"]:
-                reason = _short(entry["refused"]["whole rows"])
-                rows.append([f"`{model_type}`", head, "no", "", _stages(pipelines, model_type, key), "", "", reason])
-                continue
-            place = _ON_A_MESH[entry.get("head", "split")] if head != "hidden states, pooled" else ""
-            refused = ", ".join(entry["refused"])
-            both = "yes" if "whole" not in entry["with_stages"] else "no"
-            stages = [_stages(pipelines, model_type, key), both]
-            rows.append([f"`{model_type}`", head, _extent(entry), place, *stages, f"{entry['error']:.0e}", refused])
-    head = ["architecture", "task", "computed whole", "its head", "stages", "on a mesh", "largest error", "rejected"]
-    return {"mesh_heads": table(head, rows)}
-
-
-def _stages(pipelines: dict[str, Any], model_type: str, key: str) -> str:
-    """Whether a model for another task can be cut into stages."""
-    entry = pipelines["architectures"].get(model_type, {}).get(key)
-    return "no" if entry is None or "whole rows" in entry["refused"].get("whole", {}) else "yes"
-
-
-def _extent(entry: dict[str, Any]) -> str:
-    blocks = ["layers" if name == "" else f"`{name}`" for name in entry["blocks"]]
-    return ", ".join([*blocks, *(["around the layers"] if entry["splits_late"] else [])])
-
-
-def _parts(entries: dict[str, Any]) -> dict[str, str]:
-    rows = []
-    for model_type, flavours in entries["flavours"].items():
-        for flavour, key in flavours.items():
-            rows.append([_name(model_type, flavour), *_columns(entries["architectures"][model_type][key])])
-    rejected = [[f"`{name}`", _short(reason)] for name, reason in entries["rejected"].items()]
-    accepted = [row for row in rows if row[1] == "yes"]
-    architectures = {row[0].split(",")[0] for row in accepted}
-    segments = {row[0].split(",")[0] for row in accepted if row[2] == "yes"}
-    counts = (
-        f"{len(entries['flavours']) + len(rejected)} architectures were probed: {len(architectures)} can be cut into "
-        f"stages, {len(segments)} of them into segments as well; the others are rejected before weights are read."
-    )
-    head = ["architecture", "stages", "segments", "filled up", "left padding", "packed", "why not"]
-    return {"counts": counts, "accepted": table(head, rows), "rejected": table(["architecture", "why"], rejected)}
-
-
-def _name(model_type: str, flavour: str) -> str:
-    return f"`{model_type}`" + (f", {flavour}" if flavour else "")
-
-
-def _refused_kinds(refused: dict[str, str]) -> list[str]:
-    """Without labels in padding where padding is refused as it is."""
-    implied = {LABELLED[kind] for kind in LABELLED if kind in refused}
-    return [kind for kind in refused if kind not in implied]
-
-
-def _columns(entry: dict[str, Any]) -> list[str]:
-    if "obstacle" in entry:
-        return ["no", "no", "no", "", "", _short(entry["obstacle"])]
-    refused = entry["refused"]
-    modes = ["no" if "whole rows" in refused.get(mode, {}) else "yes" for mode in ("whole", "segments", "filled")]
-    best = "segments" if modes[1] == "yes" else "whole"
-    kinds = ["no" if kind in refused.get(best, {}) else "yes" for kind in ("padding on the left", "packed sequences")]
-    reasons = [reason for kinds in refused.values() for reason in kinds.values()]
-    return [*modes, *(kinds if modes[0] == "yes" else ["", ""]), _short(reasons[0]) if reasons else ""]
-
-
-def _short(reason: str) -> str:
-    """A reason without what the page says already."""
-    text = reason.partition("; write ")[0].replace("\n", " ")
-    return text if len(text) <= 160 else f"{text[:157]}…"

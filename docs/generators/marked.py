@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.tables import markdown
@@ -30,3 +33,11 @@ def fill(page: Path, parts: dict[str, str], text: str | None = None) -> str:
 def table(header: list[str], rows: list[list[str]], align: str = "") -> str:
     """A Markdown table; ``align`` has one of ``l`` and ``r`` for each column."""
     return markdown([header, *rows], align or "l" * len(header))
+
+
+def comma_separated(header: Sequence[str], rows: Sequence[Sequence[str]], *, comment: str = "") -> str:
+    """The text of a CSV file, for tables with too many rows or columns for a page; a comment comes first, behind #."""
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerows([header, *rows])
+    return f"# {comment}\n{written.getvalue()}" if comment else written.getvalue()

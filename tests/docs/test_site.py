@@ -1,5 +1,6 @@
 """The site has every page once, by what its readers want."""
 
+import csv
 import re
 import sys
 
@@ -27,3 +28,13 @@ def test_the_list_of_errors_has_them_as_they_are_worded():
     # What Markdown would take for marks is shown as it stands.
     assert "\\_" in errors.listed()
     assert all(text == " ".join(text.split()) for text in re.findall(r"^\* (.*)$", errors.listed(), re.MULTILINE))
+
+
+def test_the_page_of_architectures_explains_the_columns_of_its_table():
+    page = (DOCS / "architectures.md").read_text(encoding="utf-8")
+    explained = page.partition("```{architectures}")[2].partition("## ")[0]
+    with (DOCS / "data" / "architectures.csv").open(encoding="utf-8", newline="") as lines:
+        columns = next(csv.reader(lines))
+    assert columns[:3] == ["architecture", "variant", "task"]
+    for column in columns[3:]:
+        assert re.search(rf"^\| ([^|]*, )?{column}(,[^|]*)? \|", explained, re.MULTILINE), column
