@@ -33,7 +33,7 @@ def config_of(mesh, stages, zero, data, schedule=None):
 
 
 def engine_of(path, adapter, config):
-    model = cuboid.from_pretrained(path, config, dtype=torch.float32)
+    model = cuboid.from_pretrained(path, config, dtype=torch.bfloat16 if "bf16" in config else torch.float32)
     model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
@@ -53,6 +53,12 @@ def trained_sharded(path, adapter, config, other, root):
         norm,
         sum(p.numel() for p in engine.module.parameters() if p.requires_grad),
     )
+
+
+def losses_and_dtypes(path, adapter, config):
+    engine = engine_of(path, adapter, config)
+    losses = train(engine, STEPS)
+    return losses, {p.dtype for p in engine.module.parameters() if p.requires_grad}
 
 
 def adamw(model):
@@ -153,6 +159,14 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
         assert not list(folder.glob("model*.safetensors"))
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[1])
     assert plain.peft_config["default"].base_model_name_or_path == path
+
+
+def test_the_engine_has_factors_in_bf16_and_their_masters_in_float32(pool, checkpoint, adapter):
+    config = config_of("1x2x1", None, 1, 1) | {"bf16": {"enabled": True}}
+    losses, *_ = trained_plain(checkpoint(SMALL), adapter)
+    for rank_losses, dtypes in pool.run(2, losses_and_dtypes, checkpoint(SMALL), adapter, config, timeout_s=TIMEOUT_S):
+        assert rank_losses == pytest.approx(losses[:STEPS], rel=5e-3)
+        assert dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("mesh", "stages"), [("1x1x2", None), ("1x1x1", 2)])

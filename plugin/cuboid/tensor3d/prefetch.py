@@ -76,7 +76,7 @@ class LayerPrefetcher:
                     # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
                     is_small = len(param.layout.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
-        self._groups = [ParamGroup(members) for members in _by_axes_and_dtype(small)]
+        self._groups = [ParamGroup(members) for members in _by_axes(small)]
         if self._blocks is not None:
             self._blocks = LayerBlocks(self._weights)
 
@@ -116,7 +116,7 @@ class LayerPrefetcher:
             return
         self._has_begun = True
         self._clear()
-        self._started = [group.start() for group in self._groups]
+        self._started = [started for group in self._groups for started in group.start()]
         if not self._weights:
             return
         shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
@@ -258,10 +258,9 @@ def collect_prefetched(model: nn.Module) -> None:
                 hook.collect()
 
 
-def _by_axes_and_dtype(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """Group parameters that one collective can gather."""
+def _by_axes(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """Group parameters that one collective can gather, if they have one dtype."""
     groups: dict[Any, list[_Place]] = {}
     for place in places:
-        key = place.module.layout(place.name).fsdp_axes, place.shard.dtype
-        groups.setdefault(key, []).append(place)
+        groups.setdefault(place.module.layout(place.name).fsdp_axes, []).append(place)
     yield from groups.values()

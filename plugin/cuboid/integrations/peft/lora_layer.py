@@ -132,5 +132,6 @@ class ShardedLora(SeededLora):
             out, into = there[::-1] if self.fan_in_fan_out else there
             box = b[out] @ a[:, into]
             delta[here] = box.t() if self.fan_in_fan_out else box
-        scaled: torch.Tensor = (delta * self.scaling[adapter]).to(base.weight.dtype)
+        # Not in the weight's dtype: the sum of both is rounded once.
+        scaled: torch.Tensor = (delta * self.scaling[adapter]).to(full[1].dtype)
         return scaled

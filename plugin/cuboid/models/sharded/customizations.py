@@ -414,7 +414,7 @@ class AsSharded:
             module: _part_of(name, module, has_segments=has_segments) for name, module in model.named_modules()
         }
         self._tied = _tied_names(model)
-        #: What was given the model's parameters for its optimizer, which steps on no others.
+        #: What was given the model's parameters for its optimizer; see :meth:`take`.
         self.taken_by: str | None = None
         #: The code that was certified; set by what has certified it.
         self.code: WatchedCode | None = None
@@ -424,6 +424,14 @@ class AsSharded:
         noted = AsSharded(model, is_cut=self.is_cut, has_segments=self._has_segments)
         noted.taken_by, noted.code = self.taken_by, self.code
         return noted
+
+    def take(self, model: nn.Module, by: str) -> None:
+        """Note what was given the model's parameters for an optimizer, which steps on no others from now on."""
+        for module, part in self._parts.items():
+            # PEFT, for one, puts others in their places when it casts those of a new adapter.
+            if any(part.parameters.get(key) is not x for key, x in module._parameters.items()):
+                self._check_part(model, module, part)
+        self.taken_by = by
 
     def check(self, model: nn.Module) -> None:
         """Check that nothing was changed; in every forward, which takes 1 µs a module and 0.1 ms for the code.

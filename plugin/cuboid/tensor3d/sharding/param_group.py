@@ -36,21 +36,33 @@ class Member(Protocol):
 
 
 class ParamGroup:
-    """One or more small parameters of one dtype, whose blocks are sharded over the same axes."""
+    """One or more small parameters, whose blocks are sharded over the same axes."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
         self.params = [member.module.sharded_params[member.name] for member in members]
 
-    def start(self) -> ParamGroupUnshard:
-        """Start the all-gather of all of them."""
-        shards, trained = [], []
+    def start(self) -> list[ParamGroupUnshard]:
+        """Start the all-gather of all of them; one for each dtype that they have now."""
+        shards: list[nn.Parameter] = []
+        trained, is_mixed = [], False
         for member in self._members:
             shards.append(member.shard)
             trained.append(shards[-1].requires_grad)
+            is_mixed |= shards[-1].dtype != shards[0].dtype
+        if is_mixed:
+            # In one row, the shorter ones would become the longer ones' dtype, and so would all that they multiply.
+            return [unshard for group in self._by_dtype(shards) for unshard in group.start()]
         if torch.is_grad_enabled() and any(trained):
-            return ParamGroupUnshard(self, *deferred_shards(shards), trained)
-        return ParamGroupUnshard(self, shards, None, trained)
+            return [ParamGroupUnshard(self, *deferred_shards(shards), trained)]
+        return [ParamGroupUnshard(self, shards, None, trained)]
+
+    def _by_dtype(self, shards: Sequence[torch.Tensor]) -> list[ParamGroup]:
+        # At each start, since scripts may cast some parameters at any time, as PEFT does those of a new adapter.
+        members: dict[torch.dtype, list[Member]] = {}
+        for member, shard in zip(self._members, shards, strict=True):
+            members.setdefault(shard.dtype, []).append(member)
+        return list(map(ParamGroup, members.values()))
 
     def put(self, blocks: Sequence[torch.Tensor]) -> None:
         """Give the modules the unsharded parameters."""
