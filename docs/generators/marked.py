@@ -35,9 +35,8 @@ def table(header: list[str], rows: list[list[str]], align: str = "") -> str:
     return markdown([header, *rows], align or "l" * len(header))
 
 
-def comma_separated(header: Sequence[str], rows: Sequence[Sequence[str]], *, comment: str = "") -> str:
-    """The text of a CSV file, for tables with too many rows or columns for a page; a comment comes first, behind #."""
+def comma_separated(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The text of a CSV file, for tables with too many rows or columns for a page."""
     written = io.StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerows([header, *rows])
-    return f"# {comment}\n{written.getvalue()}" if comment else written.getvalue()
+    csv.writer(written, lineterminator="\n").writerows([header, *rows])
+    return written.getvalue()

@@ -1,4 +1,4 @@
-"""Write the tables of docs/planner.md: what the planner predicts beside what others have measured."""
+"""Write the tables of docs/planner.md, and all rows into docs/data: predictions beside what others have measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cuboid.planner.description.cluster import GPUS, Cluster, Gpu
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import Estimate, estimate
 from generators.choosing import MODELS
-from generators.marked import table
+from generators.marked import comma_separated, table
 from generators.planner_fit import FITS, left_out, log_errors, rows_of
 from generators.planner_rows import GIB, TABLES, Row, described, read
 
-#: Tables that are shown row by row; vtrain_single has too many.
+#: Tables whose rows are listed; vtrain_single has too many.
 _LISTED = ("simumax", "kwai", "korthikanti", "vtrain_multi", "seq1f1b", "torchtitan")
 _TARGETS = {"simumax": "5 / 12", "kwai": "5 / 12", "vtrain_multi": "8", "vtrain_single": "8", "korthikanti": "8"}
 
@@ -75,50 +75,72 @@ def times() -> str:
 
 
 def every_time() -> str:
-    """Table of all predicted times."""
+    """All predicted times, as a file."""
     lines = []
     for name in _LISTED:
         for row, error in zip(_timed(name), errors(name), strict=True):
             assert row.measured_s is not None
             predicted = row.measured_s * (1 + error)
-            lines.append([name, row.name, f"{row.measured_s:.3f}", f"{predicted:.3f}", _percent(error)])
-    return table(["table", "row", "measured, s", "predicted, s", "error"], lines, "llrrr")
+            lines.append([name, row.name, f"{row.measured_s:.3f}", f"{predicted:.3f}", f"{error:+.1%}"])
+    return comma_separated(["table", "row", "measured, s", "predicted, s", "error"], lines)
 
 
 def single() -> str:
-    """Table of the errors of vtrain_single, by how the work is cut."""
+    """Table of the errors of vtrain_single, by tensor parallelism."""
     groups = defaultdict(list)
     for row, error in zip(_timed("vtrain_single"), errors("vtrain_single"), strict=True):
-        groups[row.layout.mesh.sequence, row.layout.stages].append(error)
-    lines = []
-    for (tp, pp), deviations in sorted(groups.items()):
-        quantiles = [_percent(value) for value in np.quantile(deviations, [0.1, 0.5, 0.9])]
-        lines.append([str(tp), str(pp), str(len(deviations)), *_size(deviations), *quantiles])
-    header = ["tensor parallel", "stages", "rows", "median", "worst", "10 %", "50 %", "90 % of errors below"]
-    return table(header, lines, "r" * 8)
+        groups[row.layout.mesh.sequence].append(error)
+    lines = [[str(ranks), str(len(deviations)), *_size(deviations)] for ranks, deviations in sorted(groups.items())]
+    return table(["tensor parallel", "rows", "median", "worst"], lines, "r" * 4)
 
 
-def memory() -> str:
-    """Table of all predicted memory."""
-    lines = []
+@cache
+def _memory() -> tuple[tuple[str, Row, float], ...]:
+    """Table, row and predicted bytes of all measured memory."""
+    predictions = []
     for name in ("simumax", "kwai_memory", "seq1f1b_memory", "torchtitan"):
-        source = "seq1f1b" if name == "seq1f1b_memory" else name
         seen = set()
-        for row in rows(source):
+        for row in rows("seq1f1b" if name == "seq1f1b_memory" else name):
             if row.table != name or (row.measured_bytes is None and not row.out_of_memory):
                 continue
             predicted = fullest(row.cost()).total
             key = row.measured_bytes, round(predicted)
-            if name == "simumax" and key in seen:
-                # Memory doesn't depend on the number of micro-batches.
-                continue
+            # Memory doesn't depend on the number of micro-batches.
+            if name != "simumax" or key not in seen:
+                predictions.append((name, row, predicted))
             seen.add(key)
-            fits = predicted <= USABLE * row.cluster.gpu.memory_bytes
-            measured = "out of memory" if row.measured_bytes is None else f"{row.measured_bytes / GIB:.1f}"
-            error = "" if row.measured_bytes is None else _percent(predicted / row.measured_bytes - 1)
-            lines.append([name, row.name, measured, f"{predicted / GIB:.1f}", error, "yes" if fits else "no"])
-    header = ["table", "row", "measured, GiB", "predicted, GiB", "error", "fits"]
-    return table(header, lines, "llrrrl")
+    return tuple(predictions)
+
+
+def _fits(row: Row, predicted: float) -> bool:
+    return predicted <= USABLE * row.cluster.gpu.memory_bytes
+
+
+def memory() -> str:
+    """Table of the errors of memory, by table, and whether it said right what fits."""
+    groups: dict[str, list[tuple[Row, float]]] = defaultdict(list)
+    for name, row, predicted in _memory():
+        groups[name].append((row, predicted))
+    lines = []
+    for name, predictions in groups.items():
+        ran = [(row, predicted) for row, predicted in predictions if row.measured_bytes is not None]
+        deviations = [predicted / row.measured_bytes - 1 for row, predicted in ran if row.measured_bytes]
+        worst = max(deviations, key=abs)
+        right = sum(_fits(row, predicted) != row.out_of_memory for row, predicted in predictions)
+        median = f"{np.median(np.abs(deviations)):.1%}"
+        lines.append([name, str(len(deviations)), median, _percent(worst), f"{right} of {len(predictions)}"])
+    return table(["table", "rows", "median", "worst", "whether it fits: right"], lines, "lrrrr")
+
+
+def all_memory() -> str:
+    """All predicted memory, as a file."""
+    lines = []
+    for name, row, predicted in _memory():
+        measured = "out of memory" if row.measured_bytes is None else f"{row.measured_bytes / GIB:.1f}"
+        error = "" if row.measured_bytes is None else f"{predicted / row.measured_bytes - 1:+.1%}"
+        fits = "yes" if _fits(row, predicted) else "no"
+        lines.append([name, row.name, measured, f"{predicted / GIB:.1f}", error, fits])
+    return comma_separated(["table", "row", "measured, GiB", "predicted, GiB", "error", "fits"], lines)
 
 
 def scaling() -> str:
@@ -231,9 +253,13 @@ def parts() -> dict[str, dict[str, str]]:
             "memory": memory(),
             "scaling": scaling(),
             "single": single(),
-            "every time": every_time(),
             "constants": constants(),
             "profile keys": profile_keys(),
             "rivals": rivals(),
         }
     }
+
+
+def files() -> dict[str, str]:
+    """All rows behind the tables of errors."""
+    return {"data/planner_times.csv": every_time(), "data/planner_memory.csv": all_memory()}
