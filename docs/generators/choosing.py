@@ -133,16 +133,19 @@ def _line(case: Case) -> list[str]:
 
 
 def answers(cluster: str) -> str:
-    """Table of a cluster's recipes."""
-    lines = []
+    """Table of a cluster's recipes, and what fits at no length."""
+    lines, unfit = [], []
     for model in MODELS:
         matching = [case for case in cases() if (case.cluster, case.model) == (cluster, model)]
         if any(case.path.is_file() for case in matching):
             lines += [_line(case) for case in matching]
         else:
-            lines.append([model, "any", "nothing fits", "", "", "", ""])
+            unfit.append(model)
     header = ["model", "tokens", "layout and its recipe", "step, s", "tokens/s", "MFU", "GiB a GPU"]
-    return table(header, lines, "lrlrrrr")
+    blocks = [table(header, lines, "lrlrrrr")] if lines else []
+    if unfit:
+        blocks.append(f"Nothing fits, at any length, for {', '.join(unfit)}.")
+    return "\n\n".join(blocks)
 
 
 def parts() -> dict[str, dict[str, str]]:
