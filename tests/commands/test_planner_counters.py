@@ -20,7 +20,9 @@ from cuboid.models.stages import stage_runner
 from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
+from cuboid.planner.description import kept as kept_module
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.fake_mode import LightFakeMode
 from cuboid.planner.description.kept import (
     _ALWAYS,
     _COLUMNS,
@@ -349,6 +351,40 @@ def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
             counts.append(count_kept(described, CountedAs(MeshShape(), segmented=segmented)))
     assert counts[0].layers
     assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "rank",
+    [
+        *(CountedAs(None, segmented=True, splits=True), CountedAs(MeshShape(1, 2, 2), segmented=True, splits=True)),
+        *(CountedAs(MeshShape(2, 2, 1), alone=True), CountedAs(MeshShape())),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "phi3", "bloom", "mamba2", "qwen3_next", "deepseek_v3"])
+def test_shortcuts_of_operators_without_values_leave_the_count_as_it_is(monkeypatch, name, rank):
+    described, counts = description_of(small(name)), []
+    for mode in (LightFakeMode, FakeTensorMode):
+        monkeypatch.setattr(kept_module, "LightFakeMode", mode)
+        _count.cache_clear()
+        count_kept.cache_clear()
+        counts.append(count_kept(described, rank))
+    assert counts[0] == counts[1]
+    _count.cache_clear()
+    count_kept.cache_clear()
+
+
+def test_numbers_are_read_where_tensors_have_them():
+    with LightFakeMode() as mode:
+        # As models read a number that they have put into a tensor.
+        assert torch.tensor(3).add_(1).item() == 4
+        weight = torch.empty(6, 4)
+        out = weight.new_empty(6, 6)
+        assert torch.mm(weight, weight.t(), out=out) is out
+        assert out.addmm_(weight, weight.t()) is out
+        assert [part.untyped_storage()._cdata for part in out.unbind()] == [out.untyped_storage()._cdata] * 6
+        assert all(part.fake_mode is mode and part.device.type == "cpu" for part in out.unbind())
 
 
 def test_what_cannot_be_counted_is_said_and_taken_from_formulas():

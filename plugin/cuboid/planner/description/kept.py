@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch._subclasses import FakeTensor, fake_tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
@@ -48,6 +48,7 @@ from cuboid.models.sharded.parallelize import attention_modules, parallelize_mod
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.fused_norms import fuse_norms, rms_norms
 from cuboid.models.stages.model_costs import decoder_layers
+from cuboid.planner.description.fake_mode import LightFakeMode
 from cuboid.planner.description.meta_model import model_of
 from cuboid.planner.description.model import Layer, ModelDescription
 from cuboid.seq1f1b.attention.kv_cache import KVCache
@@ -346,7 +347,7 @@ class _Sample:
         ]
         self._shape = MeshShape() if rank.mesh is None else rank.mesh
         config = _countable(key.config, window)
-        self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
+        self._mode, self._slot, self.waiting = LightFakeMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
         self._inputs = key.verdict.inputs
         # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = None if rank.mesh is None else _plan_of(config, self._shape, key.verdict)
