@@ -89,6 +89,7 @@ _COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
 _ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
+_OF_MODES = ("__torch_function__", "__torch_dispatch__")
 #: Largest error of a fit, relative to the largest count: with some coefficients, and with all of them.
 _EXACT, _TOLERANCE = 1e-9, 0.002
 #: Share of the largest count that rounding may make of nothing.
@@ -272,8 +273,8 @@ def _is_obstacle(error: Exception) -> bool:
     """
     if isinstance(error, (CuboidError, *_NEED_VALUES)):
         return True
-    # Frames of a TorchFunctionMode only pass on what the model calls.
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name != "__torch_function__"]
+    # Frames of modes only pass on what the model calls.
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name not in _OF_MODES]
     packages = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     # The innermost frame outside of the libraries is to blame.
     return [package for package in packages if package not in _LIBRARIES][-1] != "cuboid"
