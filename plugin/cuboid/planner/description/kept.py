@@ -89,6 +89,7 @@ _COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
 _ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
+#: Methods by which torch calls its modes.
 _OF_MODES = ("__torch_function__", "__torch_dispatch__")
 #: Largest error of a fit, relative to the largest count: with some coefficients, and with all of them.
 _EXACT, _TOLERANCE = 1e-9, 0.002
