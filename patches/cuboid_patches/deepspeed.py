@@ -163,7 +163,7 @@ def _initialize_sharded(
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.changed_weights = ChangedWeights(engine.optimizer)
-    model.cuboid.made.take(model, "deepspeed.initialize")
+    model.cuboid.state.made.take(model, "deepspeed.initialize")
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine, placeholders)

@@ -70,7 +70,7 @@ def measure(axes, sizes, length, device, steps):
             model = sharded(axes, sizes, device, torch.bfloat16, compiles=compiles, layers=layers)
             times.append(step_times(model, ids, steps))
         of_layer = [(more - fewer) / (MORE - LAYERS) for fewer, more in zip(*times, strict=True)]
-        rows.append((*of_layer, compiles and model.cuboid.compiled.graphs))
+        rows.append((*of_layer, compiles and model.cuboid.state.compiled.graphs))
     return rows
 
 
@@ -178,7 +178,7 @@ def stage_gradients(device, kind, mode):
         loss = pipeline.train(iter([batch]), 1)
     gradients = {name: gradient.cpu() for name, gradient in cuboid.full_gradients(model).items()}
     expected = {name: parameter.grad.cpu() for name, parameter in plain.named_parameters()}
-    return float(plain_loss.detach()), float(loss), expected, gradients, model.cuboid.compiled.graphs
+    return float(plain_loss.detach()), float(loss), expected, gradients, model.cuboid.state.compiled.graphs
 
 
 @pytest.mark.limit(120)

@@ -90,7 +90,7 @@ def gradients(device, how, pipeline):
     finally:
         rowwise.multiply = multiply
     if "compiled" in how:
-        assert model.cuboid.compiled.reason is None
+        assert model.cuboid.state.compiled.reason is None
     flat = [gradient.flatten().cpu() for gradient in cuboid.full_gradients(model).values()]
     return float(loss.detach()), torch.cat(flat)
 
@@ -144,7 +144,7 @@ def pace(device, sizes, length, how):
             layer.compile()
     pace_of_steps = tokens_per_s(model, pipeline, device, length, first=3, count=5)
     if how.startswith(("mesh", "stage")):
-        assert model.cuboid.compiled.reason is None
+        assert model.cuboid.state.compiled.reason is None
     return pace_of_steps
 
 

@@ -105,7 +105,7 @@ class Run:
         """What a step of a pipeline does first; there, an error on one stage ends the job."""
         if self.stages > 1:
             self.model.check_loss()
-            self.model.cuboid.made.check(self.model)
+            self.model.cuboid.state.made.check(self.model)
 
 
 def in_script(change, model):

@@ -68,7 +68,7 @@ def attempted(change, model):
         change(model)
         if cuboid.mesh_of(model).topology.pipe > 1:
             # As a step does first. There it ends the job, if other stages haven't the module.
-            model.cuboid.made.check(model)
+            model.cuboid.state.made.check(model)
     except cuboid.CuboidError as error:
         why = f"refused: {error}"
     except Exception:

@@ -403,7 +403,7 @@ def test_a_compiled_layer_is_one_graph_with_its_products_in_fp8(pipeline):
         model = cuboid.shard(plain_model(), config_of(pipeline, compile=True)).train()
         runs = None if pipeline is None else cuboid.Pipeline(model)
         loss, gradients = loss_and_gradients(model, runs)
-    assert (model.cuboid.compiled.graphs, model.cuboid.compiled.reason) == (1, None)
+    assert (model.cuboid.state.compiled.graphs, model.cuboid.state.compiled.reason) == (1, None)
     assert_as_emulated(loss, gradients, 1 if pipeline is None else 2)
     forward, backward = graphs
     for graph, products, inputs in ((forward, PRODUCTS, 4), (backward, PRODUCTS, PRODUCTS)):
@@ -430,7 +430,7 @@ def train_compiled_mesh(axes):
     with mock.patch.object(compiled_layers, "compile_graph", compile_graph):
         model = cuboid.shard(plain_model(), config_of(mesh=mesh, compile=True)).train()
         loss, gradients = loss_and_gradients(model, None)
-    assert model.cuboid.compiled.reason is None
+    assert model.cuboid.state.compiled.reason is None
     products = [sum(node.target == torch.ops.aten._scaled_mm.default for node in graph.nodes) for graph in graphs]
     output = next(node for node in graphs[0].nodes if node.op == "output")
     return loss, gradients, products, len(fp8_in(output.all_input_nodes))
@@ -453,7 +453,7 @@ def test_inductor_computes_what_uncompiled_layers_do(mode):
     loss, gradients, _ = train(mode=mode)
     model = cuboid.shard(plain_model(), config_of(mode=mode, compile=True)).train()
     again, compiled = loss_and_gradients(model, None)
-    assert (model.cuboid.compiled.graphs, model.cuboid.compiled.reason) == (1, None)
+    assert (model.cuboid.state.compiled.graphs, model.cuboid.state.compiled.reason) == (1, None)
     torch.testing.assert_close(again, loss, rtol=1e-3, atol=0)
     _, wide = plain_gradients(False, 1)
     noise = distance([wide[name] for name in gradients], gradients.values())

@@ -32,7 +32,7 @@ KEPT_BYTES = {
 def on_host(runs, mode, late=False, **options):
     model = cuboid.shard(small(**options), {**runs, **checkpointing(mode, **HOST)})
     if late:
-        model.cuboid.host_store.make_copies = LateCopies
+        model.cuboid.state.host_store.make_copies = LateCopies
     return model
 
 
@@ -46,7 +46,7 @@ def test_bits_are_those_of_the_device_alone(runs, mode, late):
         actual = counts(model)
         assert_same_bits(actual, expected)
         assert actual[2] == expected[2]
-    assert model.cuboid.host_store.buffers.used_bytes == 0
+    assert model.cuboid.state.host_store.buffers.used_bytes == 0
 
 
 @pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
@@ -62,7 +62,7 @@ def test_dropout_draws_the_same(runs, implementation):
 def test_a_mesh_moves_what_the_formula_says(mode):
     model = on_host(MESH, mode, num_hidden_layers=3)
     counts(model)
-    store = model.cuboid.host_store
+    store = model.cuboid.state.host_store
     # All layers go out; the last one's tensors are still on the device when their backward comes.
     assert (store.out_bytes, store.back_bytes) == (3 * KEPT_BYTES[mode], 2 * KEPT_BYTES[mode])
     assert store.buffers.held_bytes == 3 * KEPT_BYTES[mode]
@@ -73,7 +73,7 @@ def test_segments_move_what_the_formula_says(segments, gone):
     pipeline = {**SEGMENTS["pipeline"], "segments": segments, "partition": "even"}
     model = on_host({"pipeline": pipeline}, "attention", num_hidden_layers=3)
     counts(model)
-    store, layer = model.cuboid.host_store, KEPT_BYTES["attention"] // segments
+    store, layer = model.cuboid.state.host_store, KEPT_BYTES["attention"] // segments
     # The last of four segments stays: a quarter of what the rank holds, whose backward is next. Nothing runs between
     # the last layer of the last unit that goes and the time to bring it back.
     assert (store.out_bytes, store.back_bytes) == (gone * 3 * layer, (gone * 3 - 1) * layer)
@@ -82,7 +82,7 @@ def test_segments_move_what_the_formula_says(segments, gone):
 def test_the_order_of_copies_and_uses():
     model = on_host(MESH, "layers", late=True, num_hidden_layers=3)
     counts(model)
-    copies = model.cuboid.host_store.copies_on(IDS.device)
+    copies = model.cuboid.state.host_store.copies_on(IDS.device)
     forward = ["out 0", "out 1", "wait out 0", "out 2", "wait out 1"]
     # A layer is read when the one before it has begun to come back.
     assert copies.order == [*forward, "back 1", "wait out 2", "back 0", "wait back 1", "wait back 0"]
@@ -113,14 +113,14 @@ def test_meshes(mode, mesh):
         for model in threaded.models:
             enable_checkpointing(model, ActivationCheckpointingConfig(mode=mode, cpu_checkpointing=cpu))
             if cpu:
-                model.cuboid.host_store.make_copies = LateCopies
+                model.cuboid.state.host_store.make_copies = LateCopies
         runs.append((threaded.run(step), threaded.gradients()))
     assert [loss.item() for loss in runs[0][0]] == [loss.item() for loss in runs[1][0]]
     for name, gradient in runs[0][1].items():
         assert torch.equal(runs[1][1][name], gradient), name
     ranks = torch.tensor([int(size) for size in mesh.split("x")]).prod().item()
     for model in threaded.models:
-        assert model.cuboid.host_store.out_bytes == 2 * KEPT_BYTES[mode] // ranks
+        assert model.cuboid.state.host_store.out_bytes == 2 * KEPT_BYTES[mode] // ranks
 
 
 def test_an_encoders_output_goes_once():
@@ -138,7 +138,7 @@ def test_an_encoders_output_goes_once():
     assert_same_bits(results[1], results[0])
     hidden, scores = IDS.numel() * 24, IDS.shape[1] ** 2 * 4
     # Inputs of two and two layers, the encoder's output, and the biases of positions of both. (Masks are smaller.)
-    moved = model.cuboid.host_store.out_bytes / FLOAT_BYTES
+    moved = model.cuboid.state.host_store.out_bytes / FLOAT_BYTES
     assert 5 * hidden <= moved <= 5 * hidden + 6 * scores
 
 
@@ -162,7 +162,7 @@ def test_a_step_that_fails_returns_its_buffers():
             hook.remove()
             model.zero_grad()
             gc.collect()
-            assert model.cuboid.host_store.buffers.used_bytes == 0
+            assert model.cuboid.state.host_store.buffers.used_bytes == 0
         assert_same_bits(counts(model), expected)
 
 
@@ -186,8 +186,8 @@ def test_evaluation_and_copies_keep_nothing():
     model(input_ids=IDS)
     twin = copy.deepcopy(model.train())
     counts(twin)
-    assert model.cuboid.host_store.out_bytes == 0
-    assert twin.cuboid.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
+    assert model.cuboid.state.host_store.out_bytes == 0
+    assert twin.cuboid.state.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
 
 
 def test_a_graph_that_is_kept_is_read_twice():
@@ -217,13 +217,13 @@ def test_what_a_script_enables_goes_to_the_host_too():
     model = on_host(MESH, "layers")
     model.gradient_checkpointing_enable()
     counts(model)
-    assert model.cuboid.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
+    assert model.cuboid.state.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
     with pytest.raises(CuboidError, match=r'cpu_checkpointing" is true.*"use_reentrant": true'):
         model.gradient_checkpointing_enable({"use_reentrant": True})
     model = cuboid.shard(small(), MESH)
     adopt_model(model, parse_config({**MESH, **checkpointing("layers", **HOST)}))
     counts(model)
-    assert model.cuboid.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
+    assert model.cuboid.state.host_store.out_bytes == 2 * KEPT_BYTES["layers"]
     with pytest.raises(ConfigError, match="cpu_checkpointing true, but the config has false"):
         adopt_model(model, parse_config({**MESH, **checkpointing("layers")}))
 

@@ -10,8 +10,15 @@ import transformers
 import cuboid
 from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.per_rank.plan import plan_ranks
+from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Verdict
+from cuboid.models.attention.forward_context import ForwardContext
+from cuboid.models.kinds.sharding import Sharding, WholeModel
+from cuboid.models.model_plan import ModelPlan
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.stages.stage_model import StagePlan
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.weights.resolve import plan_of, resolve, resolve_elsewhere
+from threaded import Threaded, step_of
 
 #: Ranks of the world, and the sections of a config.
 LAYOUTS = {
@@ -76,6 +83,31 @@ def test_a_plan_changes_nothing_and_is_never_changed(layout):
     if plan.stages is not None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             plan.stages.cuts = ()
+
+
+DECIDED = (ModelPlan, ParallelPlan, StagePlan, Sharding, WholeModel, Certificate, Verdict, MeshVerdict, ForwardContext)
+
+
+@pytest.mark.parametrize("decision", DECIDED)
+def test_what_is_decided_is_frozen(decision):
+    assert decision.__dataclass_params__.frozen
+
+
+def test_training_and_scripts_set_the_state_of_a_model_and_nothing_that_was_decided():
+    threaded = Threaded(transformers.LlamaForCausalLM(small_config()).train(), "1x2x2")
+    ids = torch.arange(2 * 12).view(2, 12)
+    shardings = [model.cuboid for model in threaded.models]
+    before = [dict(vars(sharding)) for sharding in shardings]
+    threaded.run(step_of(input_ids=ids, labels=ids))
+    for model in threaded.models:
+        model.gradient_checkpointing_enable()
+        model.cuboid.state.chunk_bytes = 64
+    threaded.run(step_of(input_ids=ids, labels=ids))
+    for model, sharding, fields in zip(threaded.models, shardings, before, strict=True):
+        assert model.cuboid is model.base_model.cuboid is sharding
+        assert all(value is fields[name] for name, value in vars(sharding).items())
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            model.cuboid.verdict = MeshVerdict()
 
 
 def test_loading_sharding_and_reading_again_follow_the_same_plan(layout, tmp_path):

@@ -69,7 +69,7 @@ def bart_masks(axes, seeds_differ, checkpointing=False):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # The recorder below is put in place of torch's function.
-    model.cuboid.made.code = None
+    model.cuboid.state.made.code = None
     torch.manual_seed(7 + (rank if seeds_differ else 0))
     with RecordedDropout() as dropout:
         loss = model(**micro_batch()).loss

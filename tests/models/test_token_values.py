@@ -88,7 +88,7 @@ def told(mesh, stages, segments, evaluates):
         micro_batches = batches(model)
         model = cuboid.shard(model, {"pipeline": keys, "tensor_parallel": mesh_section(mesh)})
         # A few positions, so that each segment takes several chunks.
-        model.cuboid.chunk_bytes = 4 * 1024
+        model.cuboid.state.chunk_bytes = 4 * 1024
         pipeline, seen = Pipeline(model), []
         for _ in range(2):
             pipeline.observe_outputs = seen.append
@@ -134,7 +134,7 @@ def trained(mesh, stages, segments, schedule):
         model = cuboid.shard(
             built(), {"pipeline": keys | {"schedule": schedule}, "tensor_parallel": mesh_section(mesh)}
         )
-        model.cuboid.chunk_bytes = 4 * 1024
+        model.cuboid.state.chunk_bytes = 4 * 1024
         pipeline, scored = Pipeline(model), []
         for batch in pairs():
             called = PipelineModel(model, pipeline, "Mine")

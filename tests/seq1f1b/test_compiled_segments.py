@@ -65,8 +65,8 @@ def train(path, axes, pipeline, sections, compiler, padded, attention):
         model.zero_grad()
         batches = [micro_batch(padded, shift) for shift in (0, 3)]
         loss = runs.train(iter(batches), len(batches))
-        after_step.append(model.cuboid.compiled.graphs)
-    assert model.cuboid.compiled.reason is None
+        after_step.append(model.cuboid.state.compiled.graphs)
+    assert model.cuboid.state.compiled.reason is None
     return after_step, sum(counters["graph_break"].values()), float(loss), cuboid.full_gradients(model)
 
 

@@ -191,7 +191,7 @@ def test_shares_together_are_the_whole_head(name, ranks, chunk_bytes):
     outline = draw_outline(type(model), config)
     only = Mesh(MeshShape(), pipe=1, rank=0, world_size=1)
     stage = make_stage(model, outline, (outline.count,), only, gives_cache=True)
-    stage.cuboid.chunk_bytes = chunk_bytes
+    stage.cuboid.state.chunk_bytes = chunk_bytes
     hidden, labels = unit_of(config, 3, 7)
     with KeepFloat64():
         expected = whole_step(model, outline, hidden, labels)
@@ -226,7 +226,7 @@ def test_shares_on_a_mesh_are_the_whole_head(name, mesh, chunk_bytes):
 
     def on_rank(mesh_of_rank):
         stage = stages[mesh_of_rank.rank]
-        stage.cuboid.chunk_bytes = chunk_bytes
+        stage.cuboid.state.chunk_bytes = chunk_bytes
         local = hidden.detach()
         for dim, axis in enumerate(("batch", "sequence", "hidden")):
             local = own_slice(local, dim, mesh_of_rank.along(axis))

@@ -115,7 +115,7 @@ def frames_to_products(path):
     """Our frames between torch's call of a hook or a module and each product of a forward."""
     model = sharded(path, (1, 2, 2))
     # Spies are put in place of torch's functions.
-    model.cuboid.made.code = None
+    model.cuboid.state.made.code = None
     frames_by_product = []
     originals = {name: getattr(torch, name) for name in ("mm", "bmm")}
 

@@ -44,7 +44,7 @@ def built(small, mesh, *, dtype=torch.float64, head_bias=False, chunk_bytes=FEW_
         model.lm_head = nn.Linear(small.hidden, small.vocabulary, dtype=dtype)
     if mesh is not ALONE:
         cuboid.shard(model, {"tensor_parallel": {**mesh_section(mesh), **keys}})
-        model.cuboid.chunk_bytes = chunk_bytes
+        model.cuboid.state.chunk_bytes = chunk_bytes
     return model
 
 
@@ -417,7 +417,7 @@ def of_class(cls, mesh, chunk_bytes=FEW_BYTES):
             cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)})
         except cuboid.UnsupportedModelError as error:
             return str(error)
-        model.cuboid.chunk_bytes = chunk_bytes
+        model.cuboid.state.chunk_bytes = chunk_bytes
     with precision(keep_float64=True):
         loss = model(**batch(LLAMA)).loss
         loss.backward()

@@ -139,8 +139,8 @@ def train_compiled(path, axes, compiler, sections):
     model, after_step = compiled(path, axes, compiler, sections), []
     for _ in range(STEPS):
         loss = step(model, tokens())
-        after_step.append(model.cuboid.compiled.graphs)
-    assert model.cuboid.compiled.reason is None
+        after_step.append(model.cuboid.state.compiled.graphs)
+    assert model.cuboid.state.compiled.reason is None
     return after_step, sum(counters["graph_break"].values()), loss, cuboid.full_gradients(model)
 
 
@@ -201,7 +201,7 @@ def other_steps(path, axes):
     model, by_length = compiled(path, axes), []
     for length in (8, 12, 10, 7, 16, 9):
         step(model, tokens(length=length))
-        by_length.append(model.cuboid.compiled.graphs)
+        by_length.append(model.cuboid.state.compiled.graphs)
     with torch.no_grad():
         losses = [float(evaluated.eval()(input_ids=tokens(), labels=tokens()).loss) for evaluated in (model, plain)]
     model.zero_grad()
@@ -237,7 +237,7 @@ def many_graphs(path):
             layer.self_attn.scaling = 0.3 + number / 100
         with torch.no_grad():
             model.base_model(input_ids=tokens())
-    return model.cuboid.compiled.graphs, model.cuboid.compiled.reason
+    return model.cuboid.state.compiled.graphs, model.cuboid.state.compiled.reason
 
 
 def test_a_model_may_have_more_graphs_than_torch_allows_a_function_by_itself(pool, path):
@@ -296,7 +296,7 @@ def found_later(path, axes):
     runs = [(step(trained, tokens()), cuboid.full_gradients(trained)) for trained in (model, twin, hooked)]
     hooked.base_model.layers[1].mlp.register_forward_hook(cuboid.local_hook(lambda *_: called.append(1)))
     runs.append((step(hooked, tokens()), cuboid.full_gradients(hooked)))
-    return [trained.cuboid.compiled.reason for trained in (model, twin, hooked)], called, runs
+    return [trained.cuboid.state.compiled.reason for trained in (model, twin, hooked)], called, runs
 
 
 @pytest.mark.filterwarnings("ignore:compiling was asked for")
@@ -333,7 +333,7 @@ def test_compile_of_a_sharded_model_compiles_its_layers(path):
     with pytest.raises(UnsupportedModelError, match="mode='reduce-overhead' has no rule"):
         model.compile(mode="reduce-overhead")
     model.compile(backend="inductor", dynamic=False)
-    assert model.cuboid.compiled.reason is None
+    assert model.cuboid.state.compiled.reason is None
     assert "forward" in vars(model.base_model.layers[0])
 
 
@@ -343,4 +343,4 @@ def test_graphs_keep_only_torchs_own_attention(path):
     for implementation, stays in (("eager", True), ("sdpa", False)):
         plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
         model = cuboid.shard(plain, {"tensor_parallel": section, **ATTENTION_ONCE})
-        assert (model.cuboid.compiled.reason is not None) == stays
+        assert (model.cuboid.state.compiled.reason is not None) == stays

@@ -38,7 +38,7 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     if not isinstance(sharded, ShardedModel):
         return shard(model, config)
     _check_same(sharded, config)
-    if config.activation_checkpointing is not None and sharded.cuboid.checkpointing is None:
+    if config.activation_checkpointing is not None and sharded.cuboid.state.checkpointing is None:
         check_checkpointing(sharded, sharded.cuboid.base, config.activation_checkpointing)
         enable_checkpointing(sharded, config.activation_checkpointing)
     if config.tensor_parallel.compile:
@@ -167,7 +167,7 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
         raise ConfigError(
             f"the model is cut into {stages}, but the config has {config.stages_in_words}; load it with the same config"
         )
-    section, before = config.activation_checkpointing, model.cuboid.checkpointing
+    section, before = config.activation_checkpointing, model.cuboid.state.checkpointing
     if section is not None and before is not None and section != before:
         key = "mode" if section.mode != before.mode else "cpu_checkpointing"
         was, now = json.dumps(getattr(before, key)), json.dumps(getattr(section, key))
@@ -179,7 +179,7 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
 
 def _successors(model: nn.Module) -> _Successor:
     named = dict(model.named_parameters(remove_duplicate=False))
-    ids, former = {id(parameter) for parameter in named.values()}, sharding_of(model).former
+    ids, former = {id(parameter) for parameter in named.values()}, sharding_of(model).state.former
 
     def successor(parameter: nn.Parameter) -> nn.Parameter | None:
         if id(parameter) in ids:

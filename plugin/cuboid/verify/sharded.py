@@ -151,7 +151,7 @@ def cut_logits(model: Any, plan: Plan, step: int, mesh: Mesh) -> None:
     """Set the size of the loss's chunks for a step, so that both the single-chunk and the chunked loss are tested."""
     share = mesh.size("batch") * mesh.size("hidden")
     few = plan.chunk_bytes(step, vocabulary_of(model), share)
-    model.cuboid.chunk_bytes = few
+    model.cuboid.state.chunk_bytes = few
 
 
 def _moments(engine: Any, mesh: Mesh) -> Tensors:

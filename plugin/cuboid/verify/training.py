@@ -95,7 +95,7 @@ def prepare(model: Any, plan: Plan) -> None:
             # Some heads have a fixed dropout probability, which isn't in the config.
             module.p = 0.0
     # The config may ask for it too; whatever enables it, recomputations need the plan's contexts.
-    section = model.cuboid.checkpointing if isinstance(model, ShardedModel) else None
+    section = model.cuboid.state.checkpointing if isinstance(model, ShardedModel) else None
     if plan.checkpointing or (section is not None and section.mode != "none"):
         checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
 

@@ -166,9 +166,9 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     # Lets an optimizer that was made before sharding be recognized later.
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
-    sharding = sharding_of(sharded)
-    sharding.made.code = CodeCheck(sharding.base, sharded.config)
-    sharding.former, sharding.save = former, save_sharded
+    state = sharding_of(sharded).state
+    state.made.code = CodeCheck(sharded.cuboid.base, sharded.config)
+    state.former, state.save = former, save_sharded
     return sharded
 
 
@@ -214,4 +214,4 @@ def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> N
         kwargs: passed to ``PreTrainedModel.save_pretrained``.
     """
     inner: Any = unwrap(model)
-    (sharding_of(model).save or save_sharded)(inner, directory, **kwargs)
+    (sharding_of(model).state.save or save_sharded)(inner, directory, **kwargs)

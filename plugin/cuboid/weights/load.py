@@ -262,8 +262,8 @@ class _Loading:
         self.__class__ = self._cuboid_base
         del self.cuboid_part
         part.finish(self, _as_loaded)
-        self.cuboid.save = save_sharded
-        self.cuboid.made.code = CodeCheck(self.cuboid.base, self.config)
+        self.cuboid.state.save = save_sharded
+        self.cuboid.state.made.code = CodeCheck(self.cuboid.base, self.config)
 
 
 def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:

@@ -134,7 +134,7 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 
 def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     inner: Any = unwrap(model)
-    if inner.cuboid.adapters is not None:
+    if inner.cuboid.state.adapters is not None:
         raise CheckpointError(
             f"{folder}: the model has adapters, beside which a whole model isn't written; save them with "
             "cuboid.save_pretrained or PEFT's save_pretrained, or merge them into the model first, merge_and_unload()"

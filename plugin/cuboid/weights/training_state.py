@@ -43,7 +43,7 @@ def make_save_plan(
     """
     inner: Any = unwrap(model)
     state = None if adapter is None else adapter.state()
-    adapters = inner.cuboid.adapters if weights else None
+    adapters = inner.cuboid.state.adapters if weights else None
     items = model_items(inner) if weights and adapters is None else []
     write = functools.partial(write_auxiliary_files, inner)
     if adapters is not None:
@@ -98,8 +98,8 @@ def load_model(model: nn.Module, folder: Path) -> None:
         CheckpointError: on every rank, if any of them can't read its part. Other ranks may have loaded theirs by then.
     """
     inner: Any = unwrap(model)
-    if inner.cuboid.adapters is not None:
-        run_on_all_ranks(lambda: inner.cuboid.adapters.load(inner, folder), mesh_of(inner))
+    if inner.cuboid.state.adapters is not None:
+        run_on_all_ranks(lambda: inner.cuboid.state.adapters.load(inner, folder), mesh_of(inner))
         return
     shards = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
 

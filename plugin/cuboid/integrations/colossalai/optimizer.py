@@ -60,7 +60,7 @@ class CuboidOptimizer(OptimizerWrapper):
         self._complete = False
         self._steps = 0
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
-        inner.cuboid.optimizer = weakref.ref(self)
+        inner.cuboid.state.optimizer = weakref.ref(self)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradients of this replica's loss; the step takes the mean over the replicas.

@@ -106,7 +106,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 pipeline=boosted.pipeline,
                 stepped=boosted.stepped,
             )
-        sharded.cuboid.made.take(sharded, "booster.boost")
+        sharded.cuboid.state.made.take(sharded, "booster.boost")
         if booster.precision == "bf16":
             # The parameters that aren't in the optimizer, which has cast its own.
             _cast(sharded.parameters(), torch.bfloat16)

@@ -58,7 +58,7 @@ class CheckpointedEngine(DeepSpeedEngine):
             CheckpointError: on every rank, if any of them failed.
         """
         # As the Trainer asks for adapters.
-        if exclude_frozen_parameters and sharding_of(self.module).adapters is None:
+        if exclude_frozen_parameters and sharding_of(self.module).state.adapters is None:
             raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
         self.checkpointing.changed()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -96,7 +96,7 @@ class CheckpointedEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank: there is none, it is incomplete, or it is of another model or optimizer.
         """
-        is_partial = not load_module_strict and sharding_of(self.module).adapters is None
+        is_partial = not load_module_strict and sharding_of(self.module).state.adapters is None
         if is_partial or custom_load_fn is not None:
             raise CheckpointError("load_module_strict=False and custom_load_fn have no meaning here; leave them out")
         adapter = self._adapter

@@ -144,7 +144,7 @@ class CuboidEngine(CheckpointedEngine):
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         # Called by accelerate and the HF Trainer to save. Collective; only the first rank gets the tensors.
-        adapters = sharding_of(self.module).adapters
+        adapters = sharding_of(self.module).state.adapters
         if adapters is not None:
             return adapters.state(self.module)
         state = full_state_dict(self.module)

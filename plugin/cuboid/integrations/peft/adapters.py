@@ -21,8 +21,9 @@ from cuboid.distributed.mesh import WeightSeed
 from cuboid.errors import UnsupportedModelError
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, seeded_by
+from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
-from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.low_rank import LowRankLayout
@@ -205,21 +206,26 @@ def structure_changes(model: Any) -> Iterator[None]:
     Raises:
         UnsupportedModelError: before, if a script has changed the model since it was sharded.
     """
-    sharding = model.cuboid
-    sharding.made.check(model)
+    sharding: Sharding = model.cuboid
+    state = sharding.state
+    state.made.check(model)
     before = {name for name, _ in model.named_parameters()}
     yield
-    if sharding.made.is_cut:
+    if state.made.is_cut:
         guard_hooks(model, runs_whole=not isinstance(model, StageModel))
-    sharding.made = sharding.made.anew(model)
+    state.made = state.made.anew(model)
     layouts = sharded_layouts(model)
     counts = {
         name: math.prod(layouts[name].shape if name in layouts else p.shape) for name, p in model.named_parameters()
     }
     others = {name: count for name, count in sharding.whole_model.parameters.items() if name not in before}
-    sharding.whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
+    whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
+    sharding = dataclasses.replace(sharding, whole_model=whole_model)
+    for part in (model, model.base_model):
+        if isinstance(part, ShardedModel | ShardedBase):
+            part.cuboid = sharding
     has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-    sharding.adapters, sharding.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
+    state.adapters, state.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
     collect_prefetched(model)
-    if sharding.compiled is not None:
-        sharding.compiled.check()
+    if state.compiled is not None:
+        state.compiled.check()

@@ -121,7 +121,7 @@ def whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: S
         UnsupportedModelError: there is another entry, or hidden states aren't split as the residual stream is.
     """
     mesh: Mesh = model.cuboid.mesh
-    if not model.cuboid.made.is_cut:
+    if not model.cuboid.state.made.is_cut:
         return
     for name, x in output.items():
         if x is None or name in known:
@@ -155,7 +155,7 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     kind, around = sharding.kind, forward_context().head
     check_reached()
     sharding.mesh.connect()
-    sharding.made.check(model)
+    sharding.state.made.check(model)
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"

@@ -36,7 +36,7 @@ class LabelHead(ModelKind):
     def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         """See :meth:`ModelKind.forward`. The code around the base model runs on whole micro-batches on all ranks."""
         self.check(arguments)
-        model.cuboid.made.check(model)
+        model.cuboid.state.made.check(model)
         head = RunningHead({name: arguments[name] for name in TARGETS if arguments.get(name) is not None})
         with knowing(head=head), compared_by(head):
             return base_forward(**arguments)

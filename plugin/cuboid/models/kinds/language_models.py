@@ -89,7 +89,7 @@ class LanguageModel(ModelKind):
                     running=knowing,
                     unbound=sharding.base.forward,
                     mesh=sharding.mesh,
-                    chunk_bytes=sharding.chunk_bytes,
+                    chunk_bytes=sharding.state.chunk_bytes,
                 )
             else:
                 output = run()

@@ -122,42 +122,49 @@ class Draws(Protocol):
 
 
 @dataclass
-class Sharding:
-    """Everything that a sharded model keeps about its sharding."""
+class ModelState:
+    """What the loader, scripts and engines set on a sharded model after it was made; a forward sets nothing of it."""
 
-    mesh: Mesh
-    config: TensorParallelConfig
-    base: type[PreTrainedModel]
-    attention: dict[str, nn.Module]
-    whole_model: WholeModel
-    kind: ModelKind
-    #: The model after sharding, to detect what a script changes on it later.
-    made: Any = field(init=False)
+    #: The model after sharding, to detect what a script changes on it later; None until that is done.
+    made: Any = None
+    #: The parameters that the model had before.
+    former: FormerParameters = field(default_factory=FormerParameters)
+    #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
+    save: Callable[..., None] | None = None
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
-    former: FormerParameters = field(default_factory=FormerParameters)
     #: The config's ``activation_checkpointing``; None if the config leaves it to the script.
     checkpointing: ActivationCheckpointingConfig | None = None
     #: What checkpointed layers keep on the host; None if it stays on the device.
     host_store: HostStore | None = None
-    #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
-    save: Callable[..., None] | None = None
+    #: The compiled layers; None unless they were to be compiled.
+    compiled: CompiledLayers | None = None
     #: The files of the model's adapters; None if it has none.
     adapters: Adapters | None = None
     #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
     #: the model doesn't copy the optimizer.
     optimizer: weakref.ref[GradientOwner] | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was decided about a sharded model, and is known of it from then on; all the rest is its ``state``."""
+
+    mesh: Mesh
+    config: TensorParallelConfig
+    base: type[PreTrainedModel]
+    kind: ModelKind
+    whole_model: WholeModel
     #: Result of the architecture's probe on a mesh.
-    verdict: MeshVerdict = field(default_factory=MeshVerdict)
-    #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
-    splits_routers: bool = False
-    #: Whether the model gets masks of the whole sequence; see :class:`Lengths`.
-    makes_masks: bool = True
-    #: The language model's head.
-    head: nn.Module | None = None
+    verdict: MeshVerdict
     #: Splits activations at the first layer, if the embedding doesn't.
     late: LateSplit | ImageSplit | None = None
-    #: The compiled layers; None unless they were to be compiled.
-    compiled: CompiledLayers | None = None
     #: What the model's own code draws in training; None if it isn't split.
     draws: Draws | None = None
+    #: The language model's head.
+    head: nn.Module | None = None
+    #: Whether the model gets masks of the whole sequence; see :class:`Lengths`.
+    makes_masks: bool = True
+    #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
+    splits_routers: bool = False
+    state: ModelState = field(default_factory=ModelState)

@@ -314,7 +314,7 @@ class VocabularyShare:
         self._width = model.staging.plan.outline.final_width // self._mesh.size("hidden")
         head: Any = model.staging.ends["head"]
         self._vocabulary: int = head.weight.shape[0]
-        self._chunk_bytes: int | None = self._model.cuboid.chunk_bytes
+        self._chunk_bytes: int | None = self._model.cuboid.state.chunk_bytes
         self._open: dict[tuple[int, int], list[_Chunk]] = {}
         #: The sum of the scaled losses of all units' tokens; on a mesh, of this rank's tokens.
         self.loss: torch.Tensor | None = None

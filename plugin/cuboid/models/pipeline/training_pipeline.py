@@ -178,7 +178,7 @@ class Pipeline:
         self._model.check_loss()
         check_reached()
         with ReplicasInStep(self.mesh, self._device) as replicas:
-            self._model.cuboid.made.check(self._model)
+            self._model.cuboid.state.made.check(self._model)
             if training:
                 self._check_ties()
             shared = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
@@ -350,7 +350,7 @@ class Pipeline:
                 splits=splits,
                 recorder=recorder,
             )
-        store = self._model.cuboid.host_store if training else None
+        store = self._model.cuboid.state.host_store if training else None
         if store is not None and step.shape.head_ranks:
             raise ConfigError(
                 'pipeline.head is "spread", which isn\'t supported beside activations in host memory '

@@ -14,9 +14,9 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import checkpoint_activations, recomputes
 from cuboid.models.attention.kept_attention import keep_attention_in_graph, keeping_attention
 from cuboid.models.attention.segments import uses_interface
+from cuboid.models.kinds.sharding import ModelState
 from cuboid.seq1f1b.attention.chunked_attention import Kept
 from cuboid.seq1f1b.runtime.host_store import HostStore
-from cuboid.tensor3d.compiled.layers import CompiledLayers
 
 _KEY = "activation_checkpointing.mode"
 _HOST_KEY = "activation_checkpointing.cpu_checkpointing"
@@ -63,12 +63,12 @@ def enable_checkpointing(model: PreTrainedModel, config: ActivationCheckpointing
 
     What the script has enabled before stays enabled, with its own options.
     """
-    sharding = model.cuboid
-    sharding.checkpointing = config
+    state: ModelState = model.cuboid.state
+    state.checkpointing = config
     if config.mode == "none":
         return
     if config.cpu_checkpointing:
-        sharding.host_store = HostStore()
+        state.host_store = HostStore()
     check_graphs_keep(model)
     if not recomputes(model):
         checkpoint_activations(model, {"use_reentrant": False})
@@ -76,13 +76,13 @@ def enable_checkpointing(model: PreTrainedModel, config: ActivationCheckpointing
     for module in model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         if function is not None:
-            module._gradient_checkpointing_func = keeping(function, config, sharding.host_store)
+            module._gradient_checkpointing_func = keeping(function, config, state.host_store)
 
 
 def check_graphs_keep(model: PreTrainedModel) -> None:
     """Leave layers uncompiled whose graphs couldn't keep what the config says, where it says."""
-    config: ActivationCheckpointingConfig | None = model.cuboid.checkpointing
-    compiled: CompiledLayers | None = model.cuboid.compiled
+    state: ModelState = model.cuboid.state
+    config, compiled = state.checkpointing, state.compiled
     if config is None or compiled is None:
         return
     if config.cpu_checkpointing:

@@ -52,7 +52,7 @@ def compile_layers(
     prefetcher = next((hook for hook in hooks if isinstance(hook, ModelPrefetcher)), None)
     segments = None if slot is None else SegmentsInGraphs(layers, slot)
     refuse = functools.partial(stay_uncompiled, model)
-    model.cuboid.compiled = CompiledLayers(layers, prefetcher, refuse, segments)
+    model.cuboid.state.compiled = CompiledLayers(layers, prefetcher, refuse, segments)
 
 
 def compile_later(model: Any, options: dict[str, Any]) -> None:
@@ -71,16 +71,16 @@ def compile_later(model: Any, options: dict[str, Any]) -> None:
                 f"{name}={options[name]!r} has no rule for the layers of a sharded model, which have collectives in "
                 f"their graphs; leave it out, or write {usual!r}"
             )
-    if model.cuboid.compiled is None:
+    if model.cuboid.state.compiled is None:
         compile_layers(model)
-        model.cuboid.made = model.cuboid.made.anew(model)
+        model.cuboid.state.made = model.cuboid.state.made.anew(model)
         check_graphs_keep(model)
 
 
 def stay_uncompiled(model: Any, reason: str) -> None:
     """Say once why a model's layers run uncompiled."""
-    if hasattr(model.cuboid, "made"):
-        model.cuboid.made = model.cuboid.made.anew(model)
+    if model.cuboid.state.made is not None:
+        model.cuboid.state.made = model.cuboid.state.made.anew(model)
     warnings.warn(
         f"compiling was asked for, but the layers of {type(model).__name__} run uncompiled, as they would without: "
         f"{reason}",

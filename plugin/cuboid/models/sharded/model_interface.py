@@ -94,10 +94,10 @@ class WholeInterface:
 
         What the config keeps, and where, the checkpointing that a script enables keeps too.
         """
-        if enable and self.cuboid.checkpointing is not None:
+        if enable and self.cuboid.state.checkpointing is not None:
             function = options.get("gradient_checkpointing_func")
             options["gradient_checkpointing_func"] = keeping(
-                function, self.cuboid.checkpointing, self.cuboid.host_store
+                function, self.cuboid.state.checkpointing, self.cuboid.state.host_store
             )
         super()._set_gradient_checkpointing(*args, enable=enable, **options)  # type: ignore[misc]
 
@@ -166,7 +166,7 @@ class WholeInterface:
         Raises:
             UnsupportedModelError: the function draws new values, which would be the same ones for all ranks' shards.
         """
-        with _RefusesDraws(fn) if self.cuboid.made.is_cut else nullcontext():
+        with _RefusesDraws(fn) if self.cuboid.state.made.is_cut else nullcontext():
             return super().apply(fn)  # type: ignore[misc]
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:

@@ -59,14 +59,14 @@ class ShardedModel(WholeInterface, LooksUpLoss, PlainInstances):
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
         """Save the whole model as ``PreTrainedModel.save_pretrained`` does. Collective; each rank writes its share."""
-        save = self.cuboid.save
+        save = self.cuboid.state.save
         assert save is not None, "a model that neither a loader nor cuboid.shard made"
         save(self, directory, **kwargs)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that an optimizer keeps outside of ``.grad``."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        optimizer = None if self.cuboid.optimizer is None else self.cuboid.optimizer()
+        optimizer = None if self.cuboid.state.optimizer is None else self.cuboid.state.optimizer()
         # A copy's gradients are its own.
         if optimizer is not None and optimizer.is_of(self):
             optimizer.zero_grad()
@@ -108,12 +108,20 @@ def shard_modules(
         # A block that is computed whole has all heads, and sets its own random number generator.
         use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention, whole_model, kind, verdict=parallel_plan.verdict, late=late)
-    model.cuboid.draws = draws
-    model.cuboid.head = model.get_output_embeddings()
     callers = (*attention.values(), *map(model.get_submodule, whole_blocks(parallel_plan)))
-    model.cuboid.makes_masks = any(uses_interface(module) for module in callers)
-    model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
+    model.cuboid = Sharding(
+        mesh,
+        config,
+        base,
+        kind,
+        whole_model,
+        parallel_plan.verdict,
+        late=late,
+        draws=draws,
+        head=model.get_output_embeddings(),
+        makes_masks=any(uses_interface(module) for module in callers),
+        splits_routers=any(role.kind == "router" for role in parallel_plan.roles.values()),
+    )
     inner: Any = model.base_model
     if inner is not model:
         inner.cuboid = model.cuboid
@@ -131,7 +139,7 @@ def shard_modules(
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     if is_cut:
         guard_hooks(model, runs_whole=True)
-    model.cuboid.made = AsSharded(model, is_cut=is_cut)
+    model.cuboid.state.made = AsSharded(model, is_cut=is_cut)
     return model
 
 
@@ -257,7 +265,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             _reject_compiling(self)
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
-            return _differentiable_once(self.cuboid.kind.forward(self, run, arguments), self.cuboid.made)
+            return _differentiable_once(self.cuboid.kind.forward(self, run, arguments), self.cuboid.state.made)
 
     return derived_class(ShardedModel, base, forward)
 
@@ -275,7 +283,7 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
             self.cuboid.kind.check_base_call(self)
-            return _differentiable_once(forward_of_base(self, run, arguments), self.cuboid.made)
+            return _differentiable_once(forward_of_base(self, run, arguments), self.cuboid.state.made)
 
     return derived_class(ShardedBase, base, forward)
 

@@ -266,18 +266,16 @@ def finish_stage(
     staging.shared = shared_parameters(model, plan.outline, plan.cuts)
     base = type(model)
     assert staging.whole_model is not None
-    verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
     model.cuboid = Sharding(
         mesh,
         plan.config.tensor_parallel,
         base,
-        local_layers,
-        staging.whole_model,
         plan.outline.kind,
-        verdict=verdict,
+        staging.whole_model,
+        MeshVerdict() if parallel_plan is None else parallel_plan.verdict,
         late=late,
+        draws=draws,
     )
-    model.cuboid.draws = draws
     hook_heads(model)
     if plan.config.tensor_parallel.compile:
         if is_generated(pipeline.schedule):
@@ -290,7 +288,7 @@ def finish_stage(
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     guard_hooks(model, runs_whole=False)
-    model.cuboid.made = AsSharded(model, is_cut=True, has_segments=staging.plan.outline.is_causal)
+    model.cuboid.state.made = AsSharded(model, is_cut=True, has_segments=staging.plan.outline.is_causal)
     return model
 
 

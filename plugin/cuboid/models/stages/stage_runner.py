@@ -294,7 +294,7 @@ class StageRunner:
             scale=self._scale if weights is None else self._micro_batch_scale,
             vocabulary=self._model.config.get_text_config().vocab_size,
             mesh=self._mesh if self._mesh.shape.size > 1 else None,
-            chunk_bytes=self._model.cuboid.chunk_bytes,
+            chunk_bytes=self._model.cuboid.state.chunk_bytes,
             observe=recorder.of_segment(micro_batch) if isinstance(recorder, TokenRecorder) else None,
             weights=None if weights is None else batch.cut(weights, segment),
         )
