@@ -10,6 +10,7 @@ import torch
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.autograd_graph import graph_of
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -93,7 +94,15 @@ class ChunkedCrossEntropy:
         self, loss: torch.Tensor, part: torch.Tensor, unsharded: Sequence[UnshardedParam], *, alone: bool
     ) -> torch.Tensor:
         """Run a chunk's backward into ``part.grad`` and ``unsharded``, and return the detached loss."""
-        self._check_leaves(loss, [part, *(param.block for param in unsharded)])
+        known = {id(part), *[id(param.block) for param in unsharded]}
+        for node in graph_of(loss):
+            leaf = getattr(node, "variable", None)
+            # A parameter of the base model would miss this part of its gradient.
+            if leaf is not None and id(leaf) not in known:
+                raise UnsupportedModelError(
+                    f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
+                    f"({list(leaf.shape)}), for which there is no rule"
+                )
         loss.backward()  # type: ignore[no-untyped-call]
         for param in unsharded:
             if param.block.grad is not None:
@@ -127,44 +136,12 @@ class ChunkedCrossEntropy:
         return total if self.mesh is None else sum_over_mesh(total, self.mesh).detach()
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of the rank's own positions, each with the labels of the logits that the head computes for it.
-
-        On a mesh, the head gathers one slice from each of the s ranks along `sequence`. The slices start L/s positions
-        apart in the sequence, so the labels are taken alike.
-        """
-        sequence, spread = (1, 1) if self.mesh is None else (self.mesh.size("sequence"), self.mesh.size("hidden"))
-        rows, length, _ = hidden.shape
-        position_bytes = 4 * rows * sequence * math.ceil(self.vocabulary / sequence) / spread
-        grain = least_positions(self.mesh)
-        count = (CHUNK_BYTES if self.chunk_bytes is None else self.chunk_bytes) / position_bytes
-        if self.chunk_bytes is None and hidden.device.type != "cpu":
-            count = max(count, math.ceil(CHUNK_TOKENS / (rows * sequence)))
-        step = max(1, int(count) // grain) * grain
-        by_rank = self._by_rank(self.labels.to(hidden.device))
-        for start in range(0, length, step):
-            positions = slice(start, min(start + step, length))
-            yield positions, by_rank[:, :, positions].flatten(1)
+        columns = self.vocabulary if self.mesh is None else math.ceil(self.vocabulary / self.mesh.size("sequence"))
+        return head_chunks(hidden, self.labels, self.mesh, columns, self.chunk_bytes)
 
     def _by_rank(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, s, L/s]`` of ``[B, L]``, by the ranks along `sequence`."""
         return x.unflatten(1, (1 if self.mesh is None else self.mesh.size("sequence"), -1))
-
-    def _check_leaves(self, loss: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
-        """Check that the head reads no parameter of the base model, which would miss that part of its gradient."""
-        nodes, seen, leaves = [loss.grad_fn], set(), set(map(id, known))
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            for following, _ in node.next_functions:
-                nodes.append(following)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in leaves:
-                raise UnsupportedModelError(
-                    f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
-                    f"({list(leaf.shape)}), for which there is no rule"
-                )
 
 
 def chunked_loss(
@@ -207,3 +184,31 @@ def chunked_loss(
 def least_positions(mesh: Mesh | None) -> int:
     """The fewest own positions that a rank's head takes: those gathered over `sequence` must divide by `hidden`."""
     return 1 if mesh is None else mesh.size("hidden") // math.gcd(mesh.size("sequence"), mesh.size("hidden"))
+
+
+def head_chunks(
+    hidden: torch.Tensor, labels: torch.Tensor, mesh: Mesh | None, columns: int, chunk_bytes: int | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield slices of the rank's own positions, each with the labels of the logits that the head computes for it.
+
+    On a mesh, the head gathers one slice from each of the s ranks along `sequence`, and gives each rank along `hidden`
+    a part of the logits. The slices start L/s positions apart in the sequence, so the labels are taken alike.
+
+    Args:
+        hidden: ``[B, L, H]``, on a mesh ``[B/b, L/s, H/h]``.
+        labels: ``[B, L]``, on a mesh ``[B/b, L]``.
+        mesh: that the head is sharded over, if it is.
+        columns: of the vocabulary, in the block that the head is multiplied with.
+        chunk_bytes: see :class:`ChunkedCrossEntropy`.
+    """
+    sequence, spread = (1, 1) if mesh is None else (mesh.size("sequence"), mesh.size("hidden"))
+    rows, length, _ = hidden.shape
+    count = (CHUNK_BYTES if chunk_bytes is None else chunk_bytes) * spread // (4 * rows * sequence * columns)
+    if chunk_bytes is None and hidden.device.type != "cpu":
+        count = max(count, math.ceil(CHUNK_TOKENS / (rows * sequence)))
+    grain = least_positions(mesh)
+    step = max(1, count // grain) * grain
+    by_rank = labels.to(hidden.device).unflatten(1, (sequence, length))
+    for start in range(0, length, step):
+        positions = slice(start, min(start + step, length))
+        yield positions, by_rank[:, :, positions].flatten(1)

@@ -11,7 +11,6 @@ rank receives its rows of the head's weight, and at the end the last stage recei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from cuboid.distributed.axis_collectives import all_reduce, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.batch.local_batch import IGNORE_INDEX
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES, CHUNK_TOKENS, least_positions
+from cuboid.models.cross_entropy.chunked import head_chunks
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_model import StageModel
@@ -398,23 +397,10 @@ class VocabularyShare:
     def _chunks(
         self, batch: SegmentedBatch, segment: int, hidden: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Slices of the rank's own positions, each with the labels of the logits that the head computes for it.
-
-        See :meth:`cuboid.models.cross_entropy.chunked.ChunkedCrossEntropy._chunks`.
-        """
+        """As of :func:`head_chunks`, with the labels of this rank's part of the logits alone."""
         assert batch.labels is not None
-        sequence, spread = self._mesh.size("sequence"), self._mesh.size("hidden")
-        rows, length, _ = hidden.shape
-        by_rank = batch.cut(batch.labels, segment).to(hidden.device).unflatten(1, (sequence, length))
-        grain = least_positions(self._mesh)
-        chunk_bytes = CHUNK_BYTES if self._chunk_bytes is None else self._chunk_bytes
-        # Of the largest part, not of this rank's: a mesh's head takes positions of each chunk in its own order, so all
-        # ranks of the pipeline must cut alike, or they exchange statistics of different positions.
-        count = chunk_bytes * spread // (4 * rows * sequence * self._rows.most)
-        if self._chunk_bytes is None and hidden.device.type != "cpu":
-            count = max(count, math.ceil(CHUNK_TOKENS / (rows * sequence)))
-        step = max(1, count // grain) * grain
-        for begin in range(0, length, step):
-            positions = slice(begin, min(begin + step, length))
-            labels = by_rank[:, :, positions].flatten(1)
-            yield positions, own_slice(labels, 1, self._mesh.along("hidden")) if spread > 1 else labels
+        labels, is_split = batch.cut(batch.labels, segment), self._mesh.size("hidden") > 1
+        # Columns of the largest part, not of this rank's: a mesh's head takes positions of each chunk in its own order,
+        # so all ranks of the pipeline must cut alike, or they exchange statistics of different positions.
+        for positions, by_rank in head_chunks(hidden, labels, self._mesh, self._rows.most, self._chunk_bytes):
+            yield positions, own_slice(by_rank, 1, self._mesh.along("hidden")) if is_split else by_rank

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.planner.cost.layout import Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
@@ -24,8 +25,6 @@ from cuboid.seq1f1b.schedule.units_on_host import UnitOnRank, unit_of, units_on_
 #: Fraction of a GPU's memory that tensors can use. The rest is the context, the buffers of the communication library,
 #: and fragmentation: of the runs in docs/data, those estimated at 0.92 ran, and those at 0.94 didn't.
 USABLE = 0.93
-#: Bytes of a chunk of float32 logits; as :data:`cuboid.models.cross_entropy.chunked.CHUNK_BYTES`.
-_CHUNK_BYTES = 64 * 2**20
 #: Of a parameter: master weight and two moments in float32.
 _OPTIMIZER_BYTES = 12
 #: Of a parameter whose master is in host memory: besides these its gradient in float32, and a new weight in 16 bits.
@@ -444,7 +443,7 @@ class _Stage:
             weight *= 4 * mesh.batch
         if self.software.loss == "chunked":
             # A chunk's logits and their gradient, each in 32 and in 16 bits; and the gradient of the weight.
-            return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
+            return min(3 * CHUNK_BYTES, numbers * 12) + weight / mesh.batch
         return numbers * (4 if self.software.loss == "fused" else 14)
 
     def _share(self, segment: int) -> float:

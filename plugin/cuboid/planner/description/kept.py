@@ -42,6 +42,7 @@ from cuboid.models.architectures.norm_formula import NormFormula
 from cuboid.models.attention.forward_context import Lengths, Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import find_record, hang_record, record_of, use_segment_attention, uses_interface
+from cuboid.models.autograd_graph import graph_of
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import attention_modules, parallelize_modules, whole_blocks
@@ -562,14 +563,7 @@ class _Saved:
 
     def note_dispatches(self, output: torch.Tensor) -> None:
         """Add what the products of experts keep of the routing, which hooks don't see, in the graph of an output."""
-        seen: set[Any] = set()
-        left: list[Any] = [output.grad_fn]
-        while left:
-            node = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            left += [following for following, _ in node.next_functions]
+        for node in graph_of(output):
             dispatch = getattr(getattr(node, "product", None), "dispatch", None)
             if dispatch is not None:
                 # The choices pick the weights of rows, differentiably, so that the hooks have seen them.
