@@ -53,14 +53,14 @@ def build_ours(block: Block, shape: MeshShape | None = None) -> Side:
     parameters = {}
     for path, layer in part.named_modules():
         for name in layer.sharded_params if isinstance(layer, ShardedModule) else ():
-            parameters[f"{path}.{name}"] = layer.get_parameter(name), _place(layer.layout(name), mesh)
+            parameters[f"{path}.{name}"] = layer.get_parameter(name), _place(layer.spec(name), mesh)
     # The residual stream is cut as a parameter of its shape would be.
     stream = ShardingSpec((block.batch, block.length, block.hidden), (("batch",), ("sequence",), ("hidden",)))
     return Side(block, part, _place(stream, mesh), parameters)
 
 
-def _place(layout: ShardingSpec, mesh: Mesh) -> Place:
-    by_dim = layout.shard_intervals(mesh.shape, mesh.coordinate)
+def _place(spec: ShardingSpec, mesh: Mesh) -> Place:
+    by_dim = spec.shard_intervals(mesh.shape, mesh.coordinate)
     return tuple(torch.cat([torch.arange(low, high) for low, high in intervals]) for intervals in by_dim)
 
 

@@ -35,7 +35,7 @@ from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.verify.compare import relative_error
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 _SEED = 0
 #: How far a float32 layer may be from float64, relatively; it is at 1e-5 and below.
@@ -144,9 +144,9 @@ class ShardedLayers(Contestant):
             (self._output, self._part(self._reference.output)),
             (self._inputs.grad, self._part(self._reference.input_gradient)),
         ]
-        layouts, parameters = sharded_layouts(self.model), dict(self.model.named_parameters())
+        specs, parameters = sharding_specs(self.model), dict(self.model.named_parameters())
         for name, gradient in self._reference.gradients.items():
-            pairs.append((parameters[name].grad, take_shard(gradient, layouts[name], self.mesh)))
+            pairs.append((parameters[name].grad, take_shard(gradient, specs[name], self.mesh)))
         return max(relative_error(right, ours) for ours, right in pairs)
 
 

@@ -1,6 +1,6 @@
 """Draw docs/figures/layout.svg and .png: which rank of a 2×2×2 mesh holds what.
 
-Nothing is placed by hand: parameters are coloured by the layouts that Cuboid makes for a Llama, activations by the same
+Nothing is placed by hand: parameters are coloured by the sharding specs that Cuboid makes for a Llama, activations by the same
 arithmetic, and ranks by the topology.
 """
 
@@ -48,20 +48,20 @@ PULL, THICKNESS, GAP = (0.42, 1.3), (0.13, 0.1), 0.012
 Box = tuple[Interval, ...]
 
 
-def owned_boxes(layout: ShardingSpec) -> Iterator[tuple[int, tuple[tuple[float, float], ...]]]:
+def owned_boxes(spec: ShardingSpec) -> Iterator[tuple[int, tuple[tuple[float, float], ...]]]:
     """Each rank with the boxes that it owns, as fractions of every dim."""
     for rank in range(MESH.size):
-        for box in product(*layout.shard_intervals(MESH, TOPOLOGY.coordinate(rank))):
-            yield rank, tuple((low / size, high / size) for (low, high), size in zip(box, layout.shape, strict=True))
+        for box in product(*spec.shard_intervals(MESH, TOPOLOGY.coordinate(rank))):
+            yield rank, tuple((low / size, high / size) for (low, high), size in zip(box, spec.shape, strict=True))
 
 
-def llama_layouts() -> dict[str, dict[str, ShardingSpec]]:
-    """The layouts of a small Llama, by module and parameter."""
+def llama_specs() -> dict[str, dict[str, ShardingSpec]]:
+    """The sharding specs of a small Llama, by module and parameter."""
     config = LlamaConfig(
         hidden_size=SIZE, intermediate_size=SIZE, num_attention_heads=8, num_hidden_layers=1, vocab_size=SIZE
     )
     with torch.device("meta"):
-        return make_parallel_plan(LlamaForCausalLM(config), MESH).layouts
+        return make_parallel_plan(LlamaForCausalLM(config), MESH).specs
 
 
 def shaded(colour: str, factor: float) -> tuple[float, ...]:
@@ -69,11 +69,11 @@ def shaded(colour: str, factor: float) -> tuple[float, ...]:
     return tuple(min(1.0, channel * factor) for channel in to_rgb(colour))
 
 
-def draw_cuboid(axes: Axes, layout: ShardingSpec, x: float, y: float, feature: str) -> None:
+def draw_cuboid(axes: Axes, spec: ShardingSpec, x: float, y: float, feature: str) -> None:
     """An activation: features to the right, sequence downwards, batch into the page, cut apart along the batch."""
     # The far half first, and in each half from the bottom up, so that nearer faces cover farther ones.
     for rank, (batch, rows, columns) in sorted(
-        owned_boxes(layout), key=lambda item: (-item[1][0][0], -item[1][1][0], item[1][2][0])
+        owned_boxes(spec), key=lambda item: (-item[1][0][0], -item[1][1][0], item[1][2][0])
     ):
         slab = batch[0] / (batch[1] - batch[0])
         left, right = x + slab * PULL[0] + columns[0] + GAP, x + slab * PULL[0] + columns[1] - GAP
@@ -116,8 +116,8 @@ def draw_activations(axes: Axes) -> None:
         "residual stream\neach rank: [B/b, S/s, H/h]",
         "logits\neach rank: [B/b, S/h, V/s]",
     )
-    for (layout, x, feature), title in zip(places, titles, strict=True):
-        draw_cuboid(axes, layout, x, 0, feature)
+    for (spec, x, feature), title in zip(places, titles, strict=True):
+        draw_cuboid(axes, spec, x, 0, feature)
         axes.text(x + 0.78, 2.82, title, ha="center", va="center", fontsize=11, linespacing=1.5)
     enter = "all-gather S over sequence,\nmultiply,\nreduce-scatter {} over hidden"
     leave = "all-gather features over hidden,\nmultiply,\nreduce-scatter S over sequence"
@@ -136,10 +136,10 @@ def draw_step(axes: Axes, start: float, stop: float, y: float, name: str, text: 
     axes.text(middle, y - 0.08, text, ha="center", va="top", fontsize=9, color="#333333", linespacing=1.4)
 
 
-def draw_parameter(axes: Axes, layout: ShardingSpec, title: str, across: str, down: str) -> None:
+def draw_parameter(axes: Axes, spec: ShardingSpec, title: str, across: str, down: str) -> None:
     """A matrix with dim 0 downwards, or a vector as a strip, coloured by owner."""
-    matrix = len(layout.shape) == 2
-    for rank, box in owned_boxes(layout):
+    matrix = len(spec.shape) == 2
+    for rank, box in owned_boxes(spec):
         (top, bottom), (left, right) = box if matrix else ((0.0, 0.25), box[0])
         axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=COLOURS[rank], edgecolor="white"))
         write_rank(axes, rank, (left + right) / 2, (top + bottom) / 2)
@@ -157,10 +157,10 @@ def picture() -> plt.Figure:
     """The whole picture."""
     figure = plt.figure(figsize=(13.4, 9.2), facecolor="white")
     draw_activations(figure.add_axes((0.01, 0.44, 0.98, 0.55)))
-    layouts = llama_layouts()
+    specs = llama_specs()
     for column, (title, across, down, module, parameter) in enumerate(PARAMETERS):
         axes = figure.add_axes((0.06 + 0.235 * column, 0.125, 0.19, 0.24))
-        draw_parameter(axes, layouts[module][parameter], title, across, down)
+        draw_parameter(axes, specs[module][parameter], title, across, down)
     places = [TOPOLOGY.coordinate(rank) for rank in range(MESH.size)]
     names = [f"{rank}: {at.batch}, {at.sequence}, {at.hidden}" for rank, at in enumerate(places)]
     figure.legend(

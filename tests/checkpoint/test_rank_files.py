@@ -28,7 +28,7 @@ from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.verify import SmallModel
-from cuboid.weights.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
+from cuboid.weights.rank_folder import RankFolder, RankTensor, StoredSharding, file_name
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=3)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=2)
@@ -62,7 +62,7 @@ def test_a_ranks_file_has_exactly_its_shards_and_all_files_together_everything(t
     full = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
     rows = data.draw(st.lists(st.integers(1, max(cut.shape[0], 1)), max_size=4))
     blocks = list(torch.tensor_split(full, sorted(row for row in rows if row < cut.shape[0])))
-    tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredLayout.of(cut), stages=(0,))
+    tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredSharding.of(cut), stages=(0,))
     folder = tmp_path_factory.mktemp("ranks")
     plan = RankPlan(mesh, (), {"x": tensor}, ())
     tensors = BlockTensors({"x": tensor.spec}, lambda _: iter(blocks))

@@ -18,7 +18,7 @@ from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.kinds.registry import auto_class_of, check_class, kind_of_class
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3}
 _BART = {
@@ -93,11 +93,11 @@ def whole_gradients(models):
     """Of all ranks' shards."""
     gradients = {}
     for model in models:
-        mesh, layouts = model.cuboid.mesh, sharded_layouts(model)
+        mesh, specs = model.cuboid.mesh, sharding_specs(model)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                full = gradients.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=parameter.dtype))
-                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+                full = gradients.setdefault(name, torch.full(specs[name].shape, torch.nan, dtype=parameter.dtype))
+                put_shard(full, parameter.grad, specs[name], mesh.shape, mesh.coordinate)
     return gradients
 
 
@@ -250,9 +250,9 @@ def test_a_head_of_its_own_is_found_in_the_files_that_are_read(monkeypatch, tmp_
     monkeypatch.setenv("WORLD_SIZE", "2")
     section = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}}
     model = cuboid.from_pretrained(tmp_path, section, dtype=torch.float64, **options)
-    layouts = sharded_layouts(model)
+    specs = sharding_specs(model)
     for name in ("lm_head.weight", "shared.weight"):
-        shard = take_shard(plain.get_parameter(name).detach(), layouts[name], model.cuboid.mesh)
+        shard = take_shard(plain.get_parameter(name).detach(), specs[name], model.cuboid.mesh)
         assert torch.equal(model.get_parameter(name), shard), name
 
 

@@ -11,7 +11,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights import from_scratch
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 LLAMA = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
 CONFIGS = {
@@ -41,13 +41,13 @@ def put_together(monkeypatch, config, mesh, stages):
     weights = {}
     for rank in range(MeshShape.parse(mesh).size * stages):
         model = made_by_rank(monkeypatch, config, mesh, stages, rank)
-        layouts, made_mesh = sharded_layouts(model), model.cuboid.mesh
+        specs, made_mesh = sharding_specs(model), model.cuboid.mesh
         for name, shard in model.named_parameters(remove_duplicate=False):
             if made_mesh.shape.size == 1:
                 weights[name] = shard.detach()
             else:
-                full = weights.setdefault(name, torch.full(layouts[name].shape, torch.nan))
-                put_shard(full, shard.detach(), layouts[name], made_mesh.shape, made_mesh.coordinate)
+                full = weights.setdefault(name, torch.full(specs[name].shape, torch.nan))
+                put_shard(full, shard.detach(), specs[name], made_mesh.shape, made_mesh.coordinate)
     return weights
 
 

@@ -33,7 +33,7 @@ from cuboid.models.kinds.registry import auto_class_of, check_class, kind_of, ki
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.layers.dropout import CommonDropout
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 SIZES = {"vocab_size": 67, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 1}
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
@@ -105,10 +105,10 @@ def whole_of(models, tensors):
     """Whole tensors of what all ranks have by the names of parameters."""
     full_tensors = {}
     for model, shards in zip(models, tensors, strict=True):
-        mesh, layouts = model.cuboid.mesh, sharded_layouts(model)
+        mesh, specs = model.cuboid.mesh, sharding_specs(model)
         for name, shard in shards.items():
-            full = full_tensors.setdefault(name, torch.full(layouts[name].shape, torch.nan, dtype=shard.dtype))
-            put_shard(full, shard, layouts[name], mesh.shape, mesh.coordinate)
+            full = full_tensors.setdefault(name, torch.full(specs[name].shape, torch.nan, dtype=shard.dtype))
+            put_shard(full, shard, specs[name], mesh.shape, mesh.coordinate)
     return full_tensors
 
 

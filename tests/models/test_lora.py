@@ -20,7 +20,7 @@ from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 from threaded import Threaded, step_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
@@ -67,12 +67,12 @@ class Adapted(Threaded):
         full_tensors = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             inner = model.get_base_model()
-            layouts = sharded_layouts(inner)
+            specs = sharding_specs(inner)
             for name, parameter in inner.named_parameters():
                 value = value_of(parameter)
                 if value is not None:
-                    full = full_tensors.setdefault(name, value.new_zeros(layouts[name].shape))
-                    put_shard(full, value, layouts[name], mesh.shape, mesh.coordinate)
+                    full = full_tensors.setdefault(name, value.new_zeros(specs[name].shape))
+                    put_shard(full, value, specs[name], mesh.shape, mesh.coordinate)
         return full_tensors
 
 
@@ -148,10 +148,10 @@ def test_activation_checkpointing_changes_nothing():
 def test_a_rank_keeps_its_part_of_the_factors_and_nothing_for_what_is_frozen():
     _, threaded = assert_as_plain(built("llama", kv_heads=2), "2x2x2", r=8)
     inner = threaded.models[0].get_base_model()
-    layouts = sharded_layouts(inner)
+    specs = sharding_specs(inner)
     for name, parameter in inner.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
-        assert ".lora_" not in name or parameter.numel() * 8 == math.prod(layouts[name].shape)
+        assert ".lora_" not in name or parameter.numel() * 8 == math.prod(specs[name].shape)
         assert ".lora_" in name or parameter.grad is None
 
 

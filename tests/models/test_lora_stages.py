@@ -23,7 +23,7 @@ from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 from threaded import step_of
 from training import ROWS, VOCABULARY, ranks_of, settings, small_checkpoint
 
@@ -63,15 +63,15 @@ class Staged:
         gradients = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             inner = unwrap(model)
-            layouts = sharded_layouts(inner)
+            specs = sharding_specs(inner)
             for name, parameter in inner.named_parameters():
                 if parameter.grad is None:
                     continue
-                if name not in layouts:
+                if name not in specs:
                     gradients[name] = parameter.grad
                     continue
-                full = gradients.setdefault(name, parameter.new_zeros(layouts[name].shape))
-                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+                full = gradients.setdefault(name, parameter.new_zeros(specs[name].shape))
+                put_shard(full, parameter.grad, specs[name], mesh.shape, mesh.coordinate)
         return gradients
 
 

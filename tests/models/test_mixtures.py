@@ -113,8 +113,8 @@ def test_only_the_experts_that_a_token_is_sent_to_compute():
 
 def test_each_rank_has_its_share_of_every_expert():
     plan = make_parallel_plan(small("gpt_oss"), MeshShape(2, 2, 2))
-    layouts = plan.layouts["model.layers.0.mlp.experts"]
-    shapes = {name: layout.shard_shape(plan.mesh) for name, layout in layouts.items()}
+    specs = plan.specs["model.layers.0.mlp.experts"]
+    shapes = {name: spec.shard_shape(plan.mesh) for name, spec in specs.items()}
     # Of 4 experts with 24 features inside, in a residual stream of 32.
     assert shapes == {
         "gate_up_proj": (2, 16, 24),
@@ -123,8 +123,8 @@ def test_each_rank_has_its_share_of_every_expert():
         # Whole blocks' rows are handed out over what is left: 4 rows of [16] over batch and sequence.
         "down_proj_bias": (1, 16),
     }
-    for name, layout in layouts.items():
-        assert 8 * torch.Size(shapes[name]).numel() == torch.Size(layout.shape).numel()
+    for name, spec in specs.items():
+        assert 8 * torch.Size(shapes[name]).numel() == torch.Size(spec.shape).numel()
 
 
 def test_a_block_with_random_numbers_of_its_own_or_with_unknown_modules_is_whole():

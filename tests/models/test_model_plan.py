@@ -67,7 +67,7 @@ def facts(plan):
         plan.stages.outline.before,
         plan.stages.outline.head,
     )
-    parallel = plan.parallel and (plan.parallel.layouts, plan.parallel.verdict)
+    parallel = plan.parallel and (plan.parallel.specs, plan.parallel.verdict)
     return plan.cls, plan.mesh.shape, plan.mesh.placement, parallel, stages
 
 
@@ -133,8 +133,8 @@ def test_per_rank_files_follow_the_same_plan(layout, tmp_path):
     assert facts(resolve_elsewhere(model, config, size))[:4] == facts(plan)[:4]
     assert ranks.mesh == plan.mesh.shape
     assert ranks.layers == (() if plan.stages is None else plan.stages.layout.counts)
-    layouts = {} if plan.parallel is None else plan.parallel.by_parameter
-    assert {name: tensor.whole_layout for name, tensor in ranks.tensors.items() if name in layouts} == layouts
+    specs = {} if plan.parallel is None else plan.parallel.by_parameter
+    assert {name: tensor.sharding for name, tensor in ranks.tensors.items() if name in specs} == specs
 
 
 def test_a_load_reads_the_config_at_most_twice(layout, tmp_path):

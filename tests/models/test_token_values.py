@@ -23,7 +23,7 @@ from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 SMALL = SmallModel("gemma2", heads=6, kv_heads=2, vocabulary=131, layers=2)
 LENGTHS = (13, 8)
@@ -147,7 +147,7 @@ def trained(mesh, stages, segments, schedule):
         pipeline.given_losses = [replace(pipeline.given_losses[0], values=2 * scored[0][1].values), scored[1][1]]
         with pytest.raises(CuboidError, match="was given other outputs of the model than the pipeline then trained"):
             pipeline.train(iter([batch for batch, _ in scored]), 2)
-    return loss, gradients, sharded_layouts(model), model.cuboid.mesh.coordinate
+    return loss, gradients, sharding_specs(model), model.cuboid.mesh.coordinate
 
 
 @pytest.mark.parametrize(
@@ -167,16 +167,16 @@ def test_a_loss_of_pairs_is_trained(pool, mesh, stages, segments, schedule):
         wanted = torch.stack(losses).mean()
         wanted.backward()
     full_gradients = {}
-    for loss, gradients, layouts, coordinate in pool.run(
+    for loss, gradients, specs, coordinate in pool.run(
         shape.size * stages, trained, mesh, stages, segments, schedule, timeout_s=TIMEOUT_S
     ):
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-9)
         for name, gradient in gradients.items():
-            if name not in layouts:
+            if name not in specs:
                 full_gradients[name] = gradient
                 continue
-            full = full_gradients.setdefault(name, gradient.new_zeros(layouts[name].shape))
-            put_shard(full, gradient, layouts[name], shape, coordinate)
+            full = full_gradients.setdefault(name, gradient.new_zeros(specs[name].shape))
+            put_shard(full, gradient, specs[name], shape, coordinate)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full_gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 

@@ -24,7 +24,7 @@ class Threaded:
 
     def _sharded(self, copied, mesh):
         settings = CuboidConfig().tensor_parallel
-        return shard_modules(copied, self.plan, mesh, settings, lambda x, layout: take_shard(x, layout, mesh))
+        return shard_modules(copied, self.plan, mesh, settings, lambda x, spec: take_shard(x, spec, mesh))
 
     def run(self, step):
         """What a step returns of each rank's model."""
@@ -37,13 +37,13 @@ class Threaded:
 
     def gradients(self):
         """By name, put together from all ranks."""
-        layouts = self.plan.by_parameter
+        specs = self.plan.by_parameter
         gradients = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             for name, parameter in model.named_parameters():
-                full = gradients.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                full = gradients.setdefault(name, parameter.new_zeros(specs[name].shape))
                 if parameter.grad is not None:
-                    put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+                    put_shard(full, parameter.grad, specs[name], mesh.shape, mesh.coordinate)
         return gradients
 
 

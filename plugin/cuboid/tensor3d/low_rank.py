@@ -42,7 +42,7 @@ ZReduce = Literal["sum and gather", "scatter and sum", "none"]
 
 
 @dataclass(frozen=True)
-class LowRankLayout:
+class LowRankSplit:
     """How the factors of a layer's update are cut.
 
     Args:
@@ -60,10 +60,10 @@ class LowRankLayout:
     input_axes: tuple[Axis, ...] = AXES
 
     @classmethod
-    def of(cls, linear: ShardedLinear) -> LowRankLayout | None:
-        """The layout for a layer; None for one whose update has no rule, such as a head over the vocabulary."""
+    def of(cls, linear: ShardedLinear) -> LowRankSplit | None:
+        """The split for a layer; None for one whose update has no rule, such as a head over the vocabulary."""
         reduce = linear.product.output_reduce
-        weight = linear.layout("weight")
+        weight = linear.spec("weight")
         if isinstance(reduce, ScatterFeatures):
             return cls(("hidden",), ("sequence", "hidden"), reduce.parts[0], "sum and gather")
         if isinstance(reduce, SelectHeads):
@@ -85,13 +85,13 @@ class FactorA(ShardedModule, nn.Linear):
     #: Blocks are small: unsharded together with those of norms, once per forward.
     gathered_once = ("weight",)
 
-    def __init__(self, factor: nn.Linear, layout: LowRankLayout, mesh: Mesh) -> None:
+    def __init__(self, factor: nn.Linear, split: LowRankSplit, mesh: Mesh) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = factor.in_features, factor.out_features
         self.register_parameter("bias", None)
-        spec = ShardingSpec(tuple(factor.weight.shape), ((), layout.in_axes))
+        spec = ShardingSpec(tuple(factor.weight.shape), ((), split.in_axes))
         _take_shards(self, factor, {"weight": spec}, mesh)
-        self._reduce = layout.reduce
+        self._reduce = split.reduce
         self._sequence, self._hidden = mesh.along("sequence"), mesh.along("hidden")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class FactorB(ShardedModule, nn.Linear):
 
     Args:
         factor: the layer as one process has it, perhaps with a bias.
-        layout: how it is cut.
+        split: how it is cut.
         mesh: this rank's mesh.
         rows: indices of the block's out features that the rank's output has; None for all of them.
     """
@@ -117,14 +117,14 @@ class FactorB(ShardedModule, nn.Linear):
     gathered_once = ("weight",)
     rows: torch.Tensor | None
 
-    def __init__(self, factor: nn.Linear, layout: LowRankLayout, mesh: Mesh, rows: torch.Tensor | None) -> None:
+    def __init__(self, factor: nn.Linear, split: LowRankSplit, mesh: Mesh, rows: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = factor.in_features, factor.out_features
-        shape, parts = tuple(factor.weight.shape), layout.parts
-        specs = {"weight": ShardingSpec(shape, (layout.out_axes, ()), (parts, 1))}
+        shape, parts = tuple(factor.weight.shape), split.parts
+        specs = {"weight": ShardingSpec(shape, (split.out_axes, ()), (parts, 1))}
         self.register_parameter("bias", None)
         if factor.bias is not None:
-            specs["bias"] = ShardingSpec(shape[:1], (layout.out_axes,), (parts,))
+            specs["bias"] = ShardingSpec(shape[:1], (split.out_axes,), (parts,))
         _take_shards(self, factor, specs, mesh)
         self.register_buffer("rows", rows, persistent=False)
 

@@ -74,7 +74,7 @@ class LayerPrefetcher:
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
                     # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
-                    is_small = len(param.layout.shape) == 1 or name in module.gathered_once
+                    is_small = len(param.spec.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
         self._groups = [ParamGroup(members) for members in _by_axes(small)]
         if self._blocks is not None:
@@ -262,5 +262,5 @@ def _by_axes(places: Sequence[_Place]) -> Iterator[list[_Place]]:
     """Group parameters that one collective can gather, if they have one dtype."""
     groups: dict[Any, list[_Place]] = {}
     for place in places:
-        groups.setdefault(place.module.layout(place.name).fsdp_axes, []).append(place)
+        groups.setdefault(place.module.spec(place.name).fsdp_axes, []).append(place)
     yield from groups.values()

@@ -34,11 +34,11 @@ class _Unsplit(ShardingSpec):
 def unsplit_head(weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> ShardedLinear:
     """A head of some rows of a block ``[V', H/h]``, with nothing to gather or to reduce but activations."""
     parameters = {"weight": weight, "bias": bias}
-    layouts: dict[str, ShardingSpec] = {
+    specs: dict[str, ShardingSpec] = {
         name: _unsplit(parameter) for name, parameter in parameters.items() if parameter is not None
     }
     rows, width = weight.shape
-    head = ShardedLinear(weight, bias, mesh=mesh, layouts=layouts, in_features=width, out_features=rows)
+    head = ShardedLinear(weight, bias, mesh=mesh, specs=specs, in_features=width, out_features=rows)
     head.configure(head_product(head.sharded_params["weight"]), gathers_sequence=True)
     return head
 

@@ -60,7 +60,7 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, ShardedParam]]:
     seen: set[tuple[str, ...]] = set()
     for module in model.modules():
         for param in module.sharded_params.values() if isinstance(module, ShardedModule) else ():
-            axes = tuple(axis for axis in param.layout.fsdp_axes if param.mesh.size(axis) > 1)
+            axes = tuple(axis for axis in param.spec.fsdp_axes if param.mesh.size(axis) > 1)
             if axes and axes not in seen:
                 seen.add(axes)
                 yield " × ".join(axes), param

@@ -215,7 +215,7 @@ class _Loading:
         with taken_for_initialized(self):
             super().initialize_weights()  # type: ignore[misc]
 
-    def layout_of(self, name: str) -> ShardingSpec | None:
+    def spec_of(self, name: str) -> ShardingSpec | None:
         """How a parameter is sharded; None if it isn't."""
         return None if self.cuboid_part.parallel is None else self.cuboid_part.parallel.by_parameter.get(name)
 

@@ -186,11 +186,11 @@ def put_value(model: Any, names: Iterable[str], value: torch.Tensor) -> None:
         if leaf in module._buffers:
             module._buffers[leaf] = value
             continue
-        layout = model.layout_of(name)
+        spec = model.spec_of(name)
         there = getattr(module, leaf)
         value = value.detach().to(there.dtype)
         parameter: Any = nn.Parameter(
-            value if layout is None else take_shard(value, layout, model.cuboid_part.plan.mesh),
+            value if spec is None else take_shard(value, spec, model.cuboid_part.plan.mesh),
             requires_grad=there.requires_grad,
         )
         # Keeps transformers from initializing it again.

@@ -126,26 +126,26 @@ class _FromRankFile:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         # Hidden from the ``_Loading`` class, which would slice the parameters once more.
-        self._layouts, self.cuboid_part.parallel = self.cuboid_part.parallel, None
+        self._parallel, self.cuboid_part.parallel = self.cuboid_part.parallel, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():
             parameter = getattr(module, name)
             module.register_parameter(name, nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad))
 
     def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, ShardingSpec]]:
-        return () if self._layouts is None else self._layouts.parameters_of(self)
+        return () if self._parallel is None else self._parallel.parameters_of(self)
 
     def _move_missing_keys_from_meta_to_device(self: Any, *args: Any) -> None:
         super()._move_missing_keys_from_meta_to_device(*args)  # type: ignore[misc]
-        for module, name, layout in self._cut_parameters():
+        for module, name, spec in self._cut_parameters():
             loaded = getattr(module, name)
             shard = nn.Parameter(
-                pad_shard(loaded.detach(), layout, self.cuboid_part.plan.mesh.shape), loaded.requires_grad
+                pad_shard(loaded.detach(), spec, self.cuboid_part.plan.mesh.shape), loaded.requires_grad
             )
             shard._is_hf_initialized = True  # type: ignore[attr-defined]
             module.register_parameter(name, shard)
-        self.cuboid_part.parallel = self._layouts
-        del self._layouts
+        self.cuboid_part.parallel = self._parallel
+        del self._parallel
 
     def finish_loading(self: Any) -> None:
         """Turn into a sharded model or a pipeline stage."""
@@ -165,9 +165,9 @@ def _check_layouts(model: Any) -> None:
         raise _other_layout(document, wanted, model._cuboid_folder)
     if mesh.shape.size == 1:
         return
-    specs = model._layouts.by_parameter
+    specs = model._parallel.by_parameter
     for name, tensor in document.tensors.items():
-        if mesh.coordinate.pipe in tensor.stages and specs.get(tensor.parameter) != tensor.whole_layout:
+        if mesh.coordinate.pipe in tensor.stages and specs.get(tensor.parameter) != tensor.sharding:
             raise CheckpointError(
                 f"{model._cuboid_folder}: {name} is cut otherwise than this version of cuboid and this config cut it; "
                 "run `cuboid convert` again"

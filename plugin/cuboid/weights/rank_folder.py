@@ -29,7 +29,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class StoredLayout(_Record):
+class StoredSharding(_Record):
     """A :class:`~cuboid.tensor3d.sharding.sharding_spec.ShardingSpec` without its shape, as it is stored.
 
     ``split`` is its ``tp_axes``: the file format keeps the key's original name.
@@ -40,9 +40,9 @@ class StoredLayout(_Record):
     ragged: bool
 
     @classmethod
-    def of(cls, layout: ShardingSpec) -> Self:
+    def of(cls, spec: ShardingSpec) -> Self:
         """The stored form of a :class:`ShardingSpec`."""
-        return cls(split=layout.tp_axes, parts=layout.parts, ragged=layout.ragged)
+        return cls(split=spec.tp_axes, parts=spec.parts, ragged=spec.ragged)
 
 
 class RankTensor(_Record):
@@ -59,7 +59,7 @@ class RankTensor(_Record):
     dtype: str
     shape: tuple[int, ...]
     parameter: str
-    layout: StoredLayout | None
+    layout: StoredSharding | None
     stages: tuple[int, ...] = Field(min_length=1)
 
     @field_validator("dtype")
@@ -93,8 +93,8 @@ class RankTensor(_Record):
         return TensorSpec(getattr(torch, self.dtype), self.shape)
 
     @property
-    def whole_layout(self) -> ShardingSpec | None:
-        """The layout as a full :class:`ShardingSpec`."""
+    def sharding(self) -> ShardingSpec | None:
+        """The stored sharding as a :class:`ShardingSpec`."""
         cut = self.layout
         return None if cut is None else ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
 
@@ -200,8 +200,8 @@ def layout_in_words(mesh: MeshShape, layers: tuple[int, ...], placement: tuple[i
 
 def shard_spec(tensor: RankTensor, mesh: MeshShape, at: Coordinate) -> TensorSpec:
     """Dtype and shape of a rank's shard of a tensor, without padding."""
-    layout = tensor.whole_layout
-    if layout is None:
+    sharding = tensor.sharding
+    if sharding is None:
         return tensor.spec
-    intervals = layout.shard_intervals(mesh, at)
+    intervals = sharding.shard_intervals(mesh, at)
     return TensorSpec(tensor.spec.dtype, tuple(sum(high - low for low, high in dim) for dim in intervals))

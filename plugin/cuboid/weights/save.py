@@ -27,7 +27,7 @@ from cuboid.optim.grad_buffer import gradient_of
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
 from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_auxiliary_files
-from cuboid.weights.state_dict_map import model_items, sharded_layouts
+from cuboid.weights.state_dict_map import model_items, sharding_specs
 
 _ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -190,7 +190,7 @@ def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch
 
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    shapes = {name: layout.shape for name, layout in sharded_layouts(model).items()}
+    shapes = {name: spec.shape for name, spec in sharding_specs(model).items()}
     if not all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state):
         return False
     if not state or not isinstance(model, StageModel):
@@ -213,8 +213,8 @@ def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _
     """Full tensors of ``value_of`` for this stage's ``tensors`` and those of all other stages, on the first rank."""
     mesh = mesh_of(model)
     mesh.connect()
-    layouts = sharded_layouts(model)
-    entries = _entries(model, tensors, layouts, value_of)
+    specs = sharding_specs(model)
+    entries = _entries(model, tensors, specs, value_of)
     others = _of_other_stages(entries, mesh)
     state: dict[str, torch.Tensor] = {}
     for entry in entries:
@@ -224,7 +224,7 @@ def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _
             continue
         value = value_of(tensors[entry.name])
         assert value is not None
-        full = _collect(value, layouts.get(entry.name), mesh)
+        full = _collect(value, specs.get(entry.name), mesh)
         if full is not None and mesh.coordinate.pipe > 0:
             dist.send(full.to(value.device), mesh.peer(0), group=mesh.pipe_group)
         elif full is not None:
@@ -243,7 +243,7 @@ def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _
 
 
 def _entries(
-    model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, ShardingSpec], value_of: _ValueOf
+    model: nn.Module, tensors: dict[str, torch.Tensor], specs: dict[str, ShardingSpec], value_of: _ValueOf
 ) -> list[_Entry]:
     """The tensors to send; the same on all ranks of a mesh. Parameters shared with the first stage aren't sent."""
     repeated: dict[str, nn.Parameter] = {}
@@ -255,8 +255,8 @@ def _entries(
         value = value_of(tensor)
         if value is None or name in repeated:
             continue
-        layout = layouts.get(name)
-        shape = value.shape if layout is None else layout.shape
+        spec = specs.get(name)
+        shape = value.shape if spec is None else spec.shape
         entries.append(_Entry(name, names.setdefault(id(tensor), name), tuple(shape), value.dtype))
     return entries
 
@@ -271,10 +271,10 @@ def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry
     return dict(list(enumerate(gathered))[1:]) if gathered else {}
 
 
-def _collect(value: torch.Tensor, layout: ShardingSpec | None, mesh: Mesh) -> torch.Tensor | None:
+def _collect(value: torch.Tensor, spec: ShardingSpec | None, mesh: Mesh) -> torch.Tensor | None:
     """The full tensor on the CPU of the first rank of a stage's mesh; None on other ranks."""
     peers = mesh.mesh_ranks
-    if layout is None:
+    if spec is None:
         # Not sharded: every rank has all of it.
         return value.to("cpu", copy=True) if mesh.rank == peers[0] else None
     shard = value.contiguous()
@@ -285,7 +285,7 @@ def _collect(value: torch.Tensor, layout: ShardingSpec | None, mesh: Mesh) -> to
         dist.gather(shard, shards, dst=peers[0], group=mesh.mesh_group)
     if shards is None:
         return None
-    full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
+    full = torch.empty(spec.shape, dtype=shard.dtype, device="cpu")
     for rank, piece in zip(peers, shards, strict=True):
-        put_shard(full, piece.cpu(), layout, mesh.shape, mesh.topology.coordinate(rank))
+        put_shard(full, piece.cpu(), spec, mesh.shape, mesh.topology.coordinate(rank))
     return full

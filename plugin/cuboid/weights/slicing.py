@@ -30,14 +30,14 @@ def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None
     """
     made_by = _makers(model)
     prefixes = {module: prefix for prefix, module in model.named_modules()}
-    for module, name, layout in parallel_plan.parameters_of(model):
-        if layout.ragged and "hidden" in layout.fsdp_axes:
+    for module, name, spec in parallel_plan.parameters_of(model):
+        if spec.ragged and "hidden" in spec.fsdp_axes:
             # No DTensor placement describes how the bias of a head is sharded.
             continue
-        if not all(_is_made_of_slices(maker, layout, mesh) for maker in made_by(f"{prefixes[module]}.{name}")):
+        if not all(_is_made_of_slices(maker, spec, mesh) for maker in made_by(f"{prefixes[module]}.{name}")):
             continue
         parameter = getattr(module, name)
-        marked = nn.Parameter(_placed(parameter, layout, mesh), requires_grad=parameter.requires_grad)
+        marked = nn.Parameter(_placed(parameter, spec, mesh), requires_grad=parameter.requires_grad)
         module.register_parameter(name, marked)
 
 
@@ -50,7 +50,7 @@ def _makers(model: Any) -> Callable[[str], list[WeightConverter]]:
     return lambda name: [converter for converter, back in pairs if back.rename_source_key(name)[1] is not None]
 
 
-def _is_made_of_slices(converter: WeightConverter, layout: ShardingSpec, mesh: Mesh) -> bool:
+def _is_made_of_slices(converter: WeightConverter, spec: ShardingSpec, mesh: Mesh) -> bool:
     """Whether a converter makes a rank's slice of a parameter out of the same slices of what it reads.
 
     transformers slices tensors before it converts them. That is right if it only stacks experts, and joins along dims
@@ -63,37 +63,37 @@ def _is_made_of_slices(converter: WeightConverter, layout: ShardingSpec, mesh: M
         if not isinstance(operation, Concatenate):
             return False
         dim = operation.dim
-        if dim == 0 and mesh.size(*layout.fsdp_axes) > 1:
+        if dim == 0 and mesh.size(*spec.fsdp_axes) > 1:
             return False
-        if mesh.size(*layout.tp_axes[dim]) > 1 and (sources == 1 or layout.parts[dim] != sources):
+        if mesh.size(*spec.tp_axes[dim]) > 1 and (sources == 1 or spec.parts[dim] != sources):
             return False
     return True
 
 
 def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Replace the loaded DTensors, and the tensors that were read in full, by this rank's shards."""
-    for module, name, layout in parallel_plan.parameters_of(model):
+    for module, name, spec in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
-        if isinstance(loaded, DTensor) and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+        if isinstance(loaded, DTensor) and _read_index(spec, mesh) != mesh.index(*spec.fsdp_axes):
             # A stand-in was read for a shard without experts, which is all padding.
-            shard = loaded.to_local().detach().new_zeros(layout.shard_shape(mesh.shape))
+            shard = loaded.to_local().detach().new_zeros(spec.shard_shape(mesh.shape))
         elif isinstance(loaded, DTensor):
-            shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
+            shard = pad_shard(loaded.to_local().detach(), spec, mesh.shape)
         else:
-            shard = take_shard(loaded.detach(), layout, mesh)
+            shard = take_shard(loaded.detach(), spec, mesh)
         plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
         plain._is_hf_initialized = True  # type: ignore[attr-defined]
         module.register_parameter(name, plain)
 
 
-def _placed(parameter: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
-    axes = list(_slicing(layout, mesh))
+def _placed(parameter: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> DTensor:
+    axes = list(_slicing(spec, mesh))
     device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
-    intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
+    intervals = spec.shard_intervals(mesh.shape, mesh.coordinate)
     local = parameter.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
-    if local.numel() == 0 and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+    if local.numel() == 0 and _read_index(spec, mesh) != mesh.index(*spec.fsdp_axes):
         # The shape of the shard that is read instead.
-        rows = layout.block_shape(mesh.shape)[0] - _read_index(layout, mesh) * layout.shard_shape(mesh.shape)[0]
+        rows = spec.block_shape(mesh.shape)[0] - _read_index(spec, mesh) * spec.shard_shape(mesh.shape)[0]
         local = local.new_empty([rows, *local.shape[1:]])
     return DTensor.from_local(
         local,
@@ -105,34 +105,34 @@ def _placed(parameter: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTenso
     )
 
 
-def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
-    """A layout as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement."""
-    storage = (mesh.size(*layout.fsdp_axes), _read_index(layout, mesh))
-    if layout.ragged:
+def _slicing(spec: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
+    """A spec as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement."""
+    storage = (mesh.size(*spec.fsdp_axes), _read_index(spec, mesh))
+    if spec.ragged:
         # Dim 0 is divided into all shards at once. Dividing it into blocks and these into shards would round the sizes
         # up twice, and give other boundaries.
         pieces = (
-            mesh.size(*layout.tp_axes[0]) * storage[0],
-            mesh.index(*layout.tp_axes[0]) * storage[0] + storage[1],
+            mesh.size(*spec.tp_axes[0]) * storage[0],
+            mesh.index(*spec.tp_axes[0]) * storage[0] + storage[1],
         )
         first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
-        return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
-    return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
+        return first + [_cut(spec, mesh, dim) for dim in range(1, len(spec.shape))]
+    return [_cut(spec, mesh, dim) for dim in range(len(spec.shape))] + [(*storage, Shard(0))]
 
 
-def _read_index(layout: ShardingSpec, mesh: Mesh) -> int:
+def _read_index(spec: ShardingSpec, mesh: Mesh) -> int:
     """Index of the shard of its block that a rank reads: its own or, if that has no experts, the last one with any.
 
     transformers stacks the experts that a rank reads into one tensor, which fails for none.
     """
-    index = mesh.index(*layout.fsdp_axes)
-    if layout.ragged or len(layout.shape) < _EXPERT_DIMS:
+    index = mesh.index(*spec.fsdp_axes)
+    if spec.ragged or len(spec.shape) < _EXPERT_DIMS:
         return index
-    return min(index, (layout.block_shape(mesh.shape)[0] - 1) // layout.shard_shape(mesh.shape)[0])
+    return min(index, (spec.block_shape(mesh.shape)[0] - 1) // spec.shard_shape(mesh.shape)[0])
 
 
-def _cut(layout: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
-    axes, parts = layout.tp_axes[dim], layout.parts[dim]
+def _cut(spec: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
+    axes, parts = spec.tp_axes[dim], spec.parts[dim]
     placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     return mesh.size(*axes), mesh.index(*axes), placement
 

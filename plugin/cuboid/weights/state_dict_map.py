@@ -19,10 +19,10 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule, local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
-def sharded_layouts(model: nn.Module) -> dict[str, ShardingSpec]:
+def sharding_specs(model: nn.Module) -> dict[str, ShardingSpec]:
     """Layouts of a model's sharded parameters by name; tied ones have an entry for each of their names."""
     return {
-        f"{prefix}.{name}": param.layout
+        f"{prefix}.{name}": param.spec
         for prefix, module in model.named_modules()
         if isinstance(module, ShardedModule)
         for name, param in module.sharded_params.items()
@@ -81,9 +81,9 @@ def model_items(model: nn.Module) -> list[WriteItem]:
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     }
     ignored = set(inner._keys_to_ignore_on_save or ())
-    layouts = sharded_layouts(inner)
+    specs = sharding_specs(inner)
     tensors = [
-        sharded_tensor(name, value, layouts.get(name), ShardRange.of_shard(value.detach().contiguous()))
+        sharded_tensor(name, value, specs.get(name), ShardRange.of_shard(value.detach().contiguous()))
         for name, value in {**parameters, **buffers}.items()
         if name not in ignored
     ]

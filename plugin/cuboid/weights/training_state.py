@@ -23,7 +23,7 @@ from cuboid.optim.param_groups import GroupNames
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.weights.auxiliary_files import write_auxiliary_files
 from cuboid.weights.load import read_weights
-from cuboid.weights.state_dict_map import counted_here, model_items, sharded_layouts, sharded_tensor, stored_parameters
+from cuboid.weights.state_dict_map import counted_here, model_items, sharded_tensor, sharding_specs, stored_parameters
 
 
 def make_save_plan(
@@ -62,7 +62,7 @@ def make_save_plan(
 
 
 def _optimizer_items(model: nn.Module, state: OptimizerState) -> list[WriteItem]:
-    shardings, parameters = sharded_layouts(model), counted_here(model)
+    shardings, parameters = sharding_specs(model), counted_here(model)
     items = []
     for quantity, ranges in sorted(state.quantities.items()):
         for name, parameter in parameters.items():
@@ -137,7 +137,7 @@ def load_training(
     """
     inner: Any = unwrap(model)
     mesh, parameters = mesh_of(inner), stored_parameters(inner)
-    shardings = sharded_layouts(inner)
+    shardings = sharding_specs(inner)
     tensors = {}
     for name, parameter in parameters.items():
         sharding = shardings.get(name)

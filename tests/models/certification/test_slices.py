@@ -11,7 +11,7 @@ from conftest import TIMEOUT_S
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.certification.small_config import small_config
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -52,10 +52,10 @@ def wrong_slices(folders, axes):
         except Exception as error:  # all ranks raise it, and go on with the next one
             wrong[name] = [f"{type(error).__name__}: {error}"]
             continue
-        layouts, mesh = sharded_layouts(model), cuboid.mesh_of(model)
+        specs, mesh = sharding_specs(model), cuboid.mesh_of(model)
         local = dict(model.named_parameters())
         assert local.keys() == full.keys()
-        wrong[name] = [n for n, x in local.items() if not torch.equal(x, take_shard(full[n], layouts[n], mesh))]
+        wrong[name] = [n for n, x in local.items() if not torch.equal(x, take_shard(full[n], specs[n], mesh))]
     return wrong
 
 
@@ -76,9 +76,9 @@ def other_new_weights(configs, axes):
                 wrong[name] = [f"{type(error).__name__}: {error}"]
                 break
         else:
-            full, layouts = dict(models[0].named_parameters()), sharded_layouts(models[1])
+            full, specs = dict(models[0].named_parameters()), sharding_specs(models[1])
             mesh = cuboid.mesh_of(models[1])
-            pairs = [(n, x, take_shard(full[n], layouts[n], mesh)) for n, x in models[1].named_parameters()]
+            pairs = [(n, x, take_shard(full[n], specs[n], mesh)) for n, x in models[1].named_parameters()]
             wrong[name] = [n for n, x, expected in pairs if not torch.equal(x, expected)]
             wrong[name] += unlike(models[0], [plain_model(cls, config, seed) for seed in (0, 1)])
     return wrong

@@ -171,7 +171,7 @@ def reversed_heads(original: Any, *args: Any) -> Any:
 
 def own_share_of_small_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
     param: ShardedParam = ctx.param
-    return param.stacked(gradient)[param.mesh.index(*param.layout.fsdp_axes)], None
+    return param.stacked(gradient)[param.mesh.index(*param.spec.fsdp_axes)], None
 
 
 @contextmanager

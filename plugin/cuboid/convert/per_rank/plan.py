@@ -16,7 +16,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.stages.stage_cut import cut_stages
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
-from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
+from cuboid.weights.rank_folder import RankTensor, StoredSharding, layout_in_words
 from cuboid.weights.resolve import resolve_elsewhere
 
 
@@ -61,7 +61,7 @@ def plan_ranks(
     model = blank_model(model_config)
     plan = resolve_elsewhere(model, config, world_size)
     shape, placement = plan.mesh.shape, plan.mesh.placement
-    layouts: Mapping[str, ShardingSpec] = {} if plan.parallel is None else plan.parallel.by_parameter
+    shardings: Mapping[str, ShardingSpec] = {} if plan.parallel is None else plan.parallel.by_parameter
     layers, stages = _stages(model_config, model, plan)
     targets = load_targets(model, specs)
     unused = tuple(name for name in specs if name not in targets)
@@ -72,12 +72,12 @@ def plan_ranks(
     tensors = {}
     for name in (name for name in specs if name in targets):
         parameter = targets[name].parameter
-        layout = layouts.get(parameter)
+        sharding = shardings.get(parameter)
         tensors[name] = RankTensor(
             dtype=str(specs[name].dtype).removeprefix("torch."),
             shape=specs[name].shape,
             parameter=parameter,
-            layout=None if layout is None else StoredLayout.of(layout),
+            layout=None if sharding is None else StoredSharding.of(sharding),
             stages=tuple(stage for stage, names in enumerate(stages) if parameter in names),
         )
     return RankPlan(shape, layers, tensors, unused, placement if len(layers) > plan.config.stages else ())

@@ -76,9 +76,9 @@ class _RankFiles:
         """The rows of a full tensor, in consecutive blocks."""
         tensor = self._document.tensors[name]
         ranks = [at for at in self._places if at.pipe == tensor.stages[0]]
-        layout = tensor.whole_layout
+        sharding = tensor.sharding
         for rows in row_ranges(tensor.spec):
-            if layout is None:
+            if sharding is None:
                 yield self._file(name, tensor, ranks[0]).read(name, [rows])
                 continue
             block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
@@ -86,7 +86,7 @@ class _RankFiles:
                 file = self._file(name, tensor, at)
                 # Each pair is a box of the rank's shard and the same box in the full tensor; both are clipped to the
                 # rows of this block.
-                for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(layout, self._mesh, at):
+                for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(sharding, self._mesh, at):
                     low, high = max(full_rows.start, rows.start), min(full_rows.stop, rows.stop)
                     if low < high:
                         start = shard_rows.start + low - full_rows.start

@@ -87,8 +87,8 @@ class _RankFileWriter:
 
     def write(self, name: str, tensor: RankTensor, block: torch.Tensor, first: int) -> None:
         """Write the rank's part of the rows from ``first`` on."""
-        layout = tensor.whole_layout
-        if layout is None:
+        sharding = tensor.sharding
+        if sharding is None:
             self._file.write_rows(name, block)
             return
         spec = self._file.specs[name]
@@ -97,7 +97,7 @@ class _RankFileWriter:
             if first == 0:
                 self._file.write_rows(name, torch.empty(spec.shape, dtype=spec.dtype))
             return
-        for rows in _own_rows(block, first, layout.shard_intervals(self._mesh, self._at)):
+        for rows in _own_rows(block, first, sharding.shard_intervals(self._mesh, self._at)):
             self._file.write_rows(name, rows)
 
 

@@ -21,7 +21,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import full_values
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 #: What PEFT's files put before the names of a model's parameters.
 PREFIX = "base_model.model."
@@ -81,7 +81,7 @@ class AdapterFiles:
             CheckpointError: the folder has no such adapters, or they don't fit the model's.
         """
         inner: Any = unwrap(model)
-        layouts, mesh = sharded_layouts(inner), mesh_of(inner)
+        shardings, mesh = sharding_specs(inner), mesh_of(inner)
         read: list[tuple[nn.Parameter, torch.Tensor]] = []
         for adapter, config in inner.peft_config.items():
             source = _folder_of(folder, adapter)
@@ -91,8 +91,8 @@ class AdapterFiles:
                     if adapter_of_parameter not in (adapter, None):
                         continue
                     key = _saved_name(f"{PREFIX}{name}")
-                    layout, spec = layouts.get(name), file.specs.get(key)
-                    shape = tuple(parameter.shape) if layout is None else layout.shape
+                    sharding, spec = shardings.get(name), file.specs.get(key)
+                    shape = tuple(parameter.shape) if sharding is None else sharding.shape
                     if spec is None or tuple(spec.shape) != shape:
                         has = "nothing" if spec is None else f"a tensor of shape {list(spec.shape)}"
                         raise CheckpointError(
@@ -100,7 +100,7 @@ class AdapterFiles:
                             "adapter with the same options and target_modules"
                         )
                     full = file.read(key)
-                    read.append((parameter, full if layout is None else take_shard(full, layout, mesh)))
+                    read.append((parameter, full if sharding is None else take_shard(full, sharding, mesh)))
         with torch.no_grad():
             for parameter, value in read:
                 parameter.copy_(value)
@@ -154,7 +154,7 @@ def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
 
 def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether a state dict has whole tensors of adapters."""
-    shapes = {f"{PREFIX}{name}": layout.shape for name, layout in sharded_layouts(unwrap(model)).items()}
+    shapes = {f"{PREFIX}{name}": spec.shape for name, spec in sharding_specs(unwrap(model)).items()}
     return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
 
 

@@ -26,11 +26,11 @@ from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.layers.linear import ShardedLinear
-from cuboid.tensor3d.low_rank import LowRankLayout
+from cuboid.tensor3d.low_rank import LowRankSplit
 from cuboid.tensor3d.prefetch import collect_prefetched
 from cuboid.tensor3d.sharding.sharded_param import knowing_of_shards
 from cuboid.weights.save import save_sharded
-from cuboid.weights.state_dict_map import sharded_layouts
+from cuboid.weights.state_dict_map import sharding_specs
 
 #: Fields of a ``LoraConfig`` that have any value here. Others must have their default.
 _FREE = frozenset(
@@ -147,7 +147,7 @@ def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         # A stage of one rank splits no layer, so that its layers have PEFT's own adapters.
         is_whole = model.cuboid.mesh.shape.size == 1 and isinstance(base, nn.Linear | Conv1D) and base is not head
-        if not is_whole and (not isinstance(base, ShardedLinear) or LowRankLayout.of(base) is None):
+        if not is_whole and (not isinstance(base, ShardedLinear) or LowRankSplit.of(base) is None):
             raise UnsupportedModelError(
                 f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
                 "layers of attention and of dense MLPs have adapters; name those in target_modules, or this one in "
@@ -214,10 +214,8 @@ def structure_changes(model: Any) -> Iterator[None]:
     if state.made.is_cut:
         guard_hooks(model, runs_whole=not isinstance(model, StageModel))
     state.made = state.made.anew(model)
-    layouts = sharded_layouts(model)
-    counts = {
-        name: math.prod(layouts[name].shape if name in layouts else p.shape) for name, p in model.named_parameters()
-    }
+    specs = sharding_specs(model)
+    counts = {name: math.prod(specs[name].shape if name in specs else p.shape) for name, p in model.named_parameters()}
     others = {name: count for name, count in sharding.whole_model.parameters.items() if name not in before}
     whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
     sharding = dataclasses.replace(sharding, whole_model=whole_model)

@@ -17,7 +17,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import ShardedDropout, seeded
 from cuboid.tensor3d.layers.linear import ShardedLinear
-from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankLayout
+from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankSplit
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
@@ -67,17 +67,17 @@ class ShardedLora(SeededLora):
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         base: Any = self.get_base_layer()
         mesh: Mesh = base.mesh
-        layout = LowRankLayout.of(base)
-        assert layout is not None, "checked before layers are put in"
+        split = LowRankSplit.of(base)
+        assert split is not None, "checked before layers are put in"
         whole_a: Any = self.lora_A[adapter_name]
         whole_b: Any = self.lora_B[adapter_name]
-        a, b = FactorA(whole_a, layout, mesh), FactorB(whole_b, layout, mesh, base.bias_rows)
+        a, b = FactorA(whole_a, split, mesh), FactorB(whole_b, split, mesh, base.bias_rows)
         for param in (*a.sharded_params.values(), *b.sharded_params.values()):
             param.follow(base.sharded_params["weight"])
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
         dropout = self.lora_dropout[adapter_name]
         if isinstance(dropout, nn.Dropout):
-            self.lora_dropout[adapter_name] = ShardedDropout(dropout.p, mesh, layout.input_axes)
+            self.lora_dropout[adapter_name] = ShardedDropout(dropout.p, mesh, split.input_axes)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's output, with the updates of the active adapters; shapes as in :mod:`cuboid.tensor3d.low_rank`.
@@ -128,7 +128,7 @@ class ShardedLora(SeededLora):
         # In 16 bits, the sum over r would be rounded on some devices.
         a, b = (x.float() if x.itemsize < 4 else x for x in full)
         delta = torch.zeros(base.weight.shape, dtype=a.dtype, device=a.device)
-        for here, there in shard_boxes(base.layout("weight"), base.mesh.shape, base.mesh.coordinate):
+        for here, there in shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate):
             out, into = there[::-1] if self.fan_in_fan_out else there
             box = b[out] @ a[:, into]
             delta[here] = box.t() if self.fan_in_fan_out else box

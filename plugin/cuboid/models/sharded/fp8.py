@@ -105,7 +105,7 @@ def fp8_products(model: PreTrainedModel, parallel_plan: ParallelPlan, fp8: Fp8Co
     names = set()
     for name, role in parallel_plan.roles.items():
         if role.kind in _KINDS and name.startswith(layers):
-            block_shape = parallel_plan.layouts[name]["weight"].block_shape(mesh)
+            block_shape = parallel_plan.specs[name]["weight"].block_shape(mesh)
             # Of key and value heads a rank may multiply some of its block, and of others as many parts as `hidden` has.
             heads = parallel_plan.heads.dim if role.heads == "key_value" else rowwise.MULTIPLE
             if is_large(block_shape, fp8, parts=mesh.hidden) and heads % rowwise.MULTIPLE == 0:

@@ -26,30 +26,30 @@ _SPLIT = MeshVerdict()
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is sharded over a mesh, the same on all ranks: roles, head counts, sharding specs ("layouts")."""
+    """How a model is sharded over a mesh, the same on all ranks: roles, head counts, sharding specs."""
 
     mesh: MeshShape
     heads: HeadCounts
     roles: dict[str, Role]
     #: Sharding specs by module name, then parameter name.
-    layouts: dict[str, dict[str, ShardingSpec]]
+    specs: dict[str, dict[str, ShardingSpec]]
     verdict: MeshVerdict
 
     @property
     def by_parameter(self) -> dict[str, ShardingSpec]:
         """Sharding specs by the parameters' full names."""
         return {
-            f"{module}.{name}": layout
-            for module, module_layouts in self.layouts.items()
-            for name, layout in module_layouts.items()
+            f"{module}.{name}": spec
+            for module, module_specs in self.specs.items()
+            for name, spec in module_specs.items()
         }
 
     def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, ShardingSpec]]:
         """Yield for each parameter its module in ``model``, its name in the module, and its sharding spec."""
-        for path, module_layouts in self.layouts.items():
+        for path, module_specs in self.specs.items():
             module = model.get_submodule(path)
-            for name, layout in module_layouts.items():
-                yield module, name, layout
+            for name, spec in module_specs.items():
+                yield module, name, spec
 
 
 def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVerdict = _SPLIT) -> ParallelPlan:
@@ -69,8 +69,8 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
     misfits = _misfits(modules, heads, mesh)
     if misfits:
         raise MeshError(_misfit_message(model, _distinct(modules), heads, mesh, misfits))
-    layouts = {module.name: _module_layouts(module, heads, mesh) for module in modules}
-    return ParallelPlan(mesh, heads, roles, layouts, verdict)
+    specs = {module.name: _module_specs(module, heads, mesh) for module in modules}
+    return ParallelPlan(mesh, heads, roles, specs, verdict)
 
 
 class MeshRules:
@@ -182,10 +182,10 @@ def _misfits(modules: list[_Module], heads: HeadCounts, mesh: MeshShape) -> list
             misfits.append(
                 f"{module.name}: {module.features} features{of} don't divide by sequence × hidden = {head_ranks}"
             )
-        for parameter, layout in _module_layouts(module, heads, mesh).items():
+        for parameter, spec in _module_specs(module, heads, mesh).items():
             misfits += [
-                f"{module.name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
-                for size, pieces in layout.indivisible(mesh)
+                f"{module.name}.{parameter} {tuple(spec.shape)}: {size} doesn't divide by {pieces}"
+                for size, pieces in spec.indivisible(mesh)
             ]
     return misfits
 
@@ -215,11 +215,11 @@ def _misfit_message(
     )
 
 
-def _module_layouts(module: _Module, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
-    return {name: _layout(name, shape, module, heads, mesh) for name, shape in module.shapes}
+def _module_specs(module: _Module, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
+    return {name: _spec(name, shape, module, heads, mesh) for name, shape in module.shapes}
 
 
-def _layout(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCounts, mesh: MeshShape) -> ShardingSpec:
+def _spec(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCounts, mesh: MeshShape) -> ShardingSpec:
     role = module.role
     if role.kind in ("gathered", "whole", "inside"):
         return ShardingSpec(shape, ((),) * len(shape))
@@ -241,7 +241,7 @@ def _layout(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCount
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)
     if role.experts is not None:
-        return _expert_layout(name, shape, role.experts)
+        return _expert_spec(name, shape, role.experts)
     if role.kind == "router":
         # Other parameters of a router are small, so every rank unshards them whole.
         is_multiplied = len(shape) == 2 and shape[-1] == role.width
@@ -255,7 +255,7 @@ def _layout(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCount
     return ShardingSpec(shape, (out, into), (parts, 1))
 
 
-def _expert_layout(name: str, shape: tuple[int, ...], form: ExpertForm) -> ShardingSpec:
+def _expert_spec(name: str, shape: tuple[int, ...], form: ExpertForm) -> ShardingSpec:
     """As :func:`_feature_axes`, for each expert's features; whole experts are distributed over `batch`."""
     is_up = name in (form.up, form.up_bias)
     parts = form.parts if is_up else 1

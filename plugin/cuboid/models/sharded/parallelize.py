@@ -86,21 +86,21 @@ def parallelize_modules(
     in_fp8 = fp8_products(model, parallel_plan, config.fp8) if config.fp8 is not None else ()
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
-        parameters = {key: shards.take(old, key, layout) for key, layout in parallel_plan.layouts[name].items()}
+        parameters = {key: shards.take(old, key, spec) for key, spec in parallel_plan.specs[name].items()}
         if role.kind in ("whole", "inside", "tied"):
-            keep_whole(old, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+            keep_whole(old, parameters, mesh=mesh, specs=parallel_plan.specs[name])
             continue
         if role.kind in ("experts", "router"):
-            _shard_mixture(old, role, parameters, parallel_plan.layouts[name], mesh)
+            _shard_mixture(old, role, parameters, parallel_plan.specs[name], mesh)
             continue
         if role.kind == "per head":
-            shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+            shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, specs=parallel_plan.specs[name])
             continue
         new: nn.Module
         if role.norm is not None and role.heads is not None:
             new = _norm_over_heads(role, parameters["weight"], parallel_plan, name, mesh)
         else:
-            new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
+            new = _build(old, role, parameters, parallel_plan.specs[name], mesh)
         if isinstance(new, ShardedLinear):
             product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
             product = replace(product, is_fp8=name in in_fp8)
@@ -139,13 +139,13 @@ class _Shards:
         self._uses = {key: names.count(key) for key in set(names)}
         self._shared: dict[int, nn.Parameter] = {}
 
-    def take(self, module: nn.Module, name: str, layout: ShardingSpec) -> nn.Parameter:
+    def take(self, module: nn.Module, name: str, spec: ShardingSpec) -> nn.Parameter:
         """The shard of a module's parameter. The module's own parameter is replaced by one on the meta device."""
         parameter = getattr(module, name)
         if id(parameter) in self._shared:
             return self._shared[id(parameter)]
         with torch.no_grad():
-            shard = nn.Parameter(self._shard_of(parameter, layout), requires_grad=parameter.requires_grad)
+            shard = nn.Parameter(self._shard_of(parameter, spec), requires_grad=parameter.requires_grad)
         carry_over_parameter_hooks(parameter, shard)
         if self._uses[id(parameter)] > 1:
             # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
@@ -155,16 +155,16 @@ class _Shards:
 
 
 def _shard_mixture(
-    module: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
+    module: nn.Module, role: Role, parameters: dict[str, nn.Parameter], specs: dict[str, ShardingSpec], mesh: Mesh
 ) -> None:
     """Shard experts or a router in place; their own code keeps running."""
     if role.experts is None:
-        shard_in_place(module, ShardedRouter, parameters, mesh=mesh, layouts=layouts)
+        shard_in_place(module, ShardedRouter, parameters, mesh=mesh, specs=specs)
         assert isinstance(module, ShardedRouter)
         module.configure()
     else:
         experts = ShardedExperts if role.experts.given_all is None else ShardedScaledExperts
-        shard_in_place(module, experts, parameters, mesh=mesh, layouts=layouts)
+        shard_in_place(module, experts, parameters, mesh=mesh, specs=specs)
         assert isinstance(module, ShardedExperts)
         module.configure(role.experts)
 
@@ -182,35 +182,33 @@ def _forget_values(module: nn.Module) -> None:
 
 
 def _build(
-    old: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
+    old: nn.Module, role: Role, parameters: dict[str, nn.Parameter], specs: dict[str, ShardingSpec], mesh: Mesh
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if role.kind == "gathered" and role.norm is not None and role.norm.kind == "rms":
         # All ranks have the whole latents, so what autograd saves of them isn't split. This class saves less than the
         # model's own code.
-        return ShardedRMSNorm(
-            weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset, axes=()
-        )
+        return ShardedRMSNorm(weight, bias, mesh=mesh, specs=specs, eps=role.norm.eps, offset=role.norm.offset, axes=())
     if role.kind == "gathered":
         _forget_values(old)
-        return UnshardedModule(old, parameters, mesh=mesh, layouts=layouts)
+        return UnshardedModule(old, parameters, mesh=mesh, specs=specs)
     if role.kind == "norm":
         assert role.norm is not None
         norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
-        return norm(weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset)
+        return norm(weight, bias, mesh=mesh, specs=specs, eps=role.norm.eps, offset=role.norm.offset)
     assert weight is not None
     if role.kind == "bias of heads":
         assert isinstance(old, nn.Embedding)
-        return HeadBias(old, weight, mesh=mesh, layouts=layouts)
+        return HeadBias(old, weight, mesh=mesh, specs=specs)
     if role.kind == "labels":
-        return LabelsHead(weight, bias, mesh=mesh, layouts=layouts)
+        return LabelsHead(weight, bias, mesh=mesh, specs=specs)
     if role.kind == "embedding":
         assert isinstance(old, nn.Embedding)
-        return shard_embedding(old, weight, mesh=mesh, layout=layouts["weight"])
-    out_features, in_features = layouts["weight"].shape
+        return shard_embedding(old, weight, mesh=mesh, spec=specs["weight"])
+    out_features, in_features = specs["weight"].shape
     if isinstance(old, Conv1D):
         in_features, out_features = out_features, in_features
-    return ShardedLinear(weight, bias, mesh=mesh, layouts=layouts, in_features=in_features, out_features=out_features)
+    return ShardedLinear(weight, bias, mesh=mesh, specs=specs, in_features=in_features, out_features=out_features)
 
 
 def _norm_over_heads(
@@ -225,7 +223,7 @@ def _norm_over_heads(
         copy_counts = copies_of_key_value_heads(heads, mesh.shape, mesh.coordinate)
         copies = torch.tensor(copy_counts).repeat_interleave(heads.dim) if max(copy_counts) > 1 else None
     assert role.norm is not None
-    options = {"eps": role.norm.eps, "offset": role.norm.offset, "layouts": parallel_plan.layouts[name]}
+    options = {"eps": role.norm.eps, "offset": role.norm.offset, "specs": parallel_plan.specs[name]}
     return HeadsRMSNorm(weight, None, rows=rows, copies=copies, features=features, mesh=mesh, **options)
 
 

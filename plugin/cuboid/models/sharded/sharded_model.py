@@ -94,7 +94,7 @@ def shard_modules(
         config: the tensor parallel settings.
         shard_of: see :data:`~cuboid.models.sharded.parallelize.ShardOf`.
     """
-    shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
+    shapes = {name: spec.shape for name, spec in parallel_plan.by_parameter.items()}
     kind = kind_of(type(model), model.config)
     whole_model = WholeModel.of(model, kind, learned_positions(model), shapes)
     whole_model = replace(whole_model, limits=_limits_on_mesh(whole_model.limits, model, kind, parallel_plan.verdict))

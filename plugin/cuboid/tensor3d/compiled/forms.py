@@ -2,7 +2,7 @@
 
 The eager forwards start collectives early, keep what is in flight in Python objects, and write products into buffers.
 Nothing of that can be in a graph, and none of it needs to be: a compiler orders a graph's operations by itself. So each
-class has a subclass here, which has the same parameters and layouts, and which a module becomes while its layer is
+class has a subclass here, which has the same parameters and specs, and which a module becomes while its layer is
 compiled (:mod:`.layers`). Blocks over ``fsdp_axes`` are given from outside (:mod:`.blocks`).
 """
 

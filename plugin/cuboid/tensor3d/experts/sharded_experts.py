@@ -82,7 +82,7 @@ class ShardedExperts(ShardedModule):
         form, hidden = self.form, self.mesh.along("hidden")
         dtype = autocast_dtype(hidden_states)
         indices, weights = gather_routing(top_k_index, top_k_weights, self.mesh.along("sequence"))
-        dispatch = Dispatch.of(indices, self.layout(form.up).shape[0])
+        dispatch = Dispatch.of(indices, self.spec(form.up).shape[0])
         tokens = Tokens(dispatch, self.mesh.along("sequence"))
         rows = self._multiply(form.up, hidden_states.to(dtype), dispatch, tokens, Features(hidden, form.parts))
         if form.up_bias is not None:
@@ -130,7 +130,7 @@ class ShardedScaledExperts(ShardedExperts):
         if self.mesh.shape.size == 1:
             return super(ShardedExperts, self).forward(hidden_states)
         assert self.form.given_all is not None
-        count, width = self.layout(self.form.up).shape[0], hidden_states.shape[-1]
+        count, width = self.spec(self.form.up).shape[0], hidden_states.shape[-1]
         by_expert = hidden_states.view(count, -1, width)
         # [E, T/s]. This rank's part of a token's features may happen to be zeros, so combine those of all ranks.
         is_routed = (by_expert.detach() != 0).any(-1).to(torch.uint8)

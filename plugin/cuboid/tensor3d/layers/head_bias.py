@@ -23,15 +23,13 @@ class HeadBias(ShardedModule, nn.Embedding):
     # As norm weights: it is small, and the lookup's backward doesn't need its values.
     gathered_once = ("weight",)
 
-    def __init__(
-        self, old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, layouts: dict[str, ShardingSpec]
-    ) -> None:
+    def __init__(self, old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, specs: dict[str, ShardingSpec]) -> None:
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = layouts["weight"].shape
+        self.num_embeddings, self.embedding_dim = specs["weight"].shape
         self.padding_idx = old.padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = weight
-        self.init_sharding(mesh, layouts)
+        self.init_sharding(mesh, specs)
 
     @uncompiled
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

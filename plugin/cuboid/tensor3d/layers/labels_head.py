@@ -43,13 +43,13 @@ class LabelsHead(ShardedModule, nn.Linear):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, *, mesh: Mesh, layouts: dict[str, ShardingSpec]
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, mesh: Mesh, specs: dict[str, ShardingSpec]
     ) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = layouts["weight"].shape
+        self.out_features, self.in_features = specs["weight"].shape
         self.weight = weight
         self.register_parameter("bias", bias)
-        self.init_sharding(mesh, layouts)
+        self.init_sharding(mesh, specs)
 
     @uncompiled
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         bias: nn.Parameter | None,
         *,
         mesh: Mesh,
-        layouts: dict[str, ShardingSpec],
+        specs: dict[str, ShardingSpec],
         in_features: int,
         out_features: int,
     ) -> None:
@@ -45,7 +45,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.weight = weight
         self.register_parameter("bias", bias)
-        self.init_sharding(mesh, layouts)
+        self.init_sharding(mesh, specs)
 
     def configure(
         self, product: Product, bias_rows: torch.Tensor | None = None, *, gathers_sequence: bool = False

@@ -150,7 +150,7 @@ class _ShardedNorm(ShardedModule):
         bias: nn.Parameter | None,
         *,
         mesh: Mesh,
-        layouts: dict[str, ShardingSpec],
+        specs: dict[str, ShardingSpec],
         eps: float,
         offset: float = 0.0,
         axes: tuple[Axis, ...] = ("hidden",),
@@ -158,7 +158,7 @@ class _ShardedNorm(ShardedModule):
         super().__init__()
         self.weight, self.bias, self.eps, self.offset = weight, bias, eps, offset
         self._along = mesh.along(*axes)
-        self.init_sharding(mesh, layouts)
+        self.init_sharding(mesh, specs)
 
     def _blocks(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         weight = None if self.weight is None else self.unsharded("weight")

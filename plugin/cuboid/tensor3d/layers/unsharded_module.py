@@ -25,14 +25,14 @@ class UnshardedModule(ShardedModule):
         parameters: dict[str, nn.Parameter],
         *,
         mesh: Mesh,
-        layouts: dict[str, ShardingSpec],
+        specs: dict[str, ShardingSpec],
     ) -> None:
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         # In a tuple, so that the template's parameters don't become this module's.
         self._template = (template,)
-        self.init_sharding(mesh, layouts)
+        self.init_sharding(mesh, specs)
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -50,13 +50,13 @@ class _LookUp(torch.autograd.Function):
 class ShardedEmbedding(ShardedModule, nn.Embedding):
     """``[B/b, S]`` ids to ``[B/b, S/s, H/h]``. Ids of the whole sequence go in, the rank's part comes out."""
 
-    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec, padding_idx: int | None) -> None:
+    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, spec: ShardingSpec, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = layout.shape
+        self.num_embeddings, self.embedding_dim = spec.shape
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = weight
-        self.init_sharding(mesh, {"weight": layout})
+        self.init_sharding(mesh, {"weight": spec})
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -74,18 +74,18 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}, mesh={self.mesh.shape}"
 
 
-def shard_embedding(old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec) -> nn.Embedding:
+def shard_embedding(old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, spec: ShardingSpec) -> nn.Embedding:
     """The sharded version of an embedding, with the shard ``weight``.
 
     An instance of a subclass, which may do more than look up, such as scale rows or shift ids, is changed in place and
     keeps its other attributes.
     """
     if type(old) is nn.Embedding:
-        return ShardedEmbedding(weight, mesh=mesh, layout=layout, padding_idx=old.padding_idx)
+        return ShardedEmbedding(weight, mesh=mesh, spec=spec, padding_idx=old.padding_idx)
     cls = type(old)
     # Ours follows its own class in the MRO, so that its ``super().forward(ids)`` looks up in the shards.
     old.__class__ = type(cls.__name__, (cls, ShardedEmbedding), {"__module__": cls.__module__})
     new: Any = old
     new.register_parameter("weight", weight)
-    new.init_sharding(mesh, {"weight": layout})
+    new.init_sharding(mesh, {"weight": spec})
     return new

@@ -34,10 +34,10 @@ _FEATURE_DIM = -1
 
 
 def keep_whole(
-    module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
+    module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, specs: dict[str, ShardingSpec]
 ) -> None:
     """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code."""
-    shard_in_place(module, ShardedModule, parameters, mesh=mesh, layouts=layouts)
+    shard_in_place(module, ShardedModule, parameters, mesh=mesh, specs=specs)
     assert isinstance(module, ShardedModule)
     # The block unshards the parameters of all its modules together.
     module.is_prefetched = False

@@ -18,17 +18,17 @@ class _GatherParameter(torch.autograd.Function):
     """A shard to the parameter in its Hugging Face shape, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
-        ctx.layout, ctx.mesh = layout, mesh
-        full = shard.new_empty(layout.shape)
+    def forward(ctx: Any, shard: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
+        ctx.spec, ctx.mesh = spec, mesh
+        full = shard.new_empty(spec.shape)
         for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh.along(*AXES)), strict=True):
-            put_shard(full, piece, layout, mesh.shape, mesh.topology.coordinate(rank))
+            put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
         return full
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # All ranks compute the same from the full tensor, so that each has its full gradient: nothing to reduce.
-        return take_shard(gradient, ctx.layout, ctx.mesh), None, None
+        return take_shard(gradient, ctx.spec, ctx.mesh), None, None
 
 
 def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
@@ -39,5 +39,5 @@ def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):
         return None
-    full: torch.Tensor = _GatherParameter.apply(shard, module.layout(name), module.mesh)
+    full: torch.Tensor = _GatherParameter.apply(shard, module.spec(name), module.mesh)
     return full

@@ -73,15 +73,15 @@ class ShardedParam:
     the all-gather early; :meth:`start_unshard` does nothing if it has. :meth:`reshard` frees the block.
     """
 
-    def __init__(self, layout: ShardingSpec, mesh: Mesh) -> None:
-        self.layout = layout
+    def __init__(self, spec: ShardingSpec, mesh: Mesh) -> None:
+        self.spec = spec
         self.mesh = mesh
         #: The ranks that the block is sharded over.
-        self.along = mesh.along(*layout.fsdp_axes)
+        self.along = mesh.along(*spec.fsdp_axes)
         #: Shards per block. If it is 1, the shard is the block, and there is never a collective.
         self.ranks = self.along.size
-        self.block_shape = layout.block_shape(mesh.shape)
-        self._shard_shape = layout.shard_shape(mesh.shape)
+        self.block_shape = spec.block_shape(mesh.shape)
+        self._shard_shape = spec.shard_shape(mesh.shape)
         self.state = ShardedState.SHARDED
         self._dtype: torch.dtype | None = None
         self._pending: AsyncResult[torch.Tensor] | None = None
@@ -99,8 +99,8 @@ class ShardedParam:
         self.gradient_sync: GradientSync | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParam:
-        """Of another parameter with the same layout and settings, on the same mesh."""
-        copied = ShardedParam(self.layout, self.mesh)
+        """Of another parameter with the same spec and settings, on the same mesh."""
+        copied = ShardedParam(self.spec, self.mesh)
         copied.follow(self)
         memo[id(self)] = copied
         return copied
@@ -290,10 +290,10 @@ class ShardedModule(nn.Module):
     gathered_once: Collection[str] = ()
     weight_gradients: WeightGradientStore | None = None
 
-    def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
-        """Attach the mesh and the layouts, by the parameter's name in this module."""
+    def init_sharding(self, mesh: Mesh, specs: dict[str, ShardingSpec]) -> None:
+        """Attach the mesh and the specs, by the parameter's name in this module."""
         self.mesh = mesh
-        self.sharded_params = {name: ShardedParam(layout, mesh) for name, layout in layouts.items()}
+        self.sharded_params = {name: ShardedParam(spec, mesh) for name, spec in specs.items()}
         self.prefetched_params: dict[str, torch.Tensor] = {}
         self.prefetched_shards: dict[str, tuple[torch.Tensor, DeferredReduce]] = {}
 
@@ -308,9 +308,9 @@ class ShardedModule(nn.Module):
         copied.register_load_state_dict_pre_hook(take_whole)
         return copied
 
-    def layout(self, name: str) -> ShardingSpec:
+    def spec(self, name: str) -> ShardingSpec:
         """Layout of this module's parameter ``name``."""
-        return self.sharded_params[name].layout
+        return self.sharded_params[name].spec
 
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
@@ -338,8 +338,8 @@ def take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: An
     """A hook before a state dict is loaded: whole tensors in it become the rank's shards."""
     for name, param in module.sharded_params.items():
         value = state.get(f"{prefix}{name}")
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == param.layout.shape:
-            state[f"{prefix}{name}"] = take_shard(value, param.layout, module.mesh)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == param.spec.shape:
+            state[f"{prefix}{name}"] = take_shard(value, param.spec, module.mesh)
 
 
 def shard_in_place(
@@ -348,7 +348,7 @@ def shard_in_place(
     parameters: Mapping[str, nn.Parameter],
     *,
     mesh: Mesh,
-    layouts: dict[str, ShardingSpec],
+    specs: dict[str, ShardingSpec],
 ) -> None:
     """Turn a module into a sharded one in place: its class becomes a subclass of ``kind`` and of its own class."""
     classes: tuple[Any, Any] = kind, type(module)
@@ -356,7 +356,7 @@ def shard_in_place(
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
     assert isinstance(module, ShardedModule)
-    module.init_sharding(mesh, layouts)
+    module.init_sharding(mesh, specs)
 
 
 @cache

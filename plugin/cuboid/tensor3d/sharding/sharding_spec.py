@@ -116,31 +116,31 @@ def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interv
         offset += high - low
 
 
-def take_shard(full: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
+def take_shard(full: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
     """Copy this rank's shard out of a whole tensor, padding included."""
-    shard = full.new_zeros(layout.shard_shape(mesh.shape))
-    for in_shard, in_full in shard_boxes(layout, mesh.shape, mesh.coordinate):
+    shard = full.new_zeros(spec.shard_shape(mesh.shape))
+    for in_shard, in_full in shard_boxes(spec, mesh.shape, mesh.coordinate):
         shard[in_shard] = full[in_full]
     return shard
 
 
-def pad_shard(rows: torch.Tensor, layout: ShardingSpec, mesh: MeshShape) -> torch.Tensor:
+def pad_shard(rows: torch.Tensor, spec: ShardingSpec, mesh: MeshShape) -> torch.Tensor:
     """Pad a shard that was read without its padding to the common shape; a full one is returned unchanged."""
-    padding_rows = layout.shard_shape(mesh)[0] - rows.shape[0]
+    padding_rows = spec.shard_shape(mesh)[0] - rows.shape[0]
     return rows if padding_rows == 0 else torch.cat([rows, rows.new_zeros((padding_rows, *rows.shape[1:]))])
 
 
-def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: ShardingSpec, mesh: MeshShape, at: Coordinate) -> None:
+def put_shard(full: torch.Tensor, shard: torch.Tensor, spec: ShardingSpec, mesh: MeshShape, at: Coordinate) -> None:
     """Write the shard of the rank at ``at`` into a whole tensor; the inverse of :func:`take_shard`."""
-    for in_shard, in_full in shard_boxes(layout, mesh, at):
+    for in_shard, in_full in shard_boxes(spec, mesh, at):
         full[in_full] = shard[in_shard].to(full.dtype)
 
 
 def placed_boxes(
-    layout: ShardingSpec, mesh: MeshShape, at: Coordinate, rows: slice
+    spec: ShardingSpec, mesh: MeshShape, at: Coordinate, rows: slice
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """As :func:`shard_boxes` for a range of the shard's rows: pairs of (slices of those rows, of the whole tensor)."""
-    for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(layout, mesh, at):
+    for (shard_rows, *shard_dims), (full_rows, *full_dims) in shard_boxes(spec, mesh, at):
         low, high = max(shard_rows.start, rows.start), min(shard_rows.stop, rows.stop)
         if low < high:
             start = full_rows.start + low - shard_rows.start
@@ -149,11 +149,11 @@ def placed_boxes(
 
 
 def shard_boxes(
-    layout: ShardingSpec, mesh: MeshShape, at: Coordinate
+    spec: ShardingSpec, mesh: MeshShape, at: Coordinate
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
     # For each dim, pairs of (slice of the shard, slice of the whole tensor); a box takes one pair of each dim.
-    slices_of_dims = [list(_slices(intervals)) for intervals in layout.shard_intervals(mesh, at)]
+    slices_of_dims = [list(_slices(intervals)) for intervals in spec.shard_intervals(mesh, at)]
     for box in product(*slices_of_dims):
         yield tuple(in_shard for in_shard, _ in box), tuple(in_full for _, in_full in box)
 
