@@ -1,7 +1,7 @@
 """Draw docs/figures/layout.svg and .png: which rank of a 2×2×2 mesh holds what.
 
-Nothing is placed by hand: parameters are coloured by the sharding specs that Cuboid makes for a Llama, activations by the same
-arithmetic, and ranks by the topology.
+Nothing is placed by hand: parameters are coloured by the sharding specs that Cuboid makes for a Llama, activations by
+the same arithmetic, and ranks by the topology.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Properties of the pure parts: coordinates, layouts, key/value heads, the byte count."""
+"""Properties of the pure parts: coordinates, sharding specs, key/value heads, the byte count."""
 
 import math
 from itertools import product
@@ -53,8 +53,8 @@ def test_meshes_that_are_none_are_refused(text):
 
 
 @st.composite
-def layouts(draw):
-    """A mesh and a layout that it can cut: 1 or 2 dims, axes shared out at random, fused parts, ragged rows."""
+def specs(draw):
+    """A mesh and a sharding spec that it can cut: 1 or 2 dims, axes shared out at random, fused parts, ragged rows."""
     mesh = draw(meshes)
     dims = draw(st.integers(1, 2))
     owners = [draw(st.integers(0, dims)) for _ in AXES]
@@ -68,13 +68,13 @@ def layouts(draw):
     return mesh, ShardingSpec(shape, split, parts, ragged)
 
 
-@given(layouts())
+@given(specs())
 def test_every_element_has_exactly_one_owner(drawn):
-    mesh, layout = drawn
-    assert layout.indivisible(mesh) == []
-    owners = torch.zeros(layout.shape)
+    mesh, spec = drawn
+    assert spec.indivisible(mesh) == []
+    owners = torch.zeros(spec.shape)
     for rank in ranks_of(mesh):
-        for box in product(*layout.shard_intervals(mesh, rank.coordinate)):
+        for box in product(*spec.shard_intervals(mesh, rank.coordinate)):
             owners[tuple(slice(*interval) for interval in box)] += 1
     assert (owners == 1).all()
 
@@ -90,32 +90,32 @@ def test_a_vocabulary_is_cut_alike_in_a_weight_and_a_bias(mesh, size):
         assert bias.block_intervals(mesh, at)[0] == weight.block_intervals(mesh, at)[0]
 
 
-@given(layouts())
+@given(specs())
 def test_shards_are_equal_in_shape_and_reassemble(drawn):
-    mesh, layout = drawn
-    full = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
+    mesh, spec = drawn
+    full = torch.arange(1.0, math.prod(spec.shape) + 1).view(spec.shape)
     again = torch.zeros_like(full)
     for rank in ranks_of(mesh):
-        shard = take_shard(full, layout, rank)
-        assert tuple(shard.shape) == layout.shard_shape(mesh)
-        put_shard(again, shard, layout, mesh, rank.coordinate)
+        shard = take_shard(full, spec, rank)
+        assert tuple(shard.shape) == spec.shard_shape(mesh)
+        put_shard(again, shard, spec, mesh, rank.coordinate)
     assert torch.equal(again, full)
 
 
-@given(layouts())
+@given(specs())
 def test_shards_over_storage_concatenate_to_the_block(drawn):
-    mesh, layout = drawn
-    full = torch.arange(1.0, math.prod(layout.shape) + 1).view(layout.shape)
+    mesh, spec = drawn
+    full = torch.arange(1.0, math.prod(spec.shape) + 1).view(spec.shape)
     ranks = ranks_of(mesh)
     for rank in ranks:
         same = [
             other
             for other in ranks
-            if all(other.index(axis) == rank.index(axis) for axis in AXES if axis not in layout.fsdp_axes)
+            if all(other.index(axis) == rank.index(axis) for axis in AXES if axis not in spec.fsdp_axes)
         ]
-        gathered = torch.cat([take_shard(full, layout, other) for other in same])[: layout.block_shape(mesh)[0]]
+        gathered = torch.cat([take_shard(full, spec, other) for other in same])[: spec.block_shape(mesh)[0]]
         block = full
-        for dim, intervals in enumerate(layout.block_intervals(mesh, rank.coordinate)):
+        for dim, intervals in enumerate(spec.block_intervals(mesh, rank.coordinate)):
             block = torch.cat([block.narrow(dim, low, high - low) for low, high in intervals], dim)
         assert torch.equal(gathered[: block.shape[0]], block)
         assert not gathered[block.shape[0] :].any()

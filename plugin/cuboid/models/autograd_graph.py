@@ -10,11 +10,14 @@ import torch
 def graph_of(output: torch.Tensor) -> list[Any]:
     """All nodes of a tensor's graph; those of leaves have the leaf as their ``variable``, and ``None`` is none."""
     nodes: list[Any] = []
-    seen, left = {None}, [output.grad_fn]
+    seen: set[Any] = {None}
+    left: list[Any] = [output.grad_fn]
     while left:
         node = left.pop()
         if node not in seen:
             seen.add(node)
             nodes.append(node)
-            left += [following for following, _ in node.next_functions]
+            # Not a comprehension, which is a Python call: this runs in each step.
+            for following, _ in node.next_functions:
+                left.append(following)
     return nodes
