@@ -614,10 +614,10 @@ def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
 def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
     framework_config = checked_copy(config)
     sections = {}
-    if _is_mode(framework_config.get("tensor_parallel")):
+    if _has_any(framework_config.get("tensor_parallel"), _MODE_KEYS):
         sections["tensor_parallel"] = framework_config.pop("tensor_parallel")
     # Beside a mesh, a pipeline section can only be meant for Cuboid, even if its "engine" was forgotten.
-    if _is_engine(framework_config.get("pipeline")) or (
+    if _has_any(framework_config.get("pipeline"), _ENGINE_KEYS) or (
         "tensor_parallel" in sections and "pipeline" in framework_config
     ):
         sections["pipeline"] = framework_config.pop("pipeline")
@@ -766,21 +766,14 @@ _ENGINE_KEYS = (
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
     return (
-        _is_mode(config.get("tensor_parallel"))
-        or _is_engine(config.get("pipeline"))
+        _has_any(config.get("tensor_parallel"), _MODE_KEYS)
+        or _has_any(config.get("pipeline"), _ENGINE_KEYS)
         or any(_is_meant_for_us(name, section) for name, section in config.items())
     )
 
 
-def _is_mode(section: object) -> bool:
-    return _has_any(section, _MODE_KEYS)
-
-
-def _is_engine(section: object) -> bool:
-    return _has_any(section, _ENGINE_KEYS)
-
-
 def _has_any(section: object, keys: Sequence[str]) -> bool:
+    """Whether a section has one of Cuboid's keys, or one of the values that mark it as Cuboid's."""
     return isinstance(section, Mapping) and (
         any(key in section for key in keys) or any(_is_mark(value) for value in section.values())
     )

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,45 +155,37 @@ def untrusted(path: Path | str, error: BaseException | None) -> CheckpointError 
     )
 
 
-class without_own_code:
+@contextmanager
+def without_own_code(path: Path | str) -> Iterator[None]:
     """Context for calls with ``trust_remote_code=False``: raises a sentence of ours where a model needs its own code.
 
     With None, transformers would ask on standard input, each rank by itself, and run the code after a ``y``.
     """
-
-    def __init__(self, path: Path | str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        refused = untrusted(self._path, error)
-        if refused is not None:
-            raise refused from None
+    try:
+        yield
+    except ValueError as error:
+        refused = untrusted(path, error)
+        if refused is None:
+            raise
+        raise refused from None
 
 
-class as_damage_of:
+@contextmanager
+def as_damage_of(path: Path | str) -> Iterator[None]:
     """Context that turns exceptions of transformers and the libraries below into a :class:`CheckpointError`.
 
     Its message names the path, which is what the user can do something about.
     """
-
-    def __init__(self, path: Path | str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # All of them, because tokenizers raises plain ``Exception``.
-        if not isinstance(error, Exception) or isinstance(error, _NOT_DAMAGE):
-            return
-        refused = untrusted(self._path, error)
+    try:
+        yield
+    except _NOT_DAMAGE:
+        raise
+    except Exception as error:  # all of them, because tokenizers raises plain ``Exception``
+        refused = untrusted(path, error)
         if refused is not None:
             raise refused from None
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{self._path}: can't be loaded: {type(error).__name__}: {reason}") from error
+        raise CheckpointError(f"{path}: can't be loaded: {type(error).__name__}: {reason}") from error
 
 
 def check_fit(model: Any, info: Mapping[str, Any]) -> None:

@@ -53,7 +53,9 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
         return None
     # Fixed numbers, so that the user's random generator isn't touched.
     exact: Any = {"dtype": torch.float32, "device": "cpu"}
-    size = next((len(parameter) for parameter in parameters.values()), _size_of(module))
+    shape = getattr(module, "normalized_shape", None) or getattr(module, "hidden_size", None) or _SIZE
+    size = int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
+    size = next((len(parameter) for parameter in parameters.values()), size)
     x = torch.stack([torch.linspace(-1.0, 2.0, size, **exact), torch.linspace(-1e-3, 2e-3, size, **exact)]).unsqueeze(0)
     weight = torch.linspace(0.5, 1.5, size, **exact) if "weight" in parameters else None
     bias = torch.linspace(-0.3, 0.4, size, **exact) if "bias" in parameters else None
@@ -90,11 +92,6 @@ def may_normalize(module: nn.Module) -> bool:
     """Whether a module is a norm by its class's name; running it decides."""
     is_leaf = not any(True for _ in module.children())
     return is_leaf and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower())
-
-
-def _size_of(module: nn.Module) -> int:
-    shape = getattr(module, "normalized_shape", None) or getattr(module, "hidden_size", None) or _SIZE
-    return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
 
 
 def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | None]) -> Any:

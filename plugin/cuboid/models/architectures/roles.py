@@ -192,7 +192,11 @@ class _Finder:
         self._model, self._whole_blocks, self._splits_late, self._head = model, whole_blocks, splits_late, head
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
-        self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
+        # Plans name modules relative to the base model, which may have a prefix in the model.
+        self._styles = [
+            (re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+")), style)
+            for pattern, style in _plan(model.config).items()
+        ]
         self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
         self._ends[output_embeddings(model)] = "head"
         self._norms = FormulasByKind()
@@ -201,7 +205,7 @@ class _Finder:
         """The modules that need a role, by the name of the block that is computed as one."""
         blocks: dict[str, list[str]] = {}
         for name, module in self._modules.items():
-            if _owns(module) or _is_norm_without_parameters(module):
+            if _owns(module) or (may_normalize(module) and not _owns_any(module)):
                 blocks.setdefault(self.block_of(name), []).append(name)
         # Modules inside a layer that is a block belong to it, and those beside a pooler's linear layer to the pooler.
         outer = [block for block, members in blocks.items() if block in self._layers or block not in members]
@@ -218,7 +222,8 @@ class _Finder:
     def block_of(self, name: str) -> str:
         """The block of a module: the child of a layer that contains it or is it, else the layer."""
         parts = name.split(".")
-        layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
+        prefixes = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        layer = next((prefix for prefix in prefixes if prefix in self._layers), None)
         if layer is None:
             return self._outside_of_layers(name)
         if "" in self._whole_blocks:
@@ -258,9 +263,6 @@ class _Finder:
         """A block's name inside its layer, with ``*`` for numbers."""
         layer = next((layer for layer in self._layers if block.startswith(f"{layer}.")), block)
         return re.sub(r"\.\d+", ".*", block[len(layer) + 1 :])
-
-    def _is_layer(self, parts: list[str]) -> bool:
-        return ".".join(parts) in self._layers
 
     def block_roles(self, block: str, members: list[str]) -> dict[str, Role]:
         """Roles of the modules of one block."""
@@ -446,23 +448,14 @@ def _projections(roles: Mapping[str, Role]) -> set[str]:
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
-    text = _text_config(config)
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several text configs
+        text = config
     plans = [
         PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {}) for part in (text, config)
     ]
     return {pattern: style for plan in plans for pattern, style in plan.items()}
-
-
-def _text_config(config: PretrainedConfig) -> PretrainedConfig:
-    try:
-        return config.get_text_config()
-    except ValueError:  # several text configs
-        return config
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    # Plans name modules relative to the base model, which may have a prefix in the model.
-    return re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
 def _owns(module: nn.Module) -> bool:
@@ -471,10 +464,6 @@ def _owns(module: nn.Module) -> bool:
 
 def _owns_any(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _is_norm_without_parameters(module: nn.Module) -> bool:
-    return may_normalize(module) and not any(True for _ in module.parameters())
 
 
 def _check_table(name: str, module: nn.Module) -> None:

@@ -243,16 +243,11 @@ def _product(
     if role.heads == "key_value":
         plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
         if not plan.scattered:
-            return _selecting_product(linear, plan, parallel_plan.heads.dim, in_first), _bias_rows(
-                plan, parallel_plan.heads.dim
-            )
+            dim = parallel_plan.heads.dim
+            output_reduce = SelectHeads(mesh.along("hidden"), dim, plan.heads, plan.keep)
+            rows = (plan.first * dim, (plan.first + plan.heads) * dim)
+            return Product(weight, output_reduce, in_first, rows=rows), _bias_rows(plan, dim)
     return up_product(weight, in_first=in_first, parts=role.parts), None
-
-
-def _selecting_product(linear: ShardedLinear, plan: KeyValuePlan, head_dim: int, in_first: bool) -> Product:
-    output_reduce = SelectHeads(linear.mesh.along("hidden"), head_dim, plan.heads, plan.keep)
-    rows = (plan.first * head_dim, (plan.first + plan.heads) * head_dim)
-    return Product(linear.sharded_params["weight"], output_reduce, in_first, rows=rows)
 
 
 def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
