@@ -18,6 +18,11 @@ To add an architecture, give the modules of its layers a style, as ``base_model_
 
 from __future__ import annotations
 
+from typing import Literal
+
+#: Whose features the output of a projection in attention has.
+Heads = Literal["query", "key_value", "query_key_value"]
+
 #: Names that many architectures share, by the last part of a module's name or the last two. An architecture's own plan
 #: takes precedence.
 COMMON: dict[str, str] = {
@@ -33,6 +38,15 @@ COMMON: dict[str, str] = {
     # T5 and its relatives.
     **{f"{attention}.{name}": "colwise" for attention in ("SelfAttention", "EncDecAttention") for name in "qkv"},
     **dict.fromkeys(("SelfAttention.o", "EncDecAttention.o"), "rowwise"),
+}
+
+#: Whose heads a "colwise" projection of attention makes, by the last part of its name; an architecture whose names are
+#: others adds them here.
+HEADS: dict[str, Heads] = {
+    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q"), "query"),
+    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "k_lin", "v_lin"), "key_value"),
+    **dict.fromkeys(("k", "v"), "key_value"),
+    **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj", "Wqkv"), "query_key_value"),
 }
 
 #: Projections of multi-latent attention, by the last part of a module's name; these precede any plan.

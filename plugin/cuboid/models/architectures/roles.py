@@ -22,7 +22,7 @@ from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
 from cuboid.models.architectures.norm_formula import FormulasByKind, NormFormula, may_normalize
-from cuboid.models.architectures.plans import COMMON, LATENT, PLANS
+from cuboid.models.architectures.plans import COMMON, HEADS, LATENT, PLANS, Heads
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
 RoleKind = Literal[
@@ -43,7 +43,6 @@ RoleKind = Literal[
     "inside",
     "tied",
 ]
-Heads = Literal["query", "key_value", "query_key_value"]
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,6 @@ class Role:
     alone: bool = False
     late: bool = False
     everywhere: bool = False
-
-
-_HEADS: dict[str, Heads] = {
-    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q"), "query"),
-    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "k_lin", "v_lin"), "key_value"),
-    **dict.fromkeys(("k", "v"), "key_value"),
-    **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj", "Wqkv"), "query_key_value"),
-}
 
 
 def find_roles(
@@ -403,7 +394,7 @@ class _Finder:
         if match[1] == "rowwise":
             return Role("down", alone=alone)
         parts = int(match[2] or 2) if match[1] == "packed_colwise" or leaf == "gate_up_proj" else 1
-        return Role("up", _HEADS.get(leaf), parts, alone=alone)
+        return Role("up", HEADS.get(leaf), parts, alone=alone)
 
     def _is_of_heads(self, module: nn.Module) -> bool:
         """Whether a norm inside a block normalizes each head by itself."""
@@ -424,7 +415,7 @@ class _Finder:
         """Whether an attention module has parameters of its own, all with one number for each head."""
         heads = HeadCounts.of(self._model.config).query
         shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
-        has_queries = any(_HEADS.get(name) == "query" for name, _ in module.named_children())
+        has_queries = any(HEADS.get(name) == "query" for name, _ in module.named_children())
         return has_queries and set(shapes) == {(heads,)}
 
     def _normed_heads(self, name: str) -> Heads | None:
@@ -436,7 +427,7 @@ class _Finder:
         counts = HeadCounts.of(self._model.config)
         sizes: dict[Heads, int] = {"query": counts.query * counts.dim, "key_value": counts.key_value * counts.dim}
         beside = [child for child, _ in self._modules[parent].named_children() if child[0] == leaf[0]]
-        projected = {_HEADS.get(child) for child in beside}
+        projected = {HEADS.get(child) for child in beside}
         lengths = {len(parameter) for parameter in self._modules[name].parameters()}
         return next((heads for heads, size in sizes.items() if heads in projected and lengths == {size}), None)
 

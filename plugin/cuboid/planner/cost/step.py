@@ -245,15 +245,16 @@ class StepCost:
     def enough(self) -> int:
         """Micro-batches after which a longer step has no more units in flight and repeats itself."""
         layout = self.layout
-        if layout.schedule == "gpipe":
-            return layout.micro_batches
         if layout.may_split:
             # Generated schedules aren't periodic, so they are simulated as far as time allows.
             most = _TRIED_ACTIONS // (3 * layout.parts * len(self.lengths))
             return min(layout.micro_batches, max(most, 3 * self._group + 4))
         if layout.schedule in CHUNKED:
             return min(layout.micro_batches, 2 * self._group + 2)
-        return min(layout.micro_batches, (layout.stages - 1 + len(self.lengths)) // len(self.lengths) + 2)
+        if layout.schedule in ("seq1f1b", "1f1b"):
+            return min(layout.micro_batches, (layout.stages - 1 + len(self.lengths)) // len(self.lengths) + 2)
+        # Of other rules, such as GPipe's, nothing is known.
+        return layout.micro_batches
 
     def _durations(self, times: StageTimes) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
