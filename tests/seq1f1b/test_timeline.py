@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,7 +14,9 @@ from typer import BadParameter
 
 from cuboid import CuboidError
 from cuboid.cli import commands
+from cuboid.cli.timeline import _Name
 from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.choice import NAMES
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, draw_timelines, format_bytes
@@ -31,6 +34,10 @@ def simulated(name="seq1f1b", stages=2, micro_batches=2, segments=2, scale_s=1.0
         lambda action: scale_s * (1 if action.op is Op.FORWARD else 2),
         kept_bytes=lambda _: 2**20,
     )
+
+
+def test_the_command_takes_all_schedules_and_no_others():
+    assert {*get_args(_Name)} == {*NAMES}
 
 
 def lanes(path):
