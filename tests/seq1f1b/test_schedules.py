@@ -209,7 +209,7 @@ def test_equal_units_have_the_published_bubble_and_units_in_flight_everywhere(na
 
 
 @settings(max_examples=12)
-@given(unchunked, shapes.filter(lambda shape: shape.units < 40))
+@given(published, shapes.filter(lambda shape: shape.units < 40))
 def test_the_schedules_receive_most_messages_one_computation_ahead(name, shape):
     schedule = SCHEDULES[name](shape)
     programs = lower(schedule, shape)
