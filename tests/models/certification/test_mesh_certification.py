@@ -92,7 +92,7 @@ def test_the_error_of_the_first_thread_to_fail_is_raised():
 
 def test_what_is_not_right_when_it_is_split_is_computed_whole(monkeypatch):
     # Two key/value heads, taken for as many as there are queries.
-    monkeypatch.setitem(roles._HEADS, "k_proj", "query")
+    monkeypatch.setitem(roles.HEADS, "k_proj", "query")
     verdict = check_meshes(*cls_and_config("llama", num_key_value_heads=8))
     assert verdict.whole_blocks == ("self_attn",)
     assert not verdict.splits_late
