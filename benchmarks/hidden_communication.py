@@ -198,6 +198,7 @@ class HiddenCommunication(Case):
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
     unit = "rounds"
+    cores = "{cores} cores for {ranks} ranks"
 
     def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         workload = QUICK if args.quick else WORKLOAD
@@ -220,12 +221,8 @@ class HiddenCommunication(Case):
                 result["rows"].append({**row, **links.interface_numbers(last), **_times(trio, cores)})
                 write()
 
-    def facts(self, result: Row) -> list[str]:
-        return [
-            self.machine(result, f"{{}} cores for {result['ranks']} ranks"),
-            f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}.",
-            self.command(result),
-        ]
+    def setting(self, result: Row) -> list[str]:
+        return [f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}."]
 
     def remarks(self, result: Row) -> list[str]:
         said = self.busy(result)

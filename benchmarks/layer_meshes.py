@@ -222,9 +222,9 @@ class LayerMeshes(Case):
 
             measure(ranks, records, args, result, write_rows)
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         model = f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}."
-        return [self.machine(result), model, f"Links: {links.links(result)}.", self.command(result)]
+        return [model, f"Links: {links.links(result)}."]
 
     def remarks(self, result: Row) -> list[str]:
         rows = result["rows"]

@@ -236,14 +236,12 @@ class Loading(Case):
                     able += [records[-1]] if left_out is None else []
                 run_rounds(able, args.repeats, watch, load, write_rows)
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
         files, held = (f"{result[key] / MIB:.0f} MiB" for key in ("files_bytes", "weights_bytes"))
         return [
-            self.machine(result),
             f"Checkpoint: {llama.described(sizes)}, in {sizes['stored']}, {files} of files; loaded as "
             f"{sizes['loaded']}, {held}. Page cache: {result['page_cache']}.",
-            self.command(result),
         ]
 
     def remarks(self, result: Row) -> list[str]:
@@ -264,11 +262,12 @@ class Loading(Case):
                 Column(f"÷ {first}", lambda row: _ratio(row, "ratio_time")),
                 Column("peak of a rank", lambda row: _mib(row, "peak_bytes")),
                 Column("all peaks", lambda row: _mib(row, "peak_sum_bytes")),
-                Column(f"÷ {first}", lambda row: _ratio(row, "ratio_peak_sum")),
-                Column("PSS of all after", lambda row: _mib(row, "proportional_sum_bytes")),
+                Column(f"÷ {first}", lambda row: _ratio(row, "ratio_peak_sum"), on_page=False),
+                Column("PSS of all after", lambda row: _mib(row, "proportional_sum_bytes"), on_page=False),
                 Column("file pages of a rank", lambda row: _mib(row, "touched_bytes")),
             ]
-            tables.append(Table(columns, [*(row for row in rows if row["samples"]), last]))
+            lines = [*(row for row in rows if row["samples"]), last]
+            tables.append(Table(columns, lines, file=f"_{count}_ranks"))
         return tables
 
     def record_name(self, result: Row) -> str:

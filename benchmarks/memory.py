@@ -100,10 +100,9 @@ class Memory(Case):
                     result["rows"].append(fullest(name, by_rank, result["rows"][0] if result["rows"] else None))
                     write()
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
-        model = f"Model: {llama.described(sizes)}; {llama.batch(sizes)}."
-        return [self.machine(result), model, f"Command: `{result['command']}`."]
+        return [f"Model: {llama.described(sizes)}; {llama.batch(sizes)}."]
 
     def remarks(self, result: Row) -> list[str]:  # noqa: ARG002 -- nothing depends on time
         return []

@@ -109,6 +109,7 @@ class Overhead(Case):
     sources = freshness.MESHES + freshness.LOSS + freshness.ENGINE
     repeats = 20
     unit = "rounds"
+    cores = "one core of {cores}"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--engines", nargs="+", choices=list(PEERS), default=list(PEERS))
@@ -127,10 +128,9 @@ class Overhead(Case):
         finally:
             dist.destroy_process_group()
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
-        model = f"Model: {llama.described(sizes)}; {sizes['batch']} rows of {sizes['length']} tokens."
-        return [self.machine(result, "one core of {}"), model, self.command(result)]
+        return [f"Model: {llama.described(sizes)}; {sizes['batch']} rows of {sizes['length']} tokens."]
 
     def tables(self, result: Row) -> list[Table]:
         columns = [

@@ -415,15 +415,14 @@ class PipelineCase(Case):
         check_agreement(kept)
         result["memory"] = [_memory_row(record) for record in kept]
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
         model = f"Model: {llama.described(sizes)}, {sizes['dtype']}; S = {sizes['length']} tokens"
-        return [self.machine(result), f"{model}, one row in each micro-batch.", self.command(result)]
+        return [f"{model}, one row in each micro-batch."]
 
     def tables(self, result: Row) -> list[Table]:
         by_count = grouped(result["rows"], "micro_batches")
-        steps = [_step_table(rows, *count) for count, rows in by_count.items()]
-        return [*steps, _bubble_table(result["rows"]), _memory_table(result["memory"])]
+        return [*(_step_table(rows, *count) for count, rows in by_count.items()), _memory_table(result["memory"])]
 
 
 # --- measuring ---
@@ -509,26 +508,34 @@ def _step_table(rows: Sequence[Row], count: int) -> Table:
         Column("", row_name, "l"),
         Column("step, s", lambda row: ranged(row["step_s"])),
         Column("÷ torch", lambda row: ratio(row, "torch")),
-        Column("÷ DeepSpeed", lambda row: ratio(row, "deepspeed")),
-        Column("÷ k = 1", lambda row: ratio(row, "own_1f1b")),
-        Column("simulated", lambda row: known(row["ratio_simulated"], ".2f")),
-        Column("theory", lambda row: known(row["ratio_theory"], ".2f")),
+        Column("÷ DeepSpeed", lambda row: ratio(row, "deepspeed"), on_page=False),
+        Column("÷ k = 1", lambda row: ratio(row, "own_1f1b"), on_page=False),
+        Column("÷ k = 1, simulated", lambda row: known(row["ratio_simulated"], ".2f")),
+        Column("÷ k = 1, theory", lambda row: known(row["ratio_theory"], ".2f"), on_page=False),
+        Column("bubble", lambda row: _percent(row["bubble"])),
+        Column("simulated bubble", lambda row: _percent(row["bubble_simulated"])),
+        Column("theory of the bubble", lambda row: _percent(row["bubble_theory"]), on_page=False),
     ]
-    return Table(columns, rows, part=f"steps, M = {count}")
+    return Table(columns, rows, part=f"steps, M = {count}", file=f"_m{count}", page_rows=fastest_of_each(rows))
 
 
-def _bubble_table(rows: Sequence[Row]) -> Table:
-    def cell(rows: Mapping[int, Row], count: int, key: str) -> str:
-        return known(rows[count][key] if count in rows else None, ".1f", unit=0.01, end=" %")
+def fastest_of_each(rows: Sequence[Row]) -> list[Row]:
+    """Of each kind of schedule the fastest row, of segments of equal cost each number."""
+    fastest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row["kind"] != "cuboid":
+            kind = (row["kind"], row["chunks"])
+        elif (row["schedule"], row["partition"]) == ("seq1f1b", "flops"):
+            kind = ("seq1f1b", row["segments"])
+        else:
+            kind = (row["schedule"], row["partition"])
+        if kind not in fastest or row["step_s"]["median"] < fastest[kind]["step_s"]["median"]:
+            fastest[kind] = row
+    return [row for row in rows if any(row is kept for kept in fastest.values())]
 
-    kinds = {"measured": "bubble", "simulated": "bubble_simulated", "theory": "bubble_theory"}
-    columns = [Column("", lambda rows: row_name(next(iter(rows.values()))), "l")]
-    for (count,) in grouped(rows, "micro_batches"):
-        for kind, key in kinds.items():
-            columns.append(Column(f"M = {count}: {kind}", partial(cell, count=count, key=key)))
-    # A row of this table has a row of each number of micro-batches.
-    joined = [{row["micro_batches"]: row for row in group} for group in grouped(rows, "name").values()]
-    return Table(columns, joined, part="bubbles")
+
+def _percent(share: float | None) -> str:
+    return known(share, ".1f", unit=0.01, end=" %")
 
 
 def _memory_table(rows: Sequence[Row]) -> Table:
@@ -540,11 +547,15 @@ def _memory_table(rows: Sequence[Row]) -> Table:
     stages = range(len(rows[0]["peak_bytes"]) if rows else 0)
     columns = [
         Column("MiB", row_name, "l"),
-        *(Column(f"stage {n}", lambda row, n=n: f"{row['peak_bytes'][n] / MIB:.0f}") for n in stages),
+        *(
+            Column(f"stage {n}", lambda row, n=n: f"{row['peak_bytes'][n] / MIB:.0f}", on_page=n in (0, stages[-1]))
+            for n in stages
+        ),
         Column("largest ÷ k = 1", lambda row: f"**{largest(row, 'peak_bytes')}**"),
         Column("by tokens in flight", lambda row: largest(row, "sequences_in_flight")),
     ]
-    return Table(columns, rows, part="memory")
+    shown = [row for row in rows if row["partition"] != "even"]
+    return Table(columns, rows, part="memory", file="_memory", page_rows=shown)
 
 
 CASE = PipelineCase()

@@ -38,6 +38,7 @@ from pipeline import (
     Task,
     build,
     cuts,
+    fastest_of_each,
     is_able,
     pipeline_row,
     row_name,
@@ -356,6 +357,7 @@ class EmulatedPipeline(Case):
     name = "pipeline_emulated"
     sources = freshness.SCHEDULES
     repeats, limit_s = 5, 600.0
+    cores = "{cores} cores for all stages"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stages", type=int, choices=[2, 4, 8, 16, 32], nargs="+", help="(default 8 16)")
@@ -394,15 +396,13 @@ class EmulatedPipeline(Case):
                     write_rows()
                     ranks.call("discard")
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
         return [
-            self.machine(result, "{} cores for all stages"),
             f"Emulated: {sizes['layers']} layers like Llama-2-7B's (hidden {sizes['hidden']}, MLP "
             f"{sizes['intermediate']}), sequences of {sizes['length']} tokens; the forward of a whole sequence sleeps "
             f"for {1e3 * sizes['forward_s']:g} ms on each stage.",
             f"Messages: {sizes['width']} float32 numbers a token; loopback.",
-            self.command(result),
         ]
 
     def remarks(self, result: Row) -> list[str]:
@@ -417,21 +417,26 @@ class EmulatedPipeline(Case):
         columns = [
             Column("", _name, "l"),
             Column("step, s", lambda row: ranged(row["step_s"])),
-            Column("simulated", lambda row: known(row["simulated_s"], ".2f")),
+            Column("simulated, s", lambda row: known(row["simulated_s"], ".2f"), on_page=False),
             Column("÷ 1F1B", lambda row: ranged(row["ratios"].get("own_1f1b"))),
             Column("simulated", lambda row: known(row["ratio_simulated"], ".2f")),
-            Column("theory", lambda row: known(row["ratio_theory"], ".2f")),
-            Column("÷ torch", lambda row: ranged(row["ratios"].get("torch"))),
-            Column("÷ DeepSpeed", lambda row: ranged(row["ratios"].get("deepspeed"))),
+            Column("theory", lambda row: known(row["ratio_theory"], ".2f"), on_page=False),
+            Column("÷ torch", lambda row: ranged(row["ratios"].get("torch")), on_page=False),
+            Column("÷ DeepSpeed", lambda row: ranged(row["ratios"].get("deepspeed")), on_page=False),
             Column("bubble", lambda row: f"{100 * row['bubble']['median']:.1f} %"),
-            Column("simulated", lambda row: known(row["bubble_simulated"], ".1f", unit=0.01, end=" %")),
-            Column("theory", lambda row: known(row["bubble_theory"], ".1f", unit=0.01, end=" %")),
+            Column("simulated bubble", lambda row: known(row["bubble_simulated"], ".1f", unit=0.01, end=" %")),
+            Column(
+                "theory of the bubble",
+                lambda row: known(row["bubble_theory"], ".1f", unit=0.01, end=" %"),
+                on_page=False,
+            ),
             Column("sequences in flight", lambda row: f"{max(row['sequences_in_flight']):.2f}"),
         ]
-        return [
-            Table(columns, rows, f"{stages} stages, M = {count} ({EMULATED})")
-            for (stages, count), rows in grouped(result["rows"], "stages", "micro_batches").items()
-        ]
+        tables = []
+        for (stages, count), rows in grouped(result["rows"], "stages", "micro_batches").items():
+            title, file = f"{stages} stages, M = {count} ({EMULATED})", f"_{stages}_stages_m{count}"
+            tables.append(Table(columns, rows, title, file=file, page_rows=fastest_of_each(rows)))
+        return tables
 
 
 def _keep(_: int) -> Link:

@@ -417,14 +417,9 @@ class TrainingStep(Case):
         del args
         return {"shape": str(entry.shape(workload, model)) if entry.family == "cuboid" else None}
 
-    def facts(self, result: Row) -> list[str]:
+    def setting(self, result: Row) -> list[str]:
         sizes = result["workload"]
-        return [
-            self.machine(result),
-            f"Model: {llama.described(sizes)}; {llama.batch(sizes)}.",
-            f"Links: {links.links(result)}.",
-            self.command(result),
-        ]
+        return [f"Model: {llama.described(sizes)}; {llama.batch(sizes)}.", f"Links: {links.links(result)}."]
 
     def remarks(self, result: Row) -> list[str]:
         rows = result["rows"]
@@ -439,15 +434,15 @@ class TrainingStep(Case):
             Column("contestant", lambda row: row["name"], "l"),
             Column("step, s", lambda row: ranged(row["step_s"])),
             Column("`auto` is × as fast", lambda row: ranged(auto["ratios"].get(row["key"]), none="1")),
-            Column("CPU, s", lambda row: f"{row['computing_s']:.1f}"),
+            Column("CPU, s", lambda row: f"{row['computing_s']:.1f}", on_page=False),
         ]
         if result["rate_mbit"] is not None:
             columns += [
                 Column("MB sent", lambda row: f"{row['sent_bytes'] / MB:.1f}"),
                 Column("by bytes", lambda row: known(auto["ratios_bytes"].get(row["key"]), ".2f", none="1")),
-                *links.LIMITS,
+                *(dataclasses.replace(column, on_page=False) for column in links.LIMITS),
             ]
-        return [Table([*columns, Column("error", tables.error)], rows)]
+        return [Table([*columns, Column("error", tables.error, on_page=False)], rows, file="")]
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['network']}_{result['workload']['dtype']}"

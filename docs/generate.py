@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{page} is out of date; run: python {SCRIPT}", file=sys.stderr)
         return 1 if stale else 0
     for page, text in texts.items():
+        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
     return 0
 

@@ -33,6 +33,7 @@ class Case:
     networks: Sequence[str] = ("loopback",)  # what ranks may communicate over
     rate_mbit: float | None = None  # of each rank's link on the shaped network; None where the case finds it by itself
     unit = "steps"  # what the rounds consist of
+    cores = "{cores} cores for all ranks"  # who had how many
 
     # --- measuring ---
 
@@ -48,9 +49,18 @@ class Case:
 
     # --- showing ---
 
-    def facts(self, result: Row) -> list[str]:
-        """What was measured, in sentences."""
+    def setting(self, result: Row) -> list[str]:
+        """What was measured, in sentences, without the machine and the command."""
         raise NotImplementedError
+
+    def facts(self, result: Row) -> list[str]:
+        """What was measured, on which machine, by which command, in sentences."""
+        host, rounds = result["machine"], result["repeats"]
+        return [
+            f"Machine: {self.processor(result)}; {host['system']}, {versions(result)}.",
+            *self.setting(result),
+            f"Command: `{result['command']}`; {rounds} round{'s' if rounds > 1 else ''}.",
+        ]
 
     def remarks(self, result: Row) -> list[str]:
         """What a reader must know before believing the numbers, in sentences."""
@@ -63,15 +73,10 @@ class Case:
         """Of the record among those that are kept, and of its picture."""
         return self.name
 
-    def machine(self, result: Row, cores: str = "{} cores for all ranks") -> str:
-        """The machine in a sentence; ``cores`` says who had how many of them."""
+    def processor(self, result: Row) -> str:
+        """Its name, and who had how many of its cores."""
         host = result["machine"]
-        return f"Machine: {host['processor']}, {cores.format(host['cores'])}; {host['system']}, {versions(result)}."
-
-    def command(self, result: Row) -> str:
-        """The command and the rounds in a sentence."""
-        rounds = result["repeats"]
-        return f"Command: `{result['command']}`; {rounds} round{'s' if rounds > 1 else ''}."
+        return f"{host['processor']}, {self.cores.format(cores=host['cores'], ranks=result.get('ranks'))}"
 
     def busy(self, result: Row) -> list[str]:
         """That others used the machine meanwhile, if they did."""

@@ -1,9 +1,9 @@
-"""One table of columns for the console and for the pages of docs/."""
+"""One table of columns for the console, for the pages of docs/ and for the files beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Row = dict[str, Any]
@@ -19,6 +19,7 @@ class Column:
     title: str  # over it
     cell: Callable[[Row], str]  # of a row, in Markdown
     align: str = "r"  # ``"r"`` for numbers, ``"l"`` for names
+    on_page: bool = True  # otherwise only on the console and in the table's file
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Table:
     rows: Sequence[Row]  # from the top
     title: str = ""  # above it; on pages with a colon behind it
     part: str | None = None  # name of the page's part that it is alone in, if it is
+    file: str | None = None  # what the record's name ends with in the name of the file that has all of it
+    page_rows: Sequence[Row] | None = None  # which of the rows pages show, if not all
+
+    def for_page(self) -> Table:
+        """Only the columns and rows that pages show."""
+        columns = [column for column in self.columns if column.on_page]
+        return replace(self, columns=columns, rows=self.rows if self.page_rows is None else self.page_rows)
 
     def cells(self) -> list[list[str]]:
         titles = [column.title for column in self.columns]
@@ -38,7 +46,10 @@ class Table:
         return markdown(self.cells(), "".join(column.align for column in self.columns))
 
     def text(self) -> str:
-        return text([[cell.replace("**", "").replace("`", "") for cell in line] for line in self.cells()])
+        return text(self.plain_cells())
+
+    def plain_cells(self) -> list[list[str]]:
+        return [[cell.replace("**", "").replace("`", "") for cell in line] for line in self.cells()]
 
 
 def markdown(cells: Sequence[Sequence[str]], align: str) -> str:

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from harness import freshness
+from harness.case import versions
 from harness.links import MARKS
-from harness.tables import known
+from harness.tables import Table, known, markdown
 
 from generators import bars
 from generators.bars import Bar, Panel
-from generators.marked import DOCS
+from generators.marked import DOCS, comma_separated
 
 RECORDS = DOCS.parent / "benchmarks" / "measured"
+#: Of docs/: files with all rows and columns of the tables that pages shorten.
+FILES = "data/measured"
+#: The page that has machines and commands once, in a part of this name.
+RUNS_PAGE, RUNS = "performance.md", "runs"
 MIB = 2**20
 Row = dict[str, Any]
 
@@ -170,7 +175,20 @@ class Measured:
 
     def parts(self) -> dict[str, dict[str, str]]:
         """From all records of the case."""
-        return {self._shown.page: self.parts_of(self._records())}
+        parts = self.parts_of(self._records())
+        if self._shown.page == RUNS_PAGE:
+            parts[RUNS] = runs()
+        return {self._shown.page: parts}
+
+    def files(self) -> dict[str, str]:
+        """What stands in files beside the pages, by their paths in docs/."""
+        texts = {}
+        for name, result in self._records().items():
+            for table in self._case.tables(result):
+                if table.file is not None:
+                    header, *rows = table.plain_cells()
+                    texts[_file(name, table)] = comma_separated(header, rows)
+        return texts
 
     def parts_of(self, records: Mapping[str, Row]) -> dict[str, str]:
         """The page's parts in Markdown, from records by their names."""
@@ -180,16 +198,19 @@ class Measured:
                 parts[part] = "Not measured yet."
                 continue
             tables = self._case.tables(records[name])
-            parts |= {table.part: table.markdown() for table in tables if table.part is not None}
+            parts |= {table.part: _shortened(name, table) for table in tables if table.part is not None}
             parts[part] = self._markdown(name, records[name], [table for table in tables if table.part is None])
         return parts
 
     def _markdown(self, name: str, result: Row, tables: list[Any]) -> str:
         """What was measured, how old that is, what must be known of it, tables, and perhaps a picture."""
         stale = freshness.remark(result)
-        sentences = [*self._case.facts(result), *([] if stale is None else [stale]), *self._case.remarks(result)]
+        facts = self._case.setting(result) if self._shown.page == RUNS_PAGE else self._case.facts(result)
+        sentences = [*facts, *([] if stale is None else [stale]), *self._case.remarks(result)]
         blocks = ["\n".join(f"* {sentence}" for sentence in sentences)]
-        blocks += [f"{table.title}:\n\n{table.markdown()}" if table.title else table.markdown() for table in tables]
+        for table in tables:
+            shown = _shortened(name, table)
+            blocks.append(f"{table.title}:\n\n{shown}" if table.title else shown)
         if self._shown.picture is not None:
             blocks.append(f"![{self._shown.picture}](figures/{name}.png)")
         return "\n\n".join(blocks)
@@ -209,11 +230,37 @@ class Measured:
             bars.draw(folder / f"{name}.png", panels)
 
     def _records(self) -> dict[str, Row]:
-        records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
-        return {stem: result for stem, result in records.items() if result["benchmark"] == self._case.name}
+        return {stem: result for stem, result in _all_records().items() if result["benchmark"] == self._case.name}
 
     def take(self, folder: Path) -> None:
         """Keep the record that a run has left in a folder."""
         result = json.loads((folder / f"{self._case.name}.json").read_text(encoding="utf-8"))
         text = json.dumps(result, indent=1) + "\n"
         (RECORDS / f"{self._case.record_name(result)}.json").write_text(text, encoding="utf-8")
+
+
+def runs() -> str:
+    """Table of the machine and the command of each record that the page shows."""
+    lines = [["measured", "on", "machine", "versions", "rounds", "command"]]
+    for name, result in _all_records().items():
+        if SHOWN[result["benchmark"]].page == RUNS_PAGE:
+            case = importlib.import_module(result["benchmark"]).CASE
+            record, date = f"[{name}](../benchmarks/measured/{name}.json)", result["measures"]["date"]
+            rounds, command = str(result["repeats"]), f"`{result['command']}`"
+            lines.append([record, date, case.processor(result), versions(result), rounds, command])
+    return markdown(lines, "llllrl")
+
+
+def _all_records() -> dict[str, Row]:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def _file(name: str, table: Table) -> str:
+    return f"{FILES}/{name}{table.file}.csv"
+
+
+def _shortened(name: str, table: Table) -> str:
+    """A table in Markdown; one that has a file only with what people compare, and a link to the rest."""
+    if table.file is None:
+        return table.markdown()
+    return f"{table.for_page().markdown()}\n\n[All rows and columns]({_file(name, table)})"

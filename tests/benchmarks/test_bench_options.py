@@ -62,3 +62,15 @@ def test_one_table_for_pages_and_console():
         "| `two` | **–** |",
     ]
     assert table.text().splitlines() == ["name  a|b", "one   1.23 (1.00–2.00)", "two   –"]
+
+
+def test_a_page_has_what_people_compare_and_a_file_has_all():
+    columns = [
+        Column("`name`", lambda row: f"`{row['name']}`", "l"),
+        Column("step, s", lambda row: f"**{row['step_s']}**"),
+        Column("error", lambda row: row["error"], on_page=False),
+    ]
+    rows = [{"name": name, "step_s": step_s, "error": "1e-7"} for name, step_s in (("one", 1.5), ("two", 2.5))]
+    table = Table(columns, rows, file="_steps", page_rows=rows[1:])
+    assert table.for_page().markdown().splitlines() == ["| `name` | step, s |", "| --- | ---: |", "| `two` | **2.5** |"]
+    assert table.plain_cells() == [["name", "step, s", "error"], ["one", "1.5", "1e-7"], ["two", "2.5", "1e-7"]]

@@ -126,8 +126,10 @@ def test_ratios_are_those_of_the_rounds(result):
 def test_the_page_can_be_written_from_it(result):
     (text,) = Measured("pipeline_emulated").parts_of({"pipeline_emulated": result}).values()
     assert text.count(EMULATED) == 3
-    assert text.count("| `seq1f1b`, k = 4, even |") == 3
-    assert text.count("| `torch.distributed.pipelining`, DualPipeV |") == 1
+    # Of each kind the fastest; the files have all.
+    assert text.count(", even |") == 3
+    names = [row[0] for table in CASE.tables(result) for row in table.plain_cells()]
+    assert names.count("torch.distributed.pipelining, DualPipeV") == 1
     assert all(sentence in text for sentence in CASE.remarks(result))
 
 

@@ -155,7 +155,7 @@ def test_a_new_record_is_taken_over(monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "RECORDS", tmp_path)
     assert generate.main(["--from", str(tmp_path / "run"), "--figures", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8")) == record
-    assert "* Command: `another one`." in page.read_text(encoding="utf-8")
+    assert "| 1 | `another one` |" in page.read_text(encoding="utf-8")
     assert (tmp_path / "memory.png").exists()
     with pytest.raises(SystemExit):
         generate.main(["--from", str(ROOT / "tests")])
