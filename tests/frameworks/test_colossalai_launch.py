@@ -24,7 +24,7 @@ def start(tmp_path_factory):
     from cuboid.train.data.initial_model import train_tokenizer, write_llama
 
     folder = tmp_path_factory.mktemp("start")
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8") * 3
+    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8") * 5
     (folder / "text.txt").write_text(text, encoding="utf-8")
     tokenizer = train_tokenizer([text], 512)
     write_llama(folder / "model", 512, tokenizer, 0)
