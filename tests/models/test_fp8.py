@@ -1,9 +1,7 @@
 """Linear layers in fp8: products beside an emulation of the recipe, in models, stages and graphs, and refusals."""
 
-import contextlib
 import copy
 import functools
-import math
 from types import MappingProxyType
 from unittest import mock
 
@@ -33,8 +31,8 @@ from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.verify import Plan, verify
+from fp8_emulation import FP8, counted_products, distance, rounded
 
-FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LAYERS, ROWS, LENGTH = 2, 2, 32
 #: Products in fp8 of a layer's forward: q, k, v and o, gate, up and down.
@@ -43,15 +41,6 @@ NOTHING = MappingProxyType({})
 
 
 # --- an independent emulation of the recipe ------------------------------------------------------------------------
-
-
-def rounded(x):
-    """Each row on the grid of e4m3, scaled by the least power of two by which it fits, in float64."""
-    x = x.double()
-    largest = x.abs().amax(1).tolist()
-    scales = torch.tensor([2.0 ** math.ceil(math.log2(most / 448)) if most else 1.0 for most in largest])
-    scales = scales.double()[:, None]
-    return (x / scales).float().to(torch.float8_e4m3fn).double() * scales
 
 
 class Emulation(torch.autograd.Function):
@@ -72,11 +61,6 @@ class EmulatedLinear(nn.Linear):
     def forward(self, x):
         y = Emulation.apply(x, self.weight)
         return y if self.bias is None else y + self.bias
-
-
-def distance(actual, expected):
-    actual, expected = (torch.cat([x.detach().double().flatten() for x in tensors]) for tensors in (actual, expected))
-    return float((actual - expected).norm() / expected.norm())
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -166,22 +150,6 @@ def train(pipeline=None, mode="none", fp8=FP8, emulated=False, **section):
     runs = None if pipeline is None else cuboid.Pipeline(model)
     with counted_products(emulated) as shapes:
         return (*loss_and_gradients(model, runs), shapes)
-
-
-@contextlib.contextmanager
-def counted_products(emulated):
-    """The shapes of products in fp8, which are perhaps emulated, inside."""
-    quantize, multiply, shapes = rowwise.quantize, rowwise.multiply_quantized, []
-
-    def round_rows(x):
-        return (rounded(x), None) if emulated else quantize(x)
-
-    def count(x, x_scale, weight, weight_scale, *, fast=False):
-        shapes.append((x.shape[-1], weight.shape[0]))
-        return (x @ weight.T).bfloat16() if emulated else multiply(x, x_scale, weight, weight_scale, fast=fast)
-
-    with mock.patch.multiple(rowwise, quantize=round_rows, multiply_quantized=count):
-        yield shapes
 
 
 @functools.cache
