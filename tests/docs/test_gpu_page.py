@@ -50,6 +50,12 @@ def test_the_page_has_the_machine_the_outcomes_and_the_figures():
     assert "| `test_stage.py` | 1 failed, 1 skipped | 3 |" in lines
 
 
+def test_a_machine_of_several_runs_is_shown_once():
+    text = page([record(RESULTS), record(RESULTS[:1]), record(RESULTS, GPU="1 × Another GPU")])
+    assert text.count("| GPU | 1 × Some GPU, 80 GiB |") == text.count("| GPU | 1 × Another GPU |") == 1
+    assert "## Run 2\n\nOn the machine of [run 1](#run-1), with the same versions.\n" in text
+
+
 def test_figures_are_those_of_the_newest_run_that_has_them():
     again = Result("test_kernels.py::test_a[2]", "passed", 2.0, (("Kernels", "fp16", "kernel", "CudaCudnn"),))
     text = page([record(RESULTS), record([again], GPU="1 × Another GPU")])

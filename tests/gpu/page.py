@@ -126,7 +126,10 @@ def page(records: list[Record]) -> str:
             if figures:
                 lines += [f"Run {number + 1}:", "", *_figures(figures), ""]
     for number, record in enumerate(records, 1):
-        lines += [f"## Run {number}", "", *_table(("", ""), list(record.machine.items())), ""]
+        first = next(n for n, other in enumerate(records, 1) if other.machine == record.machine)
+        same = [f"On the machine of [run {first}](#run-{first}), with the same versions."]
+        lines += [f"## Run {number}", ""]
+        lines += [*(_table(("", ""), list(record.machine.items())) if first == number else same), ""]
         if record.running:
             lines += [f"This was written before `{record.running}` ended, and has nothing of what came after it.", ""]
         lines += [*_table(("file", "outcome", "s"), [_row(*item) for item in record.files.items()]), ""]
