@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -24,29 +23,12 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
-from launching import ROOT, finish, free_port, start
+from launching import finish, free_port, start
 from warm_python import warm_python
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from network.networks import NetworkError, open_network, why_not_shaped
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 #: Of the process group; its ranks have this and half a minute to end.
 GROUP_TIMEOUT_S, SPARE_S = 5.0, 30.0
-
-
-@pytest.fixture
-def two_hosts():
-    """The process id that holds the switch between two hosts."""
-    reason = why_not_shaped()
-    if reason is not None:
-        pytest.skip(reason)
-    try:
-        with open_network("shaped", 2) as network:
-            yield network._hub_pid
-    except NetworkError as error:
-        pytest.skip(str(error))
 
 
 def cut_link(hub, rank):

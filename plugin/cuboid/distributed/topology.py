@@ -149,3 +149,18 @@ class Topology:
     def columns(self, stages: Sequence[int]) -> list[list[int]]:
         """For each position within a stage, the ranks at it in ``stages``, in that order."""
         return [[ranks[stage] for stage in stages] for ranks in self.groups(("pipe",))]
+
+    def axes_between(self, hosts: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Which of the axes of several ranks cross hosts, and which stay on one.
+
+        ``hosts`` has each rank's host. Axes are named as in the config, stages and replicas among them.
+        """
+        crossing: list[str] = []
+        staying: list[str] = []
+        labels = {"pipe": "stages", "data": "replicas"}
+        for name in ("pipe", "data", *RANK_ORDER):
+            groups = self.groups((name,))
+            if len(groups[0]) > 1:
+                crosses = any(len({hosts[rank] for rank in ranks}) > 1 for ranks in groups)
+                (crossing if crosses else staying).append(labels.get(name, name))
+        return crossing, staying

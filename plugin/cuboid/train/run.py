@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
+from cuboid.distributed.host_identity import host_identity
+from cuboid.distributed.topology import Topology
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.planner.description.meta_model import describe
 from cuboid.planner.description.seen import known_device
@@ -96,6 +98,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
         metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
         loop = _loop(job, engine, interrupts, tokens, share, device, metrics)
+        _say_hosts(mesh.topology, world, progress)
         checkpoints, history = RunCheckpoints(
             *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock)
         ).begin()
@@ -123,6 +126,15 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         report.write(options.out)
         (options.out / WRITING).unlink()
     return report
+
+
+def _say_hosts(topology: Topology, world: World, progress: TrainProgress) -> None:
+    """Say on which axes bytes leave the hosts, if there are several; collective."""
+    hosts = gather(host_identity("net"), world)
+    if len(set(hosts)) > 1:
+        crossing, staying = topology.axes_between(hosts)
+        inside = f"; {', '.join(staying)} stay inside" if staying else ""
+        progress.say(f"{len(set(hosts))} hosts: {', '.join(crossing)} cross them{inside}")
 
 
 def _is_late(max_time_s: float, history: History) -> bool:

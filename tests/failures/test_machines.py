@@ -1,0 +1,154 @@
+"""The launch lines of docs/machines.md, on two hosts of two ranks each."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.resume import find_run
+from launching import BIN, ROOT, end, finish, run, start
+from two_hosts import ADDRESSES, INTERFACE
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 2, "hidden": 1}},
+    "pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2},
+}
+HOST = (sys.executable, ROOT / "tests" / "support" / "two_hosts.py")
+MEETING = ("--master-addr", ADDRESSES[0], "--master-port", "29400")
+
+
+def torchrun(host, folder):
+    return (BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 2, "--node-rank", host, *MEETING, "-m", "cuboid.cli")
+
+
+def rendezvous(host, folder):
+    endpoint = ("--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-conf", f"is_host={int(host == 0)}")
+    options = (*endpoint, "--local-addr", ADDRESSES[host], "--max-restarts", 2)
+    backend = ("--rdzv-backend", "c10d", "--rdzv-id", "run1")
+    return (BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 2, *backend, *options, "-m", "cuboid.cli")
+
+
+def accelerate(host, folder):
+    options = ("--multi_gpu", "--num_machines", 2, "--num_processes", 4, "--machine_rank", host)
+    meeting = ("--main_process_ip", ADDRESSES[0], "--main_process_port", 29400)
+    return (BIN / "accelerate", "launch", *options, *meeting, "-m", "cuboid.cli")
+
+
+def deepspeed(host, folder):
+    (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\n")
+    options = ("--hostfile", folder / "hostfile", "--no_ssh", "--node_rank", host)
+    meeting = ("--master_addr", ADDRESSES[0], "--master_port", 29400)
+    return (BIN / "deepspeed", *options, *meeting, "--module", "cuboid.cli")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A tiny checkpoint, text and a config, and the losses of a run on one host."""
+    folder = tmp_path_factory.mktemp("job")
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    train_tokenizer(TEXTS, 300).save_pretrained(folder / "model")
+    (folder / "text").write_text("".join(TEXTS))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    alone = (BIN / "torchrun", "--standalone", "--nproc-per-node", 4, "-m", "cuboid.cli")
+    status, output = run(*alone, *train(folder, folder / "alone"))
+    assert status == 0, output
+    assert "hosts:" not in output
+    return folder
+
+
+def train(job, out, steps=6):
+    files = ("--model", job / "model", "--data", job / "text", "--config", job / "config.json", "--out", out)
+    return ("train", *files, "--sequence-length", 32, "--steps", steps, "--save-every", 2, "--resume", "auto")
+
+
+def losses_of(out):
+    return json.loads((out / "report.json").read_text())["train_losses"]
+
+
+def start_on_both(way, hub, job, out):
+    return [
+        start(*HOST, host, hub, *way(host, out.parent), *train(job, out), GLOO_SOCKET_IFNAME=INTERFACE)
+        for host in range(2)
+    ]
+
+
+@pytest.mark.parametrize("way", [torchrun, rendezvous, accelerate, deepspeed])
+def test_a_launch_line_trains_as_one_host_does(two_hosts, job, tmp_path, way):
+    hosts = start_on_both(way, two_hosts, job, tmp_path / "out")
+    endings = [finish(host, timeout_s=240) for host in hosts]
+    assert [status for status, _ in endings] == [0, 0], endings
+    said = "".join(output for _, output in endings)
+    assert said.count("2 hosts: stages cross them; sequence stay inside") == 1, said
+    assert losses_of(tmp_path / "out") == losses_of(job / "alone")
+
+
+def test_all_ranks_start_again_where_one_was_killed(two_hosts, job, tmp_path):
+    out = tmp_path / "out"
+    hosts = start_on_both(rendezvous, two_hosts, job, out)
+    try:
+        deadline = time.monotonic() + 240
+        while not (out / "checkpoints" / "latest").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(max(ranks_of(hosts[1])), signal.SIGKILL)
+        endings = [finish(host, timeout_s=300) for host in hosts]
+    finally:
+        for host in hosts:
+            end(host)
+    assert [status for status, _ in endings] == [0, 0], endings
+    assert find_run(out).state.resumed_after
+    assert losses_of(out) == losses_of(job / "alone")
+
+
+def ranks_of(launcher):
+    """Process ids of the ranks that a launcher has started."""
+    pids = []
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "LOCAL_RANK" in child.environ():
+                pids.append(child.pid)
+    return pids
+
+
+def test_the_slurm_template_queues_the_job_again_until_it_is_done(job, tmp_path):
+    """With stand-ins for Slurm's commands, and one node."""
+    commands = {
+        "srun": 'shift; exec "$@"',
+        "scontrol": f'[ "$1" = requeue ] && echo "$2" >> {tmp_path}/queued; [ "$1" = show ] && echo localhost; true',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    out = tmp_path / "out"
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    files = {"MODEL": job / "model", "DATA": job / "text", "CONFIG": job / "config.json", "OUT": out}
+    names = {name: str(path) for name, path in files.items()}
+    variables = {**slurm, **names, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "RANKS_PER_NODE": "4"}
+    template = ROOT / "configs" / "slurm" / "train.sbatch"
+    status, output = run("bash", template, **variables, MAX_TIME="1")
+    assert status == 1, output
+    assert "stopped by --max-time after step 1" in output
+    assert (tmp_path / "queued").read_text() == "7\n"
+    assert find_run(out).state.step == 1
+    # There is no schedule in the config, so its length is the default; what matters is that it goes on.
+    status, output = run("bash", template, **variables, MAX_TIME="1", SLURM_RESTART_COUNT="20")
+    assert status == 1, output
+    assert find_run(out).state.step == 2
+    assert (tmp_path / "queued").read_text() == "7\n"
