@@ -125,7 +125,7 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
     Raises:
         PeerLostError: some rank didn't come; the message names it.
         RankError: some rank reported an early failure; with its message.
-        CuboidError: the store can't be opened at MASTER_PORT.
+        CuboidError: the store can't be opened at MASTER_PORT, or is that of ranks that torchrun has ended.
     """
     launch = launch or Launch.from_environment()
     if launch is None:
@@ -134,7 +134,8 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
     deadline = time.monotonic() + timeout_s
     try:
         store = launch.open_store(timeout_s)
-        store.set(f"at/{launch.rank}", "")
+        _reject_earlier_attempt(store, launch)
+        store.set(f"at/{launch.rank}", _this_process())
         store.add("arrived", 1)
         while store.add("arrived", 0) < launch.size:
             _raise_reported(store)
@@ -154,6 +155,24 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
             f"rank 0: {error}"
         ).arising_on(0) from error
     return store
+
+
+def _reject_earlier_attempt(store: BoundedStore, launch: Launch) -> None:
+    """Raise an error if another process was this rank before, with the same store.
+
+    That is so where torchrun starts ranks again: process groups would read the addresses of ended processes.
+    """
+    at = f"at/{launch.rank}"
+    if store.check(at) and store.get(at).decode() != _this_process():
+        raise CuboidError(
+            "the launcher has started the ranks again beside the store of those before, whose addresses torch's process "
+            "groups would take for their own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that each "
+            "attempt has a store of its own"
+        )
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _raise_reported(store: BoundedStore) -> None:
