@@ -136,18 +136,26 @@ def test_the_slurm_template_queues_the_job_again_until_it_is_done(job, tmp_path)
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "scheduler": schedule}))
     out = tmp_path / "out"
     slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    files = {"MODEL": job / "model", "DATA": job / "text", "CONFIG": job / "config.json", "OUT": out}
+    files = {"MODEL": job / "model", "DATA": job / "text", "CONFIG": tmp_path / "config.json", "OUT": out}
     names = {name: str(path) for name, path in files.items()}
-    variables = {**slurm, **names, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "RANKS_PER_NODE": "4"}
+    variables = {
+        **slurm,
+        **names,
+        "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}",
+        "RANKS_PER_NODE": "4",
+        "SEQUENCE": "32",
+    }
     template = ROOT / "configs" / "slurm" / "train.sbatch"
     status, output = run("bash", template, **variables, MAX_TIME="1")
     assert status == 1, output
     assert "stopped by --max-time after step 1" in output
     assert (tmp_path / "queued").read_text() == "7\n"
     assert find_run(out).state.step == 1
-    # There is no schedule in the config, so its length is the default; what matters is that it goes on.
+    # Started again, it goes on. Once it has been started often enough, it isn't queued any more.
     status, output = run("bash", template, **variables, MAX_TIME="1", SLURM_RESTART_COUNT="20")
     assert status == 1, output
     assert find_run(out).state.step == 2

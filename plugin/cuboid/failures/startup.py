@@ -165,9 +165,9 @@ def _reject_earlier_attempt(store: BoundedStore, launch: Launch) -> None:
     at = f"at/{launch.rank}"
     if store.check(at) and store.get(at).decode() != _this_process():
         raise CuboidError(
-            "the launcher has started the ranks again beside the store of those before, whose addresses torch's process "
-            "groups would take for their own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that each "
-            "attempt has a store of its own"
+            "the launcher has started the ranks again beside the store of those before, whose addresses torch's "
+            "process groups would take for their own: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that "
+            "each attempt has a store of its own"
         )
 
 
