@@ -726,6 +726,8 @@ def test_a_loss_that_is_no_number_is_named_with_its_micro_batches(monkeypatch):
 def test_a_run_is_late_if_another_step_and_a_save_would_end_too_late(monkeypatch):
     monkeypatch.setattr("cuboid.train.run.time.time", lambda: psutil.Process().create_time() + 100)
     history = History([1.0] * 3, step_s=[30.0, 5.0, 7.0], longest_save_s=4.0)
+    assert not _is_late(109.5, history)  # at least one step is made
+    history.has_begun = True
     assert _is_late(109.5, history)
     assert not _is_late(110.5, history)
     with Interrupts() as interrupts:

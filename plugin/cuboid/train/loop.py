@@ -34,6 +34,7 @@ class History:
         earlier_step_s: mean seconds of a step before the run was resumed; None if it wasn't.
         sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
         longest_save_s: seconds of this process's longest save of a checkpoint.
+        has_begun: whether this process has begun a step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -42,6 +43,7 @@ class History:
     earlier_step_s: float | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
     longest_save_s: float = 0.0
+    has_begun: bool = False
 
     @property
     def step(self) -> int:
@@ -135,6 +137,7 @@ class Loop:
 
     def _step(self, history: History) -> None:
         started, step = time.perf_counter(), history.step + 1
+        history.has_begun = True
         traffic = cuboid.mesh_of(self.engine).comm_counter
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)

@@ -138,9 +138,12 @@ def _say_hosts(topology: Topology, world: World, progress: TrainProgress) -> Non
 
 
 def _is_late(max_time_s: float, history: History) -> bool:
-    """Whether another step and the save after it would end later than so many seconds after the process began."""
+    """Whether another step and the save after it would end later than so many seconds after the process began.
+
+    Not before its first step: else a run that is started again and again would never get further.
+    """
     elapsed_s = time.time() - psutil.Process().create_time()
-    return elapsed_s + history.mean_step_s + history.longest_save_s > max_time_s
+    return history.has_begun and elapsed_s + history.mean_step_s + history.longest_save_s > max_time_s
 
 
 def _check_resumed_alike(job: TrainJob, world: World) -> None:
