@@ -156,3 +156,18 @@ def test_the_byte_count_is_that_of_the_known_schemes(mesh, scale):
         weights = (4 * 48 * 48 + 3 * 48 * 96) * scale**2 * 2 * (mesh.batch - 1) / mesh.batch
         norms = 2 * 2 * 48 * scale * 2 * (mesh.batch - 1) / mesh.batch
         assert abs(count["batch"] - 3 * weights - norms) <= 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "pipe", "hosts", "expected"),
+    [
+        ((1, 2, 2), 2, "aaaabbbb", (["stages"], ["hidden", "sequence"])),
+        ((1, 2, 2), 1, "aaaabbbb", (["replicas"], ["hidden", "sequence"])),
+        ((2, 2, 2), 1, "aabbccdd", (["batch", "hidden"], ["sequence"])),
+        ((1, 1, 1), 1, "ab", (["replicas"], [])),
+        # Ranks that aren't numbered by host.
+        ((1, 4, 1), 2, "abababab", (["sequence"], ["stages"])),
+    ],
+)
+def test_axes_cross_hosts_where_ranks_that_differ_in_them_alone_are_on_several(shape, pipe, hosts, expected):
+    assert Topology(MeshShape(*shape), len(hosts), pipe).axes_between(hosts) == expected
