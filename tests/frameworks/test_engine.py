@@ -57,7 +57,7 @@ SCRIPT = """
     engine.load_checkpoint(out + "/checkpoint")
     report["resumed"] = all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
     report["data"] = mesh.coordinate.data
-    # Without a cache, whether or not the model's own settings ask for one.
+    # Without a cache, and with one, for which the model's own settings ask.
     kinds = ({"use_cache": False}, {})
     found = [engine.module.eval().generate(ids[:2], max_new_tokens=2, do_sample=False, **each) for each in kinds]
     report["generated"] = [tokens.tolist() for tokens in found]
@@ -117,7 +117,7 @@ def test_deepspeed_resumes_its_own_checkpoint_on_the_same_layout(reports):
     assert all(report["resumed"] for report in reports[1])
 
 
-def test_generation_works_without_a_cache(reports):
+def test_generation_works_with_and_without_a_cache(reports):
     for report in reports[1]:
         without, by_default = report["generated"]
         assert without == by_default

@@ -149,7 +149,7 @@ def test_numbers_that_no_table_has_are_refused_in_a_pipeline_of_all_replicas(poo
             place = "[0, 11]" if name == "position_ids" else "[1, 3]"
             named = f"{name}{place} of micro-batch 1 is {value}"
             assert errors[name, value].startswith(named)
-        assert errors["base"] == errors["generate"]
+        assert errors["generate"].startswith("generate: a pipeline stage has no forward of its own; save the model")
         assert errors["base"].startswith("a pipeline stage has no forward of its own")
         assert "cuboid.full_state_dict" in errors["state_dict"]
 

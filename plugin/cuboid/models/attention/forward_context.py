@@ -19,6 +19,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, WholeSequence
 from cuboid.models.batch.batch_check import BatchCheck
 from cuboid.models.batch.local_batch import LocalBatch
+from cuboid.models.batch.rank_cache import RankCache
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 
@@ -101,12 +102,14 @@ class Lengths:
         source: lengths of the encoder's sequence, if this is the sequence of a decoder that attends to an encoder.
         makes_masks: whether masks are made for these lengths. If not, the model's attention doesn't go through Hugging
             Face's interface, and mask functions do what they do in plain transformers.
+        cache: what tokens before these left, in generation: attention then gets the real new tokens alone.
     """
 
     real: int
     padded: int
     source: Lengths | None = None
     makes_masks: bool = True
+    cache: RankCache | None = None
 
 
 #: Used in place of lengths in models of images, whose masks are made from whole activations.

@@ -29,6 +29,7 @@ from cuboid.models.attention.segment_call import Call, attend_in_graph, attend_p
 from cuboid.models.attention.segment_mask import segment_mask
 from cuboid.models.attention.segments import AttentionRecord, find_record, hang_record
 from cuboid.models.attention.whole_sequence import Masks
+from cuboid.models.batch.rank_cache import RankCache
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
@@ -118,6 +119,9 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
         return attend_in_graph(name, kernel, module, call, record.place)
     running = None if is_compiling else kept_attention.get()
     kept = None if running is None else running.next_call()
+    lengths = None if is_compiling else forward_context().lengths
+    if lengths is not None and lengths.cache is not None:
+        return _attend_with_cache(kernel, module, call, lengths, lengths.cache)
     # A graph that looked at the unit would be one of this unit alone.
     unit = None if record.slot is None or (is_compiling and record.is_in_graph) else record.unit
     if record.slot is not None and unit is not None:
@@ -134,6 +138,20 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
         else:
             output, weights = kept.attend(kernel, module, call)
     return output if record.images is None else record.images.filled_up(output, dim=1), weights
+
+
+def _attend_with_cache(
+    kernel: ModelKernel, module: nn.Module, call: Call, lengths: Lengths, cache: RankCache
+) -> tuple[torch.Tensor, Any]:
+    """Compute attention of the new tokens, without their padding, whose outputs are zeros."""
+    if call.key.shape[2] not in cache.lengths:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to {call.key.shape[2]} keys, which aren't those of the cache; generate "
+            "with use_cache=False"
+        )
+    query = call.query[:, :, : lengths.real]
+    output, weights = kernel(module, query, call.key, call.value, call.mask, **call.options)
+    return nn.functional.pad(output, (0, 0, 0, 0, 0, lengths.padded - lengths.real)), weights
 
 
 def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,6 +200,8 @@ def _whole_mask(name: str, lengths: Lengths, arguments: dict[str, Any]) -> Any:
         # A decoder's self-attention is causal, so a bidirectional mask is for its attention to the encoder.
         sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}
         return _bidirectional_mask(name, {**arguments, **sizes}, lengths.padded, lengths.source)
+    if lengths.cache is not None:
+        return mask_function(name)(**{**arguments, "q_length": lengths.real})
     sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
     if arguments.get("allow_is_bidirectional_skip") and lengths.padded > lengths.real:
         return _bidirectional_mask(name, {**arguments, **sizes}, lengths.padded, lengths)

@@ -165,7 +165,8 @@ def lost_boundaries(micro_batches: Iterable[Mapping[str, torch.Tensor]]) -> torc
     counts = []
     for batch in micro_batches:
         if "attention_mask" in batch and "position_ids" in batch:
-            shown = batch["attention_mask"] != 0
+            # In generation, the mask has the tokens in the cache, too.
+            shown = batch["attention_mask"][:, -batch["position_ids"].shape[1] :] != 0
             restarts = batch["position_ids"].diff(dim=1) <= 0
             counts.append((restarts & shown[:, 1:] & shown[:, :-1]).sum())
     return torch.stack(counts).sum() if counts else None

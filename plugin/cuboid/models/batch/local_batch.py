@@ -15,6 +15,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.batch.length_cases import rope_types, thresholds
+from cuboid.models.batch.rank_cache import RankCache
 
 IGNORE_INDEX = -100
 #: The tensors of a micro-batch, each ``[B, S]``; positions also ``[1, S]``.
@@ -50,6 +51,7 @@ class LocalBatch:
         length: S; 0 for images.
         options: the forward's other arguments, unchanged.
         source: the encoder's batch, if this one is for a decoder.
+        cache: what the tokens before these left, in generation. The mask is then of all tokens, ``[B'/b, T + S]``.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -57,6 +59,7 @@ class LocalBatch:
     length: int
     options: dict[str, Any]
     source: LocalBatch | None = None
+    cache: RankCache | None = None
 
     @property
     def padded(self) -> int:
@@ -95,13 +98,20 @@ def take_local_batch(
         UnsupportedModelError: an argument isn't supported by sharded models.
         CuboidError: the shapes contradict each other.
     """
+    given_cache = arguments.get("past_key_values")
+    cache = given_cache if isinstance(given_cache, RankCache) else None
     tensors = given_tensors(arguments, token_types=token_types)
-    _reject({name: value for name, value in arguments.items() if name not in tensors or name == "input_ids"})
+    handled = {*tensors} - {"input_ids"} | (set() if cache is None else {"past_key_values", "use_cache"})
+    _reject({name: value for name, value in arguments.items() if name not in handled})
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REJECTED)}
+    whole_mask = None if cache is None else tensors.pop("attention_mask", None)
     check_tensors(tensors)
     rows, length = tensors["input_ids"].shape
+    if cache is not None:
+        cache.begin(rows, length)
     if "position_ids" not in tensors and inputs != "only ids":
-        tensors["position_ids"] = torch.arange(length, device=tensors["input_ids"].device).unsqueeze(0)
+        seen = 0 if cache is None else cache.seen
+        tensors["position_ids"] = torch.arange(seen, seen + length, device=tensors["input_ids"].device).unsqueeze(0)
     more = padded_length(rows, mesh.size("batch")) - rows
     target = padded_length(max(length, at_least), granule(mesh))
     local = {}
@@ -109,7 +119,9 @@ def take_local_batch(
         given_once = name == "position_ids" and tensor.shape[0] == 1
         local_rows = tensor if given_once else own_slice(with_rows(name, tensor, more), 0, mesh.along("batch"))
         local[name] = _pad(name, local_rows, target - length, config, inputs)
-    return LocalBatch(local, rows, length, options)
+    if whole_mask is not None:
+        local["attention_mask"] = own_slice(with_rows("attention_mask", whole_mask, more), 0, mesh.along("batch"))
+    return LocalBatch(local, rows, length, options, cache=cache)
 
 
 def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
@@ -125,7 +137,7 @@ def _reject(arguments: dict[str, Any]) -> None:
         if value is not None and (isinstance(value, torch.Tensor) or value not in harmless):
             raise UnsupportedModelError(
                 f"{name} has no rule on a sharded model"
-                + (": its cache would hold parts of the heads; pass use_cache=False" if name == "use_cache" else "")
+                + (": generate makes its cache by itself; pass use_cache=False" if name == "use_cache" else "")
             )
     if arguments.get("input_ids") is None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")

@@ -167,6 +167,8 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     sharding.whole_model.limits.warn_of_length(arguments, sharding.mesh)
     # With a loss function of its own, a rank would gather logits that the others don't.
     modes = (model.training, torch.is_grad_enabled(), own_loss is not None, *asked)
+    if batch.cache is not None:
+        modes = (*modes, batch.cache.seen)
     assert sharding.draws is not None
     libraries = sharding.draws.libraries
     with_targets = arguments if around is None else {**arguments, **around.targets}
@@ -182,9 +184,9 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
             [count // sharding.mesh.size("sequence") for count in positions if count],
         )
     own_positions, packed = batch.tensors.get("position_ids"), None
-    # Positions that the user didn't give count up in one sequence. With a mask, transformers ignores packing.
+    # Positions that the user didn't give count up in one sequence. With a mask or cache, transformers ignores packing.
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
-    if own_positions is not None and may_be_packed:
+    if own_positions is not None and may_be_packed and batch.cache is None:
         packed = find_packed_sequence_indices(own_positions)
     with knowing(lengths=lengths, packing=Packing(own_positions, packed), check=check), compared_by(check):
         yield batch

@@ -99,7 +99,7 @@ class LanguageModel(ModelKind):
             output.logits = keep_logits(output.logits, keep)
         # Routers' are whole already.
         routers = ("router_logits", "aux_loss") if wants_routers else ()
-        whole_extras(model, output, batch, known=("loss", "logits", *routers))
+        whole_extras(model, output, batch, known=("loss", "logits", "past_key_values", *routers))
         return output.to_tuple() if as_tuple else output
 
     def items(self, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -189,12 +189,14 @@ class ModelKind:
         tensors = dict(batch.tensors)
         if model.cuboid.verdict.inputs != "embeddings":
             return {**batch.options, **tensors, "use_cache": False}
+        if batch.cache is not None:
+            tensors |= {"past_key_values": batch.cache}
         embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
-        return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
+        return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": batch.cache is not None}
 
     def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:
         """The lengths of a micro-batch's sequences, for the functions that make masks."""
-        return Lengths(batch.length, batch.padded, makes_masks=makes_masks)
+        return Lengths(batch.length, batch.padded, makes_masks=makes_masks, cache=batch.cache)
 
     def split_of_activations(self, mesh: Mesh, verdict: MeshVerdict) -> LateSplit | ImageSplit | None:
         """What splits activations at the first layer; None if the embedding does."""

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.batch.rank_cache import RankCache, cache_obstacle
 from cuboid.models.sharded.activation_checkpointing import keeping
 from cuboid.models.sharded.compilation import compile_later
 from cuboid.tensor3d.layers.linear import ShardedLinear
@@ -141,24 +142,45 @@ class WholeInterface:
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``, without a KV cache. Collective over the mesh.
+        """As ``GenerationMixin.generate``. Collective over the mesh.
 
-        Each step runs the whole sequence, so this is meant for samples during training. All ranks sample with the
-        random number generator state of the mesh's first rank, and keep it afterwards.
+        Each rank caches keys and values of its heads and rows, in models for which :func:`cache_obstacle` has none; in
+        others each step runs the whole sequence. All ranks sample with the random number generator state of the mesh's
+        first rank, and keep it afterwards.
 
         Raises:
-            UnsupportedModelError: the model is an encoder-decoder.
+            UnsupportedModelError: the model is an encoder-decoder, or a cache of the script's own was given.
         """
         if self.config.is_encoder_decoder:
             raise UnsupportedModelError(
                 "generate has no rule for an encoder-decoder on a mesh; save it with save_pretrained, and generate "
                 "with plain transformers"
             )
-        if kwargs.get("use_cache") and self.cuboid.mesh.rank == 0:
-            _logger.warning("generate(use_cache=True): a sharded model has no cache; every step runs all tokens")
+        if kwargs.get("cache_implementation") not in (None, "dynamic"):
+            raise UnsupportedModelError(
+                f"cache_implementation={kwargs['cache_implementation']!r} has no rule on a mesh; leave it out"
+            )
+        obstacle = cache_obstacle(self)
+        if obstacle is not None:
+            if kwargs.get("use_cache") and self.cuboid.mesh.rank == 0:
+                _logger.warning("generate(use_cache=True): %s; every step runs all tokens", obstacle)
+            kwargs = {**kwargs, "use_cache": False}
         self.cuboid.mesh.connect()
         _share_generator(self.cuboid.mesh, self.device)
-        return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
+        """Called by ``GenerationMixin.generate``, whose cache would hold padding and know none of the mesh's rows."""
+        given_cache = model_kwargs.get("past_key_values")
+        if given_cache is not None and not isinstance(given_cache, RankCache):
+            raise UnsupportedModelError(
+                f"past_key_values: a {type(given_cache).__name__} of the script's own has no rule on a mesh, whose "
+                "ranks cache their own heads and rows; leave it out, generate makes a cache"
+            )
+        if given_cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = RankCache(self.config, self.cuboid.mesh)
 
     def apply(self: Any, fn: Callable[[nn.Module], None]) -> Any:
         """As ``nn.Module.apply``, for functions that don't draw random numbers.
@@ -251,7 +273,7 @@ class WholeHead(nn.Module):
 
 def _share_generator(mesh: Mesh, device: torch.device) -> None:
     """Broadcast the first rank's random number generator state over the mesh, so that all ranks sample alike."""
-    if mesh.shape.size == 1:
+    if mesh.shape.size == 1 or mesh.in_threads:  # threads have one generator
         return
     module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     state = module.get_rng_state().to(device)

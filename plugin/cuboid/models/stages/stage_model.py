@@ -173,6 +173,17 @@ class StageModel(ShardedModel):
         # Classifiers have none.
         return None if head is None else _present(super().get_output_embeddings, head)
 
+    def generate(self, *_: Any, **__: Any) -> None:
+        """Not supported on a stage.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError(
+            "generate: a pipeline stage has no forward of its own; save the model with save_pretrained, and load it "
+            "without the config's pipeline section, on a mesh or in plain transformers, to generate"
+        )
+
     def enable_input_require_grads(self) -> None:
         """As in transformers, for activation checkpointing with a frozen embedding; on the first stage only."""
         # Inputs of other stages have a gradient anyway, and transformers would look for the embedding in a placeholder.

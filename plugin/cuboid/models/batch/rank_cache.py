@@ -1,0 +1,89 @@
+"""The key/value cache of a generation: what a rank has of it, and which models have one.
+
+Attention on a mesh has whole sequences of some heads and of the rows of `batch`, in generation as in training: a rank
+caches the keys and values that it computes anyway, and no weight moves. A step's one token is padded to what the mesh
+cuts a sequence into, as any length is. Neither the cache nor attention sees that padding: ranks call the model's own
+attention function as plain transformers does, with their heads and rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+
+from cuboid.distributed.axis_collectives import all_gather, own_slice, padded_length
+from cuboid.distributed.mesh import Mesh
+
+#: Types of models whose generation with a cache is compared with plain transformers' (``tests/models``). Others may
+#: compute something from the sequence's length that a step of one token hasn't.
+_COMPARED = ("gemma2", "gpt2", "llama", "qwen3")
+#: They take the heads, rows and lengths of the call as they are.
+_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+class RankCache(DynamicCache):
+    """The keys and values of a rank's heads and rows.
+
+    Args:
+        config: the model's.
+        mesh: the model's mesh.
+    """
+
+    def __init__(self, config: PretrainedConfig, mesh: Mesh) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
+        self._mesh = mesh
+        self._rows = self._new = 0
+        #: Number of tokens before the forward that has begun.
+        self.seen = 0
+        #: Numbers of keys that this forward's layers have been given.
+        self.lengths: set[int] = set()
+
+    def begin(self, rows: int, new: int) -> None:
+        """Begin a forward of ``new`` tokens in each of ``rows`` rows, which are the whole model's."""
+        self._rows, self._new, self.seen = rows, new, int(self.get_seq_length())
+        self.lengths = set()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Cache.update``, without the padding behind the new tokens."""
+        new_key, new_value = (x[:, :, : self._new] for x in (key_states, value_states))
+        key, value = super().update(new_key, new_value, layer_idx, *args, **kwargs)
+        self.lengths.add(key.shape[2])
+        return key, value
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        """As ``Cache.get_mask_sizes``, for this forward's new tokens: the caller has a part of the padded ones."""
+        sizes: tuple[int, int] = super().get_mask_sizes(self._new, layer_idx)
+        return sizes
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """As ``Cache.reorder_cache``, with rows that other ranks of `batch` have. Collective over `batch`."""
+        along = self._mesh.along("batch")
+        if along.size == 1:
+            super().reorder_cache(beam_idx)
+            return
+        filling = beam_idx[-1:].expand(padded_length(self._rows, along.size) - self._rows)
+        chosen = own_slice(torch.cat([beam_idx, filling]), 0, along)
+        for layer in self.layers:
+            if layer.is_initialized:
+                for name in ("keys", "values"):
+                    all_rows = all_gather(getattr(layer, name), along).flatten(0, 1)
+                    setattr(layer, name, all_rows.index_select(0, chosen.to(all_rows.device)))
+
+
+def cache_obstacle(model: Any) -> str | None:
+    """Why a sharded model generates without a cache; None if it has one."""
+    sharding, config = model.cuboid, model.config
+    if model.training:
+        return "there is none in training mode"
+    if sharding.state.compiled is not None:
+        return "graphs of compiled layers have none"
+    if config.model_type not in _COMPARED or sharding.verdict.inputs != "embeddings" or sharding.late is not None:
+        return f"{config.model_type} was not compared with a cache; {', '.join(_COMPARED)} were"
+    if config._attn_implementation not in _IMPLEMENTATIONS:
+        known = " or ".join(map(repr, _IMPLEMENTATIONS))
+        return f"attn_implementation {config._attn_implementation!r} has no rule for one, {known} has"
+    return None
