@@ -63,14 +63,15 @@ def test_an_adapter_is_compared_with_plain_peft(pool, causal, config):
     assert {check.name for check in core.checks if check.kind == "weight"} == set(load_file(f"{adapter}/{TENSORS}"))
 
 
-def test_a_classifiers_head_and_the_engine(tmp_path):
-    model, adapter = written(tmp_path, AutoModelForSequenceClassification, "llama", task_type="SEQ_CLS")
+def test_a_classifiers_head_magnitudes_and_the_engine(tmp_path):
+    model, adapter = written(tmp_path, AutoModelForSequenceClassification, "llama", task_type="SEQ_CLS", use_dora=True)
     plan = Plan(model, batch=4, accumulate=2, adapter=adapter)
-    report = verify(plan, config_of(stages=2, segments=1), timeout_s=TIMEOUT_S)
+    report = verify(plan, config_of("1x2x1", stages=2, segments=1), timeout_s=TIMEOUT_S)
     assert report.passed, [compared.first_difference for compared in report.passes]
     core, engine = report.passes
     assert any("score" in check.name for check in core.checks if check.kind == "gradient")
-    assert any("score" in check.name for check in engine.checks if check.kind == "moment")
+    for part in ("score", "lora_magnitude_vector"):
+        assert any(part in check.name for check in engine.checks if check.kind == "moment")
 
 
 def test_a_mistake_in_the_factors_gradients_is_found(causal):
@@ -131,7 +132,10 @@ DAMAGES = {
     "targets that are numbers": (options(target_modules=[1]), f"{CONFIG}: target_modules is"),
     "no pattern": (options(target_modules="(q_proj"), f"{CONFIG}: .* is no regular expression"),
     "an unknown task": (options(task_type="CHAT"), f"{CONFIG}: task_type is 'CHAT'"),
-    "DoRA": (options(use_dora=True), f"{CONFIG}: use_dora is True, for which there is no rule"),
+    "DoRA with dropout": (
+        options(use_dora=True),
+        rf"{CONFIG}: LoraConfig\(use_dora=True, lora_dropout=0.1\) has no rule",
+    ),
     "initial values of the weights": (options(init_lora_weights="pissa"), f"{CONFIG}: .*init_lora_weights='pissa'"),
     "an option of a later version": (options(use_next=[1]), rf"{CONFIG}: use_next is \[1\]"),
     "a pickle": (pickled, f"no {TENSORS}; adapter_model.bin is a pickle, which may run code, and isn't read"),

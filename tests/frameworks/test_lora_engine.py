@@ -1,7 +1,9 @@
 """LoRA under DeepSpeed's engine, on meshes and in pipelines: training, checkpoints, and PEFT's own folder."""
 
+import functools
 import json
 import textwrap
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -117,27 +119,39 @@ def boosted(path, adapter, config, folder):
 
 
 @pytest.fixture(scope="module")
-def adapter(checkpoint, tmp_path_factory):
-    """An adapter of plain PEFT whose factors have values."""
-    folder = tmp_path_factory.mktemp("adapter")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL), dtype=torch.float32)
-    torch.manual_seed(3)
-    options = LoraConfig(r=4, init_lora_weights=False, target_modules=TARGETS, task_type="CAUSAL_LM")
-    get_peft_model(model, options).save_pretrained(folder)
-    return str(folder)
+def adapter_with(checkpoint, tmp_path_factory):
+    """Writes an adapter of plain PEFT whose factors have values, with options; returns its folder."""
+
+    @functools.cache
+    def write(**options):
+        folder = tmp_path_factory.mktemp("adapter")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL), dtype=torch.float32)
+        torch.manual_seed(3)
+        lora = LoraConfig(r=4, init_lora_weights=False, target_modules=TARGETS, task_type="CAUSAL_LM", **options)
+        get_peft_model(model, lora).save_pretrained(folder)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def adapter(adapter_with):
+    """The folder of one without options."""
+    return adapter_with()
 
 
 CASES = [
-    ("1x2x1", None, 1, 1, None, ("1x1x2", None)),
-    ("1x1x1", 2, 1, 1, None, ("1x1x1", None)),
-    ("1x2x1", 2, 0, 1, "zero_bubble", ("1x2x1", 2)),
+    ("1x2x1", None, 1, 1, None, ("1x1x2", None), {"use_dora": True}),
+    ("1x1x1", 2, 1, 1, None, ("1x1x1", None), {}),
+    ("1x2x1", 2, 0, 1, "zero_bubble", ("1x2x1", 2), {}),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "stages", "zero", "data", "schedule", "other"), CASES)
+@pytest.mark.parametrize(("mesh", "stages", "zero", "data", "schedule", "other", "options"), CASES)
 def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
-    pool, checkpoint, adapter, tmp_path, mesh, stages, zero, data, schedule, other
+    pool, checkpoint, adapter_with, tmp_path, mesh, stages, zero, data, schedule, other, options
 ):
+    adapter = adapter_with(**options)
     config = config_of(mesh, stages, zero, data, schedule)
     ranks = ranks_of(config, data)
     resumed = config_of(*other, zero, ranks // ranks_of(config_of(*other, zero, 1)))
@@ -153,9 +167,11 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
     folders = [tmp_path / "adapter", next(tmp_path.glob("global_step*"))]
     for folder in folders:
         saved = load_file(folder / "adapter_model.safetensors")
-        assert saved.keys() == {name.replace(".default.", ".") for name in state}
+        # As plain PEFT names them.
+        assert saved.keys() == load_file(Path(adapter) / "adapter_model.safetensors").keys()
         for name, value in state.items():
-            torch.testing.assert_close(saved[name.replace(".default.", ".")], value, rtol=1e-5, atol=1e-6, msg=name)
+            key = name.replace("vector.default.weight", "vector").replace(".default.", ".")
+            torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=1e-6, msg=name)
         assert not list(folder.glob("model*.safetensors"))
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[1])
     assert plain.peft_config["default"].base_model_name_or_path == path

@@ -53,8 +53,8 @@ class Expected:
         self.model = built("llama", kv_heads=2).to(dtype)
         plain = adapted(copy.deepcopy(self.model), **options)
         exact = copy.deepcopy(plain).double()
-        self.plain = plain
-        self.loss = float(step(autocast)(plain))
+        self.plain, self.step = plain, step(autocast)
+        self.loss = float(self.step(plain))
         self.gradients = gradients_of(plain)
         assert {gradient.dtype for gradient in self.gradients.values()} == {torch.float32}
         with KeepFloat64():

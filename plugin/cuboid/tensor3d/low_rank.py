@@ -79,6 +79,31 @@ class LowRankSplit:
         return None
 
 
+class Magnitudes(ShardedModule):
+    """DoRA's magnitudes of the rows of an updated weight (arXiv 2402.09353), one for each out feature, cut as B's bias.
+
+    Args:
+        magnitudes: a module whose ``weight`` they are, ``[O]``.
+        split: how the update is cut.
+        mesh: this rank's mesh.
+        rows: indices of the block's out features that the rank's output has; None for all of them.
+    """
+
+    rows: torch.Tensor | None
+
+    def __init__(self, magnitudes: nn.Module, split: LowRankSplit, mesh: Mesh, rows: torch.Tensor | None) -> None:
+        super().__init__()
+        shape = tuple(magnitudes.get_parameter("weight").shape)
+        _take_shards(self, magnitudes, {"weight": ShardingSpec(shape, (split.out_axes,), (split.parts,))}, mesh)
+        self.register_buffer("rows", rows, persistent=False)
+
+    def forward(self, norms: torch.Tensor) -> torch.Tensor:
+        """What the rank's out features are multiplied with, given the norms ``[O]`` of all rows."""
+        intervals, *_ = self.spec("weight").block_intervals(self.mesh.shape, self.mesh.coordinate)
+        scale = self.unsharded("weight") / torch.cat([norms[start:stop] for start, stop in intervals])
+        return scale if self.rows is None else scale[self.rows]
+
+
 class FactorA(ShardedModule, nn.Linear):
     """A of a low-rank update: the rank's input ``[B/b, …, I/…]`` to Z, whole in its r features."""
 
@@ -137,9 +162,9 @@ class FactorB(ShardedModule, nn.Linear):
         return nn.functional.linear(z, weight, bias)
 
 
-def _take_shards(module: FactorA | FactorB, factor: nn.Linear, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
+def _take_shards(module: ShardedModule, original: nn.Module, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
     for name, spec in specs.items():
-        full = factor.get_parameter(name)
+        full = original.get_parameter(name)
         shard = take_shard(full.detach(), spec, mesh)
         module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
     module.init_sharding(mesh, specs)

@@ -58,6 +58,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rank_pattern": ("positive integers by name", _by_pattern(_is_count)),
     "alpha_pattern": ("numbers by name", _by_pattern(_is_number)),
     "use_rslora": ("true or false", _is_flag),
+    "use_dora": ("true or false", _is_flag),
     "lora_bias": ("true or false", _is_flag),
     "fan_in_fan_out": ("true or false", _is_flag),
     "init_lora_weights": ("true, false or a name", lambda x: isinstance(x, bool | str)),

@@ -28,7 +28,10 @@ PREFIX = "base_model.model."
 #: A factor, or a module that an adapter trains whole, in a parameter's name, with the adapter's name behind it.
 _OF_ADAPTER = re.compile(r"(?P<factor>\.lora_\w+)?(?(factor)|\.modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
 #: Options that decide which tensors an adapter has, and what they mean.
-_IDENTITY = ("r", "lora_alpha", "use_rslora", "lora_bias", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+_IDENTITY = (
+    *("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "rank_pattern", "alpha_pattern"),
+    "modules_to_save",
+)
 
 
 class AdapterFiles:
@@ -175,7 +178,9 @@ def _adapter_of(name: str) -> str | None:
 
 def _saved_name(name: str) -> str:
     """A parameter's name in PEFT's files, which don't name the adapter."""
-    return _OF_ADAPTER.sub(lambda part: part["factor"] or "", name, count=1)
+    saved = _OF_ADAPTER.sub(lambda part: part["factor"] or "", name, count=1)
+    # Once a parameter by itself, before it was one of a module.
+    return saved.removesuffix(".weight") if saved.endswith(".lora_magnitude_vector.weight") else saved
 
 
 def _targets(asked: Any, tensors: Iterable[str]) -> Any:

@@ -7,7 +7,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cuboid.distributed.mesh import WeightSeed
-from cuboid.errors import UnsupportedModelError
+from cuboid.distributed.mesh import Mesh, WeightSeed
+from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
-from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, seeded_by
+from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, is_loading, seeded_by
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
@@ -28,7 +27,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.low_rank import LowRankSplit
 from cuboid.tensor3d.prefetch import collect_prefetched
-from cuboid.tensor3d.sharding.sharded_param import knowing_of_shards
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, knowing_of_shards, take_whole
 from cuboid.weights.save import save_sharded
 from cuboid.weights.state_dict_map import sharding_specs
 
@@ -36,16 +35,13 @@ from cuboid.weights.state_dict_map import sharding_specs
 _FREE = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "bias", "fan_in_fan_out"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"),
-        *("alpha_pattern", "init_lora_weights", "runtime_config", "modules_to_save"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "bias"),
+        *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("rank_pattern", "alpha_pattern", "init_lora_weights", "runtime_config", "modules_to_save"),
     }
 )
 #: Values of ``init_lora_weights`` that don't compute with the layer's weight, of which a rank has a part.
 _INITIAL = (True, False, "gaussian", "orthogonal")
-
-#: Whether the initial values of a new adapter don't matter, since it is being read from files.
-_is_loading: ContextVar[bool] = ContextVar("cuboid_adapter_is_loading", default=False)
 
 
 def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Callable[[], Any]) -> Any:
@@ -59,14 +55,34 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     with _giving_head(model):
         _check_targets(tuner, model, config)
         config._register_custom_module({ShardedLinear: ShardedLora, nn.Linear: SeededLora, Conv1D: SeededLora})
-        if not _is_loading.get():
+        if not is_loading.get():
             # Each rank makes the whole factors, so all must draw the same.
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
             model.cuboid.mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
+            if config.use_dora:
+                _connect_for_norms(model.cuboid.mesh)
         # Each stage makes its own layers' factors only, so that ranks would draw different numbers for a layer.
         seed_of = _seeds_by_name(model) if isinstance(model, StageModel) else None
         with structure_changes(model), seeded_by(seed_of):
-            return action()
+            result = action()
+        if config.bias != "none":
+            _load_whole_biases(model)
+        return result
+
+
+def _load_whole_biases(model: Any) -> None:
+    """Let the model's own biases be loaded from PEFT's files too, which have the trained ones."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule) and "bias" in module.sharded_params:
+            module.register_load_state_dict_pre_hook(take_whole)
+
+
+def _connect_for_norms(mesh: Mesh) -> None:
+    """Connect the ranks, since a new DoRA's magnitudes are norms over several ranks' parts of weights."""
+    try:
+        mesh.connect()
+    except MeshError as error:
+        raise MeshError(f"LoraConfig(use_dora=True) begins with the norms of the weights: {error}") from error
 
 
 def _seeds_by_name(model: Any) -> Callable[[nn.Module], int]:
@@ -79,13 +95,13 @@ def _seeds_by_name(model: Any) -> Callable[[nn.Module], int]:
 @contextmanager
 def loading() -> Iterator[None]:
     """In the ``with`` block, PEFT reads an adapter from files: the factors take their shards of it."""
-    token = _is_loading.set(True)
+    token = is_loading.set(True)
     try:
         # PEFT compares the names in the files with those of a state dict.
         with knowing_of_shards():
             yield
     finally:
-        _is_loading.reset(token)
+        is_loading.reset(token)
 
 
 @contextmanager
@@ -123,6 +139,11 @@ def check_adapter(config: Any) -> None:
                 f"{kind}({field.name}={value!r}) has no rule on a mesh; leave it out, or train this adapter in plain "
                 "transformers"
             )
+    if config.use_dora and config.lora_dropout:
+        raise UnsupportedModelError(
+            f"{kind}(use_dora=True, lora_dropout={config.lora_dropout}) has no rule on a mesh: the layers' own "
+            "products would be computed again, of inputs with dropout; set lora_dropout=0"
+        )
     if config.init_lora_weights not in _INITIAL:
         raise UnsupportedModelError(
             f"{kind}(init_lora_weights={config.init_lora_weights!r}) computes with the layers' weights, of which a "

@@ -10,19 +10,25 @@ from typing import Any
 import torch
 from peft.tuners import lora
 from peft.tuners.lora import LoraConfig
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import ShardedDropout, seeded
 from cuboid.tensor3d.layers.linear import ShardedLinear
-from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankSplit
+from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankSplit, Magnitudes
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
 #: Gives the seed of a layer's new adapter; None for whatever torch's generator draws next, as in plain PEFT.
 _seeds: ContextVar[Callable[[nn.Module], int] | None] = ContextVar("cuboid_adapter_seeds", default=None)
+#: Whether the initial values of a new adapter don't matter, since it is being read from files.
+is_loading: ContextVar[bool] = ContextVar("cuboid_adapter_is_loading", default=False)
 
 
 class SeededLora(lora.Linear):
@@ -62,6 +68,11 @@ class ShardedLora(SeededLora):
 
     base_layer: ShardedLinear
 
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
+        """What PEFT looks up for a config's options; others than these are refused before."""
+        return {(): None, ("use_dora",): ShardedDora}
+
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -72,8 +83,12 @@ class ShardedLora(SeededLora):
         whole_a: Any = self.lora_A[adapter_name]
         whole_b: Any = self.lora_B[adapter_name]
         a, b = FactorA(whole_a, split, mesh), FactorB(whole_b, split, mesh, base.bias_rows)
-        for param in (*a.sharded_params.values(), *b.sharded_params.values()):
-            param.follow(base.sharded_params["weight"])
+        parts: list[Any] = [a, b]
+        if adapter_name in self.lora_magnitude_vector:
+            parts.append(self.lora_magnitude_vector[adapter_name])
+        for part in parts:
+            for param in part.sharded_params.values():
+                param.follow(base.sharded_params["weight"])
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
         dropout = self.lora_dropout[adapter_name]
         if isinstance(dropout, nn.Dropout):
@@ -99,8 +114,24 @@ class ShardedLora(SeededLora):
             if name in self.lora_A:
                 a: Any = self.lora_A[name]
                 features = self._cast_input_dtype(source, a.weight.dtype)
-                total = total + self.lora_B[name](a(self.lora_dropout[name](features))) * self.scaling[name]
+                update = self.lora_B[name](a(self.lora_dropout[name](features))) * self.scaling[name]
+                total = total + (
+                    self._decomposed(name, total, update) if name in self.lora_magnitude_vector else update
+                )
         return total.to(result.dtype)
+
+    def _decomposed(self, adapter: str, total: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """What DoRA adds to the output so far: all of it but the bias becomes as long as the magnitudes say."""
+        base: Any = self.get_base_layer()
+        factors: Any = self.lora_A[adapter], self.lora_B[adapter]
+        a, b = (whole_parameter(factor, "weight") for factor in factors)
+        norms = self.row_norms(self.shard_of_update(a, b, self.scaling[adapter]))
+        scale = self.lora_magnitude_vector[adapter](norms.to(factors[0].weight.dtype))
+        if base.bias is not None:
+            bias = base.unsharded("bias")
+            total = total - (bias if base.bias_rows is None else bias[base.bias_rows])
+        product: torch.Tensor = (scale - 1) * total + scale * update
+        return product
 
     def _input_of_factors(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's own part of what the layer was given; it was gathered if the block's projections are fused.
@@ -117,6 +148,21 @@ class ShardedLora(SeededLora):
             )
         return x if shard is None else shard
 
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the weight; collective. See PEFT's ``Linear.merge``.
+
+        Raises:
+            UnsupportedModelError: a DoRA adapter isn't the first one, to whose weight its norms belong.
+        """
+        merged = [*self.merged_adapters, *check_adapters_to_merge(self, adapter_names)]
+        late = next((name for name in merged[1:] if name in self.lora_magnitude_vector), None)
+        if late is not None:
+            raise UnsupportedModelError(
+                f"{late!r} is a DoRA adapter and can't be merged after {merged[0]!r}: its norms are those of the "
+                "weight without that; merge it first or alone"
+            )
+        super().merge(safe_merge, adapter_names)
+
     @torch.no_grad()
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """This rank's shard of the adapter's update of the weight; collective."""
@@ -124,14 +170,103 @@ class ShardedLora(SeededLora):
         # Adapters may be merged before anything else has connected the ranks.
         base.mesh.connect()
         factors: Any = self.lora_A[adapter], self.lora_B[adapter]
-        full: Any = [whole_parameter(factor, "weight") for factor in factors]
-        # In 16 bits, the sum over r would be rounded on some devices.
-        a, b = (x.float() if x.itemsize < 4 else x for x in full)
-        delta = torch.zeros(base.weight.shape, dtype=a.dtype, device=a.device)
-        for here, there in shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate):
-            out, into = there[::-1] if self.fan_in_fan_out else there
-            box = b[out] @ a[:, into]
-            delta[here] = box.t() if self.fan_in_fan_out else box
+        a, b = (whole_parameter(factor, "weight") for factor in factors)
         # Not in the weight's dtype: the sum of both is rounded once.
-        scaled: torch.Tensor = (delta * self.scaling[adapter]).to(full[1].dtype)
-        return scaled
+        return self.shard_of_update(a, b, self.scaling[adapter]).to(factors[1].weight.dtype)
+
+    @torch.no_grad()
+    def shard_of_update(self, a: Any, b: Any, scaling: float) -> torch.Tensor:
+        """The shard of an update of the weight, with whole factors; in float32 at least."""
+        base: Any = self.get_base_layer()
+        # In 16 bits, the sum over r would be rounded on some devices.
+        a, b = (x.float() if x.itemsize < 4 else x for x in (a, b))
+        delta = torch.zeros(base.spec("weight").shard_shape(base.mesh.shape), dtype=a.dtype, device=a.device)
+        with torch.autocast(a.device.type, enabled=False):
+            for here, there in self._boxes():
+                out, into = there[::-1] if self.fan_in_fan_out else there
+                box = b[out] @ a[:, into]
+                delta[here] = box.t() if self.fan_in_fan_out else box
+        return delta * scaling
+
+    @torch.no_grad()
+    def row_norms(self, update: torch.Tensor) -> torch.Tensor:
+        """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective.
+
+        Raises:
+            UnsupportedModelError: the layer is compiled, and has another form of its weight.
+        """
+        base: Any = self.get_base_layer()
+        if base.weight.shape != update.shape:
+            raise UnsupportedModelError("LoraConfig(use_dora=True) has no rule in compiled layers; don't compile them")
+        updated = base.weight + update
+        squares = updated.new_zeros(base.out_features)
+        for here, there in self._boxes():
+            squares[there[self._out_dim]] += updated[here].square().sum(1 - self._out_dim)
+        return all_reduce(squares, base.mesh.along(*AXES)).sqrt()
+
+    @torch.no_grad()
+    def rescaled(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """A shard whose rows are multiplied with factors ``[O]``."""
+        result = weight.to(factors.dtype, copy=True)
+        for here, there in self._boxes():
+            result[here] *= factors[there[self._out_dim]].unsqueeze(1 - self._out_dim)
+        return result
+
+    @property
+    def _out_dim(self) -> int:
+        return 1 if self.fan_in_fan_out else 0
+
+    def _boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        base: Any = self.get_base_layer()
+        return shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate)
+
+
+class ShardedDora(LoraVariant):
+    """Weight-decomposed adapters: initial magnitudes, and merging; :class:`ShardedLora` computes with them."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **_: Any) -> None:
+        """Magnitudes of a new adapter, whose factors are whole yet: the norms of the updated weight's rows."""
+        if "lora_magnitude_vector" not in module.adapter_layer_names:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        base: Any = module.get_base_layer()
+        if is_loading.get():
+            # Should the files have none, this shows.
+            norms = base.weight.new_full((base.out_features,), torch.nan)
+        else:
+            a, b = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
+            norms = module.row_norms(module.shard_of_update(a, b, module.scaling[adapter_name])).to(base.weight.dtype)
+        original = nn.Module()
+        original.register_parameter("weight", nn.Parameter(norms))
+        split = LowRankSplit.of(base)
+        assert split is not None, "checked before layers are put in"
+        module.lora_magnitude_vector[adapter_name] = Magnitudes(original, split, base.mesh, base.bias_rows)
+
+    @staticmethod
+    def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        """The weight's shard with the adapter in it; collective."""
+        update = module.get_delta_weight(active_adapter)
+        norms = module.row_norms(update)
+        factors = _magnitudes(module, active_adapter) / norms
+        # Unmerging needs them, and can't compute them of the merged weight.
+        module._cache_store(f"{active_adapter}-weight_norm", norms)
+        merged: torch.Tensor = module.rescaled(orig_weight + update, factors).to(orig_weight.dtype)
+        return merged
+
+    @staticmethod
+    def merge_unsafe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
+        """As :meth:`merge_safe`, in place."""
+        orig_weight.data = ShardedDora.merge_safe(module, active_adapter, orig_weight.data)
+
+    @staticmethod
+    def unmerge(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        """The weight's shard without the adapter; collective."""
+        factors = module._cache_pop(f"{active_adapter}-weight_norm") / _magnitudes(module, active_adapter)
+        weight = module.rescaled(orig_weight.data, factors) - module.get_delta_weight(active_adapter)
+        return weight.to(orig_weight.dtype)
+
+
+@torch.no_grad()
+def _magnitudes(module: Any, adapter: str) -> Any:
+    """All of a layer's magnitudes, on every rank; collective."""
+    return whole_parameter(module.lora_magnitude_vector[adapter], "weight")
