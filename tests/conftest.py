@@ -1,5 +1,6 @@
 """Fixtures that several test modules share: a pool of processes, and small checkpoints."""
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where a test has ranks, start what they are forked from, beside the first tests."""
+    # What has been imported stays. Each full collection would go through its 600,000 objects, in 0.3 s.
+    gc.freeze()
     if not session.config.option.collectonly and any(map(_has_ranks, session.items)):
         start_fork_server()
 

@@ -218,6 +218,7 @@ def other_steps(path, axes):
     return by_length, losses, max(errors, default=0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_other_lengths_make_one_more_graph_and_several_forwards_share_blocks(pool, path, axes):
     for by_length, losses, error in pool.run(2, other_steps, path, axes, timeout_s=TIMEOUT_S):
