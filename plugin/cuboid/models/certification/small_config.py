@@ -2,67 +2,128 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from cuboid.models.batch.length_cases import LONGEST, shrunk
 
-VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FEATURES, EXPERTS, POSITIONS = 61, 64, 4, 16, 48, 8, 64
+_FEATURES, _EXPERTS = 48, 8
 _MOST_LAYERS, _AUDIO_BLOCKS, _LABELS = 8, 2, 3
 
-#: The small sizes, by the keys that configs of transformers use.
-_SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("decoder_vocab_size", "encoder_hash_byte_group_vocab"), VOCABULARY),
-    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
-    **dict.fromkeys(("lru_width", "embedding_size", "hidden_size_global"), HIDDEN),
-    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HIDDEN // 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
-    **dict.fromkeys(("indexer_n_heads",), HEADS),
-    **dict.fromkeys(("encoder_attention_heads",), HEADS),
-    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
-    **dict.fromkeys(("linear_num_key_heads", "kv_n_heads"), HEADS // 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "index_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("indexer_head_dim",), HEAD_DIM),
-    **dict.fromkeys(("d_kv",), HEAD_DIM),
-    **dict.fromkeys(("attention_head_size", "attention_head_dim", "query_pre_attn_scalar"), HEAD_DIM),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM // 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM // 2),
-    **dict.fromkeys(("qk_head_dim",), HEAD_DIM),
-    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim"), FEATURES),
-    **dict.fromkeys(("hidden_dim",), FEATURES),
-    **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim", "dim_ff", "dff", "d_inner", "n_inner"), FEATURES),
-    **dict.fromkeys(("encoder_ffn_dim", "d_ff"), FEATURES),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
-    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("expert_ffn_hidden_size",), 24),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "laurel_rank", "hc_lowrank"), 12),
-    **dict.fromkeys(("gated_norm_rank", "time_step_rank", "mamba_dt_rank", "d_rel"), 4),
-    **dict.fromkeys(("hidden_size_per_layer_input", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
-    **dict.fromkeys(("top_k_experts", "n_group", "num_expert_group", "zero_expert_num", "o_groups"), 2),
-    **dict.fromkeys(("topk_group",), 1),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 2 * HEADS),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), HEAD_DIM),
-    **dict.fromkeys(("mamba_d_ssm",), 2 * HIDDEN),
-    **dict.fromkeys(("indexer_budget",), POSITIONS // 8),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "index_topk"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
-    **dict.fromkeys(("max_target_positions", "context_length"), POSITIONS),
-    **dict.fromkeys(("original_max_position_embeddings",), POSITIONS // 2),
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a small model. They decide nothing about which code runs.
+
+    Args:
+        vocabulary: number of tokens.
+        heads: query heads.
+        kv_heads: key and value heads; None for as many as query heads where the real model has as many, else half.
+        head_dim: features of a head. The hidden size is ``heads * head_dim``.
+        positions: of a table, or where some rotary embeddings rescale.
+        window: tokens that attention sees where it has a window; None for a quarter of the positions.
+    """
+
+    vocabulary: int = 61
+    heads: int = 4
+    kv_heads: int | None = None
+    head_dim: int = 16
+    positions: int = 64
+    window: int | None = None
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.heads * self.head_dim
+
+    @property
+    def fewer_heads(self) -> int:
+        """Where a model has fewer heads of one kind than of another."""
+        return self.heads // 2 if self.heads % 2 == 0 else 1
+
+
+_DEFAULT = Sizes()
+#: The keys of transformers' configs for a size.
+_VOCABULARY = (
+    *("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"),
+    *("encoder_hash_byte_group_vocab", "pronunciation_vocab_size", "shape_vocab_size"),
+)
+_HIDDEN = (
+    *("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"),
+    *("lru_width", "embedding_size", "hidden_size_global"),
+)
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
+    *("swa_num_attention_heads", "index_n_heads", "indexer_n_heads", "encoder_attention_heads"),
+    *("linear_num_value_heads", "linear_num_heads"),
+)
+_HEAD_DIM = (
+    *("head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "index_head_dim", "indexer_head_dim", "d_kv"),
+    *("attention_head_size", "attention_head_dim", "query_pre_attn_scalar", "qk_head_dim"),
+)
+_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "max_target_positions"),
+    "context_length",
+)
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
+_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
+#: By the fields of :class:`Sizes`, the keys of which a config has one or more if its models have such a size.
+KEYS: dict[str, tuple[str, ...]] = {
+    "vocabulary": _VOCABULARY,
+    "heads": _HEADS,
+    "kv_heads": (*_KEY_VALUE_HEADS, "kv_n_heads"),
+    "head_dim": (*_HEAD_DIM, *_HIDDEN),
+    "positions": _POSITIONS,
+    "window": _WINDOWS,
 }
+
+
+@functools.cache
+def sizes_by_key(sizes: Sizes) -> Mapping[str, int]:
+    """The small sizes, by the keys that configs of transformers use."""
+    by_keys: tuple[tuple[int, tuple[str, ...]], ...] = (
+        (sizes.vocabulary, _VOCABULARY),
+        (sizes.hidden, _HIDDEN),
+        (sizes.hidden // 2, ("pronunciation_embed_dim", "shape_embed_dim")),
+        (sizes.heads, _HEADS),
+        (sizes.fewer_heads, ("linear_num_key_heads",)),
+        (sizes.kv_heads or sizes.fewer_heads, ("kv_n_heads",)),
+        (sizes.head_dim, _HEAD_DIM),
+        (sizes.head_dim // 2, ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim")),
+        (sizes.head_dim // 2, ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim")),
+        (_FEATURES, ("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim", "hidden_dim")),
+        (_FEATURES, ("ffn_hidden_size", "decoder_ffn_dim", "dim_ff", "dff", "d_inner", "n_inner")),
+        (_FEATURES, ("encoder_ffn_dim", "d_ff")),
+        (24, ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")),
+        (24, ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size")),
+        (12, ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "laurel_rank", "hc_lowrank")),
+        (4, ("gated_norm_rank", "time_step_rank", "mamba_dt_rank", "d_rel")),
+        (32, ("hidden_size_per_layer_input", "word_embed_proj_dim")),
+        (_EXPERTS, ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")),
+        (2, ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")),
+        (2, ("top_k_experts", "n_group", "num_expert_group", "zero_expert_num", "o_groups")),
+        (1, ("topk_group",)),
+        (2 * sizes.heads, ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")),
+        (sizes.head_dim, ("mamba_d_head", "mamba_head_dim", "mamba_headdim")),
+        (2 * sizes.hidden, ("mamba_d_ssm",)),
+        (sizes.positions // 8, ("indexer_budget",)),
+        (8, ("mamba_d_state", "ssm_state_size", "state_size")),
+        (2, ("mamba_n_groups", "n_groups", "index_topk")),
+        (sizes.positions, _POSITIONS),
+        (sizes.positions // 2, ("original_max_position_embeddings",)),
+    )
+    return {key: size for size, keys in by_keys for key in keys}
+
+
 #: The same for image models. 16 patches and a class token are an odd number of positions.
-_IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": HIDDEN}
+_IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": _DEFAULT.hidden}
 #: Names and indices of the layers whose states a backbone returns. They are dropped: small models have fewer layers.
 _OF_BACKBONES = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "encoder_layers",
@@ -82,7 +143,6 @@ _PERIODS = (
 #: Which layer of a period differs.
 _OFFSETS = {"attn_layer_offset": "attn_layer_period", "expert_layer_offset": "expert_layer_period"}
 _LONGEST_PERIOD = 4
-_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
 _TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2}
 _FIRST_OF_TARGET = "decoder_start_token_id"
 #: Numbers whose value doesn't decide which code runs.
@@ -91,8 +151,6 @@ _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
 }
 _ROUTER_LOSS = 0.5
-#: Of attention that may be wider than the hidden states.
-_WIDTHS = {"attention_hidden_size": HIDDEN, "attention_head_dim": HEAD_DIM}
 #: Keys that nothing here reads. They tell a checkpoint from a config that was made.
 _UNREAD = frozenset(
     {
@@ -112,7 +170,9 @@ _MEANINGLESS = _UNREAD | frozenset(
 )
 
 
-def small_config(config: PretrainedConfig, layers: Sequence[int] | None = None) -> PretrainedConfig:
+def small_config(
+    config: PretrainedConfig, layers: Sequence[int] | None = None, sizes: Sizes = _DEFAULT
+) -> PretrainedConfig:
     """A copy with tiny sizes, in which :data:`LONGEST` tokens cross all lengths at which the model changes.
 
     Models that differ in nothing but their sizes have the same small config.
@@ -120,11 +180,12 @@ def small_config(config: PretrainedConfig, layers: Sequence[int] | None = None) 
     Args:
         config: of the real model.
         layers: indices of the layers to keep; by default those that its lists and periods tell apart.
+        sizes: of the copy.
 
     Raises:
         Exception: of any kind, from the config's own class, if the sizes don't fit together.
     """
-    small = type(config)(**_shrunk_fields(config, layers))
+    small = type(config)(**_shrunk_fields(config, layers, sizes))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
     if getattr(small, "router_aux_loss_coef", None) is not None:
         # One value for all configs, large enough for mistakes to show.
@@ -158,13 +219,13 @@ def layer_count(config: PretrainedConfig) -> int:
     )
 
 
-def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None) -> dict[str, Any]:
+def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes: Sizes) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _MEANINGLESS}
     fields.pop("model_type", None)
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PretrainedConfig):
-            fields[name] = _shrunk_fields(inner, layers)
+            fields[name] = _shrunk_fields(inner, layers, sizes)
     count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
     if count is not None and layers is None and not _lists_by_layer(fields, count):
         fields.update(_shorter_periods(fields))
@@ -181,7 +242,7 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None) -> di
         elif isinstance(value, list) and kept is not None and _lists_indices(name, value, layers):
             fields[name] = [place for place, index in enumerate(kept) if index in value]
         else:
-            fields[name] = _smaller(name, value, original, kept)
+            fields[name] = _smaller(name, value, original, kept, sizes)
     if kept is not None and layers is not None:
         before = {name: value for name, value in original.items() if name.startswith(_FIRST_LAYERS)}
         fields.update(
@@ -195,7 +256,7 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None) -> di
         fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     if isinstance(fields.get("rope_parameters"), dict):
-        fields["rope_parameters"] = _rope(fields["rope_parameters"], fields)
+        fields["rope_parameters"] = _rope(fields["rope_parameters"], fields, sizes)
     return fields
 
 
@@ -245,7 +306,7 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
     return sorted([*kept, *[*more, *again][: max(0, 3 - len(kept))]])
 
 
-def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
+def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None, sizes: Sizes) -> Any:
     # xLSTM's config has the number of layers under this key, too. Audio encoders have blocks that aren't layers.
     is_layer_count = name in _LAYERS or (name == "num_blocks" and value == fields.get("num_hidden_layers"))
     if is_layer_count and kept is not None:
@@ -262,36 +323,38 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
         return value
     if name in _KEY_VALUE_HEADS:
         heads = next((fields[key] for key in ("num_attention_heads", "n_head") if key in fields), value)
-        return HEADS if value == heads else HEADS // 2
+        return sizes.kv_heads or (sizes.heads if value == heads else sizes.fewer_heads)
     if name == "head_dim" and "qk_rope_head_dim" in fields:
-        return HEAD_DIM // 2 if value == fields["qk_rope_head_dim"] else HEAD_DIM
+        return sizes.head_dim // 2 if value == fields["qk_rope_head_dim"] else sizes.head_dim
     if name == "num_heads" and "expand" in fields:
-        return HEADS * fields["expand"]
-    if name in _WIDTHS and "attention_hidden_size" in fields:
+        return sizes.heads * fields["expand"]
+    widths = {"attention_hidden_size": sizes.hidden, "attention_head_dim": sizes.head_dim}
+    if name in widths and "attention_hidden_size" in fields:
         # Zamba's attention is twice as wide as its hidden states.
-        return _WIDTHS[name] * (fields["attention_hidden_size"] // fields["hidden_size"])
+        return widths[name] * (fields["attention_hidden_size"] // fields["hidden_size"])
     if name in _WINDOWS:
-        return POSITIONS // 4
+        return sizes.window or sizes.positions // 4
     if name.startswith("first_k_dense") or name == "num_dense_layers":
         return 1
-    return min(value, _SIZES[name]) if name in _ONLY_SMALLER else _SIZES.get(name, value)
+    small: int = sizes_by_key(sizes).get(name, value)
+    return min(value, small) if name in _ONLY_SMALLER else small
 
 
 #: Counts that tiny models may already have fewer of, so they are never raised.
 _ONLY_SMALLER = frozenset({"n_group", "topk_group", "mamba_n_groups", "n_groups", "num_expert_group"})
 
 
-def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Rotary embedding parameters for the small heads."""
     if any(isinstance(inner, dict) for inner in rope.values()):
-        return {name: _rope(inner, fields) if isinstance(inner, dict) else inner for name, inner in rope.items()}
-    dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or HEAD_DIM
+        return {name: _rope(inner, fields, sizes) if isinstance(inner, dict) else inner for name, inner in rope.items()}
+    dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or sizes.head_dim
     half = int(dim * rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1.0)) // 2
     change: dict[str, Callable[[Any], Any]] = {
         "long_factor": lambda factors: _spread(factors, half),
         "short_factor": lambda factors: _spread(factors, half),
         "mrope_section": lambda sections: _sections(sections, half),
-        "original_max_position_embeddings": lambda _: POSITIONS // 2,
+        "original_max_position_embeddings": lambda _: sizes.positions // 2,
     }
     small = {name: change[name](value) if name in change and value else value for name, value in rope.items()}
     return {**small, "rope_theta": 10000.0} if isinstance(rope.get("rope_theta"), float | int) else small
