@@ -190,7 +190,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def random_model(
-    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt
+    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt, seed: int = 1
 ) -> PreTrainedModel:
     try:
         copied = copy.deepcopy(config)
@@ -206,7 +206,7 @@ def random_model(
             module.p = 0.0
     if attempt.precision is KeepFloat64:
         widen(model)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.models.certification.small_config import layer_count, small_config
+from cuboid.models.certification.small_config import DEFAULT_SIZES, Sizes, layer_count, small_config
 from cuboid.models.plain_construction import plain_construction
 
 #: More would make a probe too slow.
@@ -31,7 +31,9 @@ class NoSmallModel(Exception):
     """Not all kinds of layers are in any small model."""
 
 
-def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, least: int = 0) -> PretrainedConfig:
+def small_with_all_kinds(
+    cls: type[PreTrainedModel], config: PretrainedConfig, least: int = 0, sizes: Sizes = DEFAULT_SIZES
+) -> PretrainedConfig:
     """A small config, of a model that has all kinds of layers that the real one has.
 
     It is :func:`small_config`'s, if that has them; else one that keeps as many of the first layers as it takes; else
@@ -41,15 +43,16 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, l
         cls: the architecture's class.
         config: of the real model.
         least: so many layers, if the real model has as many.
+        sizes: of the small model.
 
     Raises:
         NoSmallModel: none of these has all kinds.
         Exception: of any kind, as in :func:`small_config`.
     """
-    small = small_config(config)
+    small = small_config(config, sizes=sizes)
     count = layer_count(config)
     try:
-        real = _kinds_of(cls, small_config(config, range(count)))
+        real = _kinds_of(cls, small_config(config, range(count), sizes))
         small_kinds = _kinds_of(cls, small)
     except Exception:
         # The probe's error says why no model can be made.
@@ -61,7 +64,7 @@ def small_with_all_kinds(cls: type[PreTrainedModel], config: PretrainedConfig, l
     choices = [range(max(firsts[-1] + 1, least))] if firsts[-1] < _MOST_LAYERS else []
     for kept in (*choices, *([*firsts, *_others(firsts, count, least)] if len(firsts) <= _MOST_LAYERS else [],)):
         try:
-            small = small_config(config, sorted(kept))
+            small = small_config(config, sorted(kept), sizes)
             missing = _missing(real, _kinds_of(cls, small))
         except Exception:
             continue

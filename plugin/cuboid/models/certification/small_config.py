@@ -47,7 +47,7 @@ class Sizes:
         return self.heads // 2 if self.heads % 2 == 0 else 1
 
 
-_DEFAULT = Sizes()
+DEFAULT_SIZES = Sizes()
 #: The keys of transformers' configs for a size.
 _VOCABULARY = (
     *("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"),
@@ -121,7 +121,7 @@ def sizes_by_key(sizes: Sizes) -> Mapping[str, int]:
 
 
 #: The same for image models. 16 patches and a class token are an odd number of positions.
-_IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": _DEFAULT.hidden}
+_IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": DEFAULT_SIZES.hidden}
 #: Names and indices of the layers whose states a backbone returns. They are dropped: small models have fewer layers.
 _OF_BACKBONES = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
 _LAYERS = (
@@ -171,7 +171,7 @@ _MEANINGLESS = _UNREAD | frozenset(
 
 
 def small_config(
-    config: PretrainedConfig, layers: Sequence[int] | None = None, sizes: Sizes = _DEFAULT
+    config: PretrainedConfig, layers: Sequence[int] | None = None, sizes: Sizes = DEFAULT_SIZES
 ) -> PretrainedConfig:
     """A copy with tiny sizes, in which :data:`LONGEST` tokens cross all lengths at which the model changes.
 
