@@ -1,7 +1,5 @@
 """`cuboid verify` of checkpoints that are for other things than causal language modelling, as their configs say."""
 
-import functools
-
 import pytest
 import torch
 import transformers
@@ -201,24 +199,62 @@ def test_small_models_of_other_types_have_all_kinds_of_layers_and_at_least_so_ma
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
-    [({"heads": 4}, "heads is 4"), ({"tied": False}, "tied is False"), ({"rope": "yarn"}, "rope is 'yarn'"),
-     ({"sliding_window": 8}, "sliding_window is 8"), ({"vocabulary": 7, "layers": 2}, "vocabulary is 7")],
+    ("name", "options", "settings"),
+    [
+        ("gpt_oss", {"heads": 8, "kv_heads": 4, "vocabulary": 67},
+         {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128, "vocab_size": 67}),
+        ("bert", {"heads": 6, "vocabulary": 67}, {"num_attention_heads": 6, "hidden_size": 96, "vocab_size": 67}),
+        ("t5", {"heads": 8, "head_dim": 4}, {"num_heads": 8, "d_model": 32, "d_kv": 4}),
+        ("olmoe", {"bias": True, "router_loss": 0.2},
+         {"attention_bias": True, "output_router_logits": True, "router_aux_loss_coef": 0.2}),
+        ("glm4", {"tied": True}, {"tie_word_embeddings": True}),
+        ("starcoder2", {"sliding_window": 40, "pad_token": 5}, {"sliding_window": 40, "pad_token_id": 5}),
+        # Has windows only if another key says so.
+        ("qwen2_moe", {"sliding_window": 9},
+         {"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ("mixtral", {"rope": "longrope"}, {"head_dim": 8, "num_local_experts": 4}),
+    ],
 )  # fmt: skip
-def test_options_of_sizes_that_cannot_be_chosen_are_refused_by_name(options, what):
-    for make in (SmallModel, functools.partial(SmallModel.fitting, ranks=2)):
-        with pytest.raises(CuboidError, match=rf"{what}; it goes with arch llama, .*the small model of gpt_oss"):
-            make("gpt_oss", **options)
+def test_sizes_and_options_of_any_type_can_be_chosen(name, options, settings):
+    for small in (SmallModel(name, **options), SmallModel.fitting(name, 2, **options)):
+        config = small.config().to_dict()
+        assert {key: config[key] for key in settings} == settings
+
+
+def test_scaled_rotary_embeddings_of_other_types_keep_what_else_they_have():
+    rope = SmallModel("glm4", rope="dynamic").config().rope_parameters
+    assert rope == {"rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("mamba", {"heads": 8}, "heads is 8; the config of mamba has no such setting, as others have num_attention"),
+        ("bert", {"kv_heads": 2}, "kv_heads is 2; the config of bert has no such setting"),
+        ("bert", {"rope": "yarn"}, "rope is 'yarn'; the config of bert has no such setting, as others have rope_type"),
+        ("t5", {"bias": True}, "bias is True; the config of t5 has no such setting"),
+        ("vit", {"vocabulary": 9}, "vocabulary is 9; the config of vit has no such setting"),
+        # One for each kind of layer.
+        ("gemma3_text", {"rope": "yarn"}, "rope is 'yarn'; the config of gemma3_text has no such setting"),
+        ("llama", {"sliding_window": 8}, "sliding_window is 8; the config of llama has no such setting"),
+        ("deepseek_v3", {"kv_heads": 2}, "kv_heads is 2; the config of deepseek_v3 has no such setting"),
+        ("gpt_oss", {"heads": 3, "kv_heads": 2}, "kv_heads is 2, which doesn't divide heads = 3"),
+    ],
+)
+def test_options_that_a_type_does_not_have_are_refused_by_name(name, options, reason):
+    with pytest.raises(CuboidError, match=reason):
+        SmallModel.fitting(name, 2, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt_os", "'gpt_os' is no model type and no model's class in transformers .*did you mean 'gpt_oss'"),
+        ("gpt_os", "'gpt_os' is no model type and no model's class in transformers .*did you mean 'gpt_oss' or "),
         ("wav2vec2", "Wav2Vec2Model is given input_values"),
         ("rag", "transformers has no model of 'rag' for which there are rules"),
         ("BertForPreTraining", "BertForPreTraining is for several objectives of pretraining"),
         ("GPT2DoubleHeadsModel", "AutoModel makes no GPT2DoubleHeadsModel of its config"),
+        ("flaubert", "AutoModelForCausalLM makes no FlaubertWithLMHeadModel of its config"),
     ],
 )
 def test_names_without_a_small_model_are_refused_in_a_sentence(name, reason):

@@ -258,3 +258,12 @@ def test_in_a_block_rows_differ_and_decisions_do_not():
             return torch.rand([])
 
     assert axes_that_differ(on_each_rank(draw, replace(PART, holding="rows"))) == set()
+
+
+def test_what_blocks_draw_changes_from_block_to_block():
+    def block():
+        with random_numbers_of_block(Mesh(SHAPE, rank=0, world_size=SHAPE.size), torch.device("cpu")):
+            return dropped(ROWS, LENGTH, WIDTH)
+
+    for first, second in on_each_rank(lambda: (block(), block()), replace(PART, holding="rows")).values():
+        assert not torch.equal(first, second)

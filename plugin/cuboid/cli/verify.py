@@ -86,8 +86,8 @@ def verify(
     layers: Annotated[
         int | None,
         typer.Option(
-            help="With --arch: decoder layers; of types whose sizes can't be chosen at least so many, and one of each "
-            "kind. Default: 2, or one for each stage.",
+            help=f"With --arch: decoder layers, exactly so many of {', '.join(ARCHITECTURES)}, of other types at least "
+            "so many, and one of each kind. Default: 2, or one for each stage.",
             min=1,
             max=MOST_LAYERS,
         ),
@@ -95,8 +95,8 @@ def verify(
     heads: Annotated[
         int | None,
         typer.Option(
-            help=f"Query heads. These options are for --arch {', '.join(ARCHITECTURES)}; small models of other types "
-            "have the sizes that their type is certified with.",
+            help="With --arch: query heads. This and the following options raise an error where the type's config has "
+            "no such setting. Default: 8 or more, or 4 where layers can't be chosen exactly.",
             min=1,
             max=MOST_HEADS,
         ),
@@ -106,7 +106,7 @@ def verify(
     ] = None,
     vocabulary: Annotated[
         int | None,
-        typer.Option(help="With --arch: number of tokens. Default: 131.", min=2, max=LARGEST_VOCABULARY),
+        typer.Option(help="With --arch: number of tokens. Default: 131, or 61.", min=2, max=LARGEST_VOCABULARY),
     ] = None,
     tied: Annotated[
         bool | None, typer.Option(help="With --arch: tie the embeddings. Default: the architecture's.")

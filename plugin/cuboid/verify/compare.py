@@ -202,8 +202,8 @@ def _compare_tensors(
         yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
     for name, counterpart in other.items():
         if name not in reference:
-            # For a parameter without a gradient, one optimizer has no moments, and another has zeros.
-            error = 0.0 if kind == "moment" and not _magnitude(counterpart) else math.inf
+            # A parameter that no loss depends on has no gradient or moments on one side, and zeros on another.
+            error = 0.0 if kind in ("gradient", "moment") and not _magnitude(counterpart) else math.inf
             yield Check(kind, name, error, 0.0, tolerance, step)
 
 

@@ -334,3 +334,8 @@ def tokens_of(model: Any) -> tuple[int, int | None]:
 def vocabulary_of(model: Any) -> int:
     """A model's vocabulary size."""
     return int(model.config.get_text_config().vocab_size)
+
+
+def width_of(model: Any) -> int:
+    """The width of a model's residual stream; 0 if its config doesn't tell, so that no outputs are compared."""
+    return int(getattr(model.config.get_text_config(), "hidden_size", 0))

@@ -16,7 +16,7 @@ from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision, widen
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.verify.adapter import check_complete, with_adapter
-from cuboid.verify.plan import Plan
+from cuboid.verify.plan import Plan, width_of
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import SAVED, write
 from cuboid.verify.task_inputs import micro_batches
@@ -70,7 +70,7 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
         adapted.save_pretrained(
             Path(directory, SAVED), **({} if plan.adapter is None else {"save_embedding_layers": False})
         )
-    hidden_shape = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
+    hidden_shape = (*batch["input_ids"].shape, width_of(model))
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == hidden_shape}
     outcome.logits = logits
     write(outcome, Path(directory))

@@ -22,7 +22,7 @@ from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.adapter import with_adapter
 from cuboid.verify.own_checks import check_alone
-from cuboid.verify.plan import Plan, vocabulary_of
+from cuboid.verify.plan import Plan, vocabulary_of, width_of
 from cuboid.verify.probe import probe, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain, widened
 from cuboid.verify.resume import check_resume
@@ -102,8 +102,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
             outcome = train(model, plan, OnMesh(mesh))
     # The first replica's activations are compared; the others ran another micro-batch.
     if mesh.coordinate.data == 0:
-        hidden = model.config.get_text_config().hidden_size
-        parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)
+        parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, width_of(model))
         write_part(parts, Path(directory), mesh.rank)
     outcome.logits, outcome.own_checks = logits, alone_checks
     cuboid.save_pretrained(model, Path(directory, SAVED))

@@ -229,7 +229,7 @@ def _check_kept(small: SmallModel, config: PretrainedConfig, options: Iterable[s
         values = {value, small.hidden} if name == "head_dim" else {value}
         if keys and not any(key in keys and kept in values for key, kept in stored):
             raise CuboidError(
-                f"{name} is {value!r}; the config of {small.architecture} has no such setting ({' or '.join(keys)})"
+                f"{name} is {value!r}; the config of {small.architecture} has no such setting, as others have {keys[0]}"
             )
 
 

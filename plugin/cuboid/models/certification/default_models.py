@@ -62,10 +62,17 @@ def default_model(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     cls: type[PreTrainedModel] = getattr(transformers, name)
     check_class(cls)
     config = default_config(cls.config_class.model_type)
-    auto_class = auto_class_of([name])
-    if cls not in _classes(auto_class._model_mapping, own_part(config, cls)):
-        raise UnsupportedModelError(f"{auto_class.__name__} makes no {name} of its config, so nothing loads one")
-    return cls, own_part(config, cls)
+    return _loadable(cls, config)
+
+
+def _loadable(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """A class and the config that it takes, by which training loads it."""
+    part, auto_class = own_part(config, cls), auto_class_of([cls.__name__])
+    if cls not in _classes(auto_class._model_mapping, part):
+        raise UnsupportedModelError(
+            f"{auto_class.__name__} makes no {cls.__name__} of its config, so nothing loads one"
+        )
+    return cls, part
 
 
 def unknown_name(name: str) -> str | None:
@@ -75,8 +82,12 @@ def unknown_name(name: str) -> str | None:
     is_model = is_class and getattr(cls, "config_class", None) is not None
     if name in CONFIG_MAPPING_NAMES or is_model:
         return None
-    near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "one is 'llama', or 'BertForTokenClassification'"
+    near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, 3)
+    hint = (
+        "did you mean " + " or ".join(map(repr, near)) + "?"
+        if near
+        else "one is 'llama' or 'BertForTokenClassification'"
+    )
     return f"{name!r} is no model type and no model's class in transformers {transformers.__version__}; {hint}"
 
 
@@ -105,7 +116,7 @@ def _class_of(name: str, config: PretrainedConfig) -> tuple[type[PreTrainedModel
             except UnsupportedModelError as error:
                 refusal = refusal or error
                 continue
-            return cls, own_part(config, cls)
+            return _loadable(cls, config)
     raise refusal or UnsupportedModelError(
         f"transformers has no model of {name!r} for which there are rules: it is a part of others, or has another task"
     )

@@ -203,5 +203,5 @@ def whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_los
     """The logits ``[B, S, V]`` on every rank, from parts ``[B/b, S/h, V/s]``; None where only the loss is wanted."""
     if has_loss and not wants_logits(model):
         return None
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     return gather_logits(logits, model.cuboid.mesh, rows=batch.rows, length=batch.length, vocabulary=vocabulary)

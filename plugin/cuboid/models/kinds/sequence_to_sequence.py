@@ -19,7 +19,7 @@ from cuboid.models.architectures.transformers_names import decoder_ids
 from cuboid.models.attention.forward_context import Lengths, knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.batch.local_batch import TENSORS, LocalBatch, check_tensors, take_local_batch
+from cuboid.models.batch.local_batch import IGNORE_INDEX, TENSORS, LocalBatch, check_tensors, take_local_batch
 from cuboid.models.kinds.forward import (
     gathering_logits,
     pop_tuple,
@@ -170,7 +170,10 @@ class SequenceToSequence(LanguageModel):
         batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
         if "attention_mask" in target:
             batch["decoder_attention_mask"] = target["attention_mask"]
-            ids = decoder_ids(model, target["labels"])
+            labels = target["labels"]
+            has_label = (labels != IGNORE_INDEX).any(1, keepdim=True)
+            # Of a row without labels mBART makes no ids: it looks for the last one.
+            ids = decoder_ids(model, labels.where(has_label, target["input_ids"]))
             batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
         return batch
 

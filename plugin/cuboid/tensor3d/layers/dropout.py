@@ -121,13 +121,15 @@ def _own_random_numbers(
     # `RandomDraws` that this isn't a number of the model's code.
     generator = torch.default_generator
     seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=generator))
-    token = _region.set(_Region(seed, is_settled))
+    region = _Region(seed, is_settled)
+    token = _region.set(region)
     has_drawn = True
     try:
         with seeded(device, seed + mesh.index(*axes)):
             before = None if is_settled else _state(device)
             yield
-            has_drawn = before is None or before != _state(device)
+            # Regions inside have generators of their own, and leave this one's state as it is.
+            has_drawn = before is None or region.draws > 0 or before != _state(device)
     finally:
         _region.reset(token)
     if not has_drawn:
