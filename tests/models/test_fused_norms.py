@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -49,6 +50,15 @@ def test_values_and_gradients_are_those_of_its_class(cls, dtype, tolerance):
     for actual, wanted in zip(gradients(fused, x), gradients(norm, x), strict=True):
         assert actual.dtype == wanted.dtype
         assert (actual - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("passed", [lambda norm, x, gate: norm(x, gate), lambda norm, x, gate: norm(x, gate=gate)])
+def test_with_a_gate_a_norm_is_that_of_its_class(passed):
+    norm, fused = pair(BambaRMSNormGated, torch.float64)
+    x, gate = torch.randn(2, 2, 5, FEATURES, dtype=torch.float64).unbind()
+    assert torch.equal(passed(fused, x, gate), passed(norm, x, gate))
+    torch.testing.assert_close(fused(x), norm(x), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(fused(x), passed(fused, x, gate))
 
 
 def saved_bytes(norm, x):

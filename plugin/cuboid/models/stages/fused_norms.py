@@ -43,7 +43,12 @@ def fuse_norms(model: nn.Module, norms: Mapping[str, NormFormula], mesh: Mesh) -
 def _fused(cls: Any) -> type[nn.Module]:
     # `wraps` keeps the signature.
     @wraps(cls.forward)
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) != 1 or kwargs:
+            # With a gate, which norms of Mamba 2 multiply their input by: the formula is that without one.
+            gated: torch.Tensor = cls.forward(self, *args, **kwargs)
+            return gated
+        (x,) = args
         formula, eps_name, along = self.cuboid_norm
         # A script may have set another one since.
         eps = formula.eps if eps_name is None else getattr(self, eps_name)
