@@ -113,8 +113,8 @@ class SmallModel:
     @property
     def sizes(self) -> Sizes:
         """For the maker of small configs."""
-        given = {name: getattr(self, field) for field, name in _SIZE_FIELDS.items() if getattr(self, field)}
-        return replace(DEFAULT_SIZES, **given)
+        chosen = {name: getattr(self, field) for field, name in _SIZE_FIELDS.items() if getattr(self, field)}
+        return replace(DEFAULT_SIZES, **chosen)
 
     @property
     def hidden(self) -> int:
@@ -283,7 +283,7 @@ def _preset(small: SmallModel) -> PretrainedConfig:
         "intermediate_size": 2 * sizes.hidden,
     }
     by_key = {**sizes_by_key(sizes), **wide, "n_layer": small.layers}
-    settings = {key: size for key, size in by_key.items() if isinstance(stored.get(key), int)}
+    settings: dict[str, Any] = {key: size for key, size in by_key.items() if isinstance(stored.get(key), int)}
     settings |= {"initializer_range": _WEIGHT_STD, "bos_token_id": None, "eos_token_id": None, _PAD: small.pad_token}
     settings |= {key: small.bias for key in _BIASES if stored.get(key) is False}
     if small.tied is not None:
