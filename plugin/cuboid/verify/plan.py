@@ -27,6 +27,7 @@ from cuboid.models.batch.length_cases import (
     thresholds,
 )
 from cuboid.models.certification.float64 import Precision, precision
+from cuboid.models.kinds.probe_rows import vocabulary_size
 from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.weights.model_folder import model_config as read_model_config
 from cuboid.weights.model_folder import without_own_code
@@ -325,15 +326,14 @@ def _place_pads(
 
 def tokens_of(model: Any) -> tuple[int, int | None]:
     """A model's vocabulary size and, if it has one, its pad token."""
-    text = model.config.get_text_config()
-    pad = getattr(text, "pad_token_id", None)
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     vocabulary = vocabulary_of(model)
     return vocabulary, pad if isinstance(pad, int) and 0 <= pad < vocabulary else None
 
 
 def vocabulary_of(model: Any) -> int:
     """A model's vocabulary size."""
-    return int(model.config.get_text_config().vocab_size)
+    return vocabulary_size(model.config)
 
 
 def width_of(model: Any) -> int:

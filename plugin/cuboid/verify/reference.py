@@ -70,7 +70,8 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
         adapted.save_pretrained(
             Path(directory, SAVED), **({} if plan.adapter is None else {"save_embedding_layers": False})
         )
-    hidden_shape = (*batch["input_ids"].shape, width_of(model))
+    # Of images, the length in the layers isn't known here: their outputs aren't compared, apart from the model's own.
+    hidden_shape = (*batch["input_ids"].shape, width_of(model)) if "input_ids" in batch else ()
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == hidden_shape}
     outcome.logits = logits
     write(outcome, Path(directory))

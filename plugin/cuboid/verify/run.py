@@ -164,10 +164,6 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     if chooses:
         plan = dataclasses.replace(plan, **covering_plan(plan.stored_config()))
     model = plan.empty_model()
-    if model.main_input_name != "input_ids":
-        raise CuboidError(
-            f"{type(model).__name__} is given {model.main_input_name}; cuboid verify makes micro-batches of tokens only"
-        )
     is_causal = kind_of_class(type(model)).is_causal
     if not is_causal and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")

@@ -26,7 +26,7 @@ from cuboid.models.batch.local_batch import LocalBatch, with_rows
 from cuboid.models.kinds.hidden_states import HiddenStates
 from cuboid.models.kinds.label_heads import LabelHead, RowClassifier
 from cuboid.models.kinds.model_kind import ModelKind
-from cuboid.models.kinds.probe_rows import ROWS, CannotProbe, RowsOf
+from cuboid.models.kinds.probe_rows import CannotProbe, RowsOf
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 #: The images ``[B, C, H, W]``, and which of their P patches are masked, ``[B, P]``.
@@ -129,13 +129,14 @@ class _OfImages(ModelKind):
         """See :meth:`ModelKind.options_of`."""
         return {}
 
-    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:  # noqa: ARG002
-        """See :meth:`ModelKind.micro_batch`."""
+    def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
+        """See :meth:`ModelKind.micro_batch`. As many images as there would be rows of ids."""
         shape = image_shape(model.config)
         if shape is None:
             raise CannotProbe("its config has no image_size of a height and a width")
         channels = int(getattr(model.config, "num_channels", 3))
-        images = torch.randn((ROWS, channels, *shape), generator=generator, dtype=torch.float64)
+        rows = len(rows_of(case, 0)["labels"])
+        images = torch.randn((rows, channels, *shape), generator=generator, dtype=torch.float64)
         return {"pixel_values": images.to(model.dtype)}
 
 
@@ -169,7 +170,7 @@ class ImageClassifier(_OfImages, RowClassifier):
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
         """See :meth:`ModelKind.micro_batch`."""
         batch = super().micro_batch(case, model, rows_of, generator)
-        return {**batch, "labels": self.random_labels(ROWS, generator)}
+        return {**batch, "labels": self.random_labels(len(batch["pixel_values"]), generator)}
 
 
 class MaskedImages(_OfImages, LabelHead):
@@ -188,7 +189,7 @@ class MaskedImages(_OfImages, LabelHead):
         height, width = (patch, patch) if isinstance(patch, int) else patch
         shape = batch["pixel_values"].shape
         patches = (shape[2] // height) * (shape[3] // width)
-        return {**batch, "bool_masked_pos": torch.rand((ROWS, patches), generator=generator) < 0.5}
+        return {**batch, "bool_masked_pos": torch.rand((shape[0], patches), generator=generator) < 0.5}
 
 
 class ImageStates(_OfImages, HiddenStates):

@@ -20,7 +20,7 @@ from cuboid.models.attention.forward_context import Lengths
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TENSORS, TOKEN_TYPES, LocalBatch, check_ids, check_tensors, take_local_batch
-from cuboid.models.kinds.probe_rows import RowsOf, probe_rows
+from cuboid.models.kinds.probe_rows import RowsOf, probe_rows, vocabulary_size
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 
 #: The targets of all kinds: arguments of a forward with which a loss compares logits.
@@ -237,7 +237,7 @@ class ModelKind:
 
         def rows_of(case: Case, _: int) -> MicroBatch:
             text = model.config.get_text_config()
-            batch = probe_rows(case, text.vocab_size, has_labels=has_labels)
+            batch = probe_rows(case, vocabulary_size(model.config), has_labels=has_labels)
             pad = getattr(text, "pad_token_id", None)
             if pad is not None and "attention_mask" in batch:
                 # Some models recognize padding by its ids.

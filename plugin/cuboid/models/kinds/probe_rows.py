@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from transformers import PretrainedConfig
 
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -13,6 +14,12 @@ from cuboid.models.batch.local_batch import IGNORE_INDEX
 #: Makes a micro-batch of ids, with the labels of a causal model: of a case, and of a stream with ids of its own.
 RowsOf = Callable[[Case, int], MicroBatch]
 ROWS = 3
+_UNUSED_VOCABULARY = 8
+
+
+def vocabulary_size(config: PretrainedConfig) -> int:
+    """A config's vocabulary size; of models of images, whose rows of ids are only counted, any."""
+    return int(getattr(config.get_text_config(), "vocab_size", _UNUSED_VOCABULARY))
 
 
 class CannotProbe(Exception):
