@@ -126,8 +126,9 @@ def verify(
     """Compare a model on a mesh, in a pipeline, or both, with plain transformers.
 
     The model may be for causal or masked language modelling, of two sequences, of images, with a head for classes or
-    answers, or without a head, as its config says. Runs the same batches through both and compares loss, every gradient, its norm,
-    and the weights after some optimizer steps. Exits with status 1 if a difference exceeds its tolerance.
+    answers, or without a head, as its config says. Runs the same batches through both and compares loss, every
+    gradient, its norm, and the weights after some optimizer steps. Exits with status 1 if a difference exceeds its
+    tolerance.
     """
     from rich.console import Console
 

@@ -15,7 +15,7 @@ from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
 from cuboid.models.architectures.small_model_names import ARCHITECTURES, Architecture, Rope
 from cuboid.models.certification.check import name_padding, quiet_cpu, random_model
 from cuboid.models.certification.default_models import default_config, default_model
-from cuboid.models.certification.layer_kinds import small_with_all_kinds
+from cuboid.models.certification.layer_kinds import on_meta, small_with_all_kinds
 from cuboid.models.certification.small_config import DEFAULT_SIZES, KEYS, Sizes, layer_count, sizes_by_key
 from cuboid.models.certification.trials import ATTEMPTS
 from cuboid.models.kinds.probe_rows import CannotProbe
@@ -24,6 +24,8 @@ _ROPE_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "mis
 #: Larger than usual, so that attention scores, gates and norms are outside the range where they are nearly linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
 _GEMMA_WINDOW = 12
+#: LUKE's table of entities, for example, is as large as ever.
+_MOST_PARAMETERS = 30_000_000
 #: Features of DeepSeek's latents, and of the part of each head that rotary embeddings turn.
 _LATENT, _LATENT_ROPE = 24, 4
 #: The sizes of small models of :data:`ARCHITECTURES`. The vocabulary is prime, so that no mesh divides it.
@@ -178,6 +180,9 @@ class SmallModel:
         cls, config = self._made()
         try:
             with quiet_cpu():
+                count = on_meta(cls, config).num_parameters()
+                if count > _MOST_PARAMETERS:
+                    raise CannotProbe(f"a small one has {count:,} parameters, for some of whose sizes no key is known")
                 model = random_model(cls, config, None, ATTEMPTS[-1], seed=self.seed + 1)
         except CannotProbe as error:
             raise UnsupportedModelError(f"{self.architecture}: {error}") from error

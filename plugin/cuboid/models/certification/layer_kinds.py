@@ -93,9 +93,14 @@ def _missing(
     return None
 
 
-def _kinds_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[LayerKind, ...]]:
+def on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A config's model without values."""
     with plain_construction(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return layer_kinds(cls(copy.deepcopy(config)))
+        return cls(copy.deepcopy(config))
+
+
+def _kinds_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[LayerKind, ...]]:
+    return layer_kinds(on_meta(cls, config))
 
 
 def layer_kinds(model: nn.Module) -> dict[str, tuple[LayerKind, ...]]:
