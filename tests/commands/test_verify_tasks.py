@@ -139,6 +139,12 @@ def test_the_engine_is_compared_too(saved, name):
     assert report.passed, [compared.first_difference for compared in report.passes]
 
 
+def test_a_model_of_images_whose_config_has_no_size_of_its_own_is_refused_in_a_sentence(tmp_path):
+    SmallModel("segformer").write(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="its config has no image_size of a height and a width"):
+        complete(Plan(str(tmp_path)), None, has_mesh=True)
+
+
 def test_what_plain_transformers_cannot_run_or_load_is_said_in_a_sentence(saved):
     with pytest.raises(
         CuboidError, match=r"XGLMForCausalLM fails in plain transformers, in float64: .*--dtype float32"

@@ -118,6 +118,8 @@ class _OfImages(ModelKind):
                     f"{name} is {getattr(small, name)}: it drops rows in layers at random, for which there is no rule; "
                     "set it to 0.0"
                 )
+        if image_shape(small) is None:
+            raise CannotProbe("its config has no image_size of a height and a width")
         for edge in _SMALL_EDGES:
             config = copy.deepcopy(small)
             config.image_size = [edge, edge] if isinstance(small.image_size, list | tuple) else edge
