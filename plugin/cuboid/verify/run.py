@@ -22,7 +22,7 @@ from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
-from cuboid.models.kinds.registry import kind_of_class
+from cuboid.models.kinds.registry import check_class, kind_of_class
 from cuboid.verify.adapter import check_adapter
 from cuboid.verify.compare import KINDS, ComparedKind, allow_rounding, compare, own_checks
 from cuboid.verify.noise import compare_noisy
@@ -164,6 +164,7 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     if chooses:
         plan = dataclasses.replace(plan, **covering_plan(plan.stored_config()))
     model = plan.empty_model()
+    check_class(type(model), stages=pipeline is not None)
     is_causal = kind_of_class(type(model)).is_causal
     if not is_causal and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")
