@@ -39,7 +39,12 @@ def token_share(plan: Plan, model: Any, step: int, batch: Mapping[str, torch.Ten
         for micro_batch in micro_batches(plan, model, step, replica)
     ]
     kind = kind_of(type(model), model.config)
-    return int(kind.items(batch)) / sum(int(kind.items(micro_batch)) for micro_batch in every)
+
+    def items(of: Mapping[str, torch.Tensor]) -> int:
+        # As a pipeline counts them: labels of models that shift theirs are never counted here.
+        return int(kind.items(kind.for_stages(dict(of), shifts=False)))
+
+    return items(batch) / sum(map(items, every))
 
 
 def options_of(model: Any) -> dict[str, Any]:
