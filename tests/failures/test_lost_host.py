@@ -24,6 +24,7 @@ from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import finish, free_port, start
+from two_hosts import hosts_in_namespaces  # noqa: F401  the fixture two_hosts
 from warm_python import warm_python
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, end, finish, run, start
-from two_hosts import ADDRESSES, INTERFACE
+from two_hosts import ADDRESSES, INTERFACE, hosts_in_namespaces  # noqa: F401  the fixture two_hosts
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from network.networks import NetworkError, Shaped, open_network, why_not_shaped
 ADDRESSES, INTERFACE = ("10.231.0.1", "10.231.0.2"), "e0"
 
 
-@pytest.fixture
-def two_hosts():
+@pytest.fixture(name="two_hosts")
+def hosts_in_namespaces():
     """The process id that holds the switch between two hosts."""
     reason = why_not_shaped()
     if reason is not None:
