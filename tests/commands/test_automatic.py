@@ -48,6 +48,7 @@ def config_of(mesh_keys, **sections):
     return parse_config({"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", **mesh_keys}, **sections})
 
 
+@pytest.mark.slow
 def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
     config = config_of({"size": 8}, train_micro_batch_size_per_gpu=8, cluster="8xH100-80GB", sequence_length=2048)
     with caplog.at_level(logging.WARNING):

@@ -564,6 +564,7 @@ def test_long_steps_are_continued_from_their_first_micro_batches(schedule, micro
     assert cost.pipeline_s(times) == pytest.approx(cost.simulated_s(times, micro_batches), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_search_tries_schedules_with_less_of_a_bubble():
     result = search(description_of({**LLAMA_8B, "num_hidden_layers": 8}), Cluster.parse("4x8xA100-40GB"), 2**16, 1)
     best = result.best[0]

@@ -404,7 +404,8 @@ def train_compiled_mesh(axes):
     return loss, gradients, products, len(fp8_in(output.all_input_nodes))
 
 
-@pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1)], ids=str)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("axes", [(1, 2, 1), (2, 1, 1)], ids=str)
 def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes):
     ranks = pool.run(2, train_compiled_mesh, axes)
     for _, _, products, saved in ranks:

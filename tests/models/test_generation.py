@@ -41,6 +41,7 @@ def prompts(rows=3):
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("architecture", TYPES)
 def test_a_mesh_generates_what_plain_transformers_does(architecture, mesh):

@@ -241,6 +241,7 @@ def many_graphs(path):
     return model.cuboid.state.compiled.graphs, model.cuboid.state.compiled.reason
 
 
+@pytest.mark.slow
 def test_a_model_may_have_more_graphs_than_torch_allows_a_function_by_itself(pool, path):
     assert torch._dynamo.config.recompile_limit == 8
     ((graphs, reason),) = pool.run(1, many_graphs, path, timeout_s=TIMEOUT_S)
