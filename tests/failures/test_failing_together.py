@@ -1,7 +1,6 @@
 """What fails on one rank ends all of them: loading, starting, reading, uneven data, ranks that die in a step."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import cuboid
+from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
@@ -116,12 +116,12 @@ def test_ranks_that_a_launcher_starts_again_refuse_the_store_of_those_before(mon
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     earlier = dist.PrefixStore("cuboid/start", agent)
-    earlier.set("at/0", f"{socket.gethostname()} {os.getppid()}")
+    earlier.set("at/0", f"{host_identity('pid')} {os.getppid()}")
     earlier.add("arrived", 2)
     with pytest.raises(CuboidError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"):
         await_all_ranks(Launch(0, 2, "127.0.0.1", agent.port), timeout_s=5)
     # A process that makes a second process group isn't another one.
-    earlier.set("at/0", f"{socket.gethostname()} {os.getpid()}")
+    earlier.set("at/0", f"{host_identity('pid')} {os.getpid()}")
     assert await_all_ranks(Launch(0, 2, "127.0.0.1", agent.port), timeout_s=5) is not None
 
 

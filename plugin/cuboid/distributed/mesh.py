@@ -113,6 +113,8 @@ class Mesh:
         self.weight_checksums: Mapping[str, int] = {}
         #: Whether the ranks are threads of this process instead of processes of torch.distributed.
         self.in_threads = False
+        #: The node of each rank of the world. Known once connected.
+        self.nodes: tuple[str, ...] = ()
         #: Whether gloo connects ranks on several machines or in several network namespaces: then collectives are direct
         #: messages. Always False with other backends. Known once connected.
         self.spans_networks = False
@@ -338,6 +340,7 @@ class Mesh:
             raise MeshError(_weight_difference(checksums))
         # Last: beside a rank that made its slices, one with a model in memory has no seed, but that is not the cause.
         _check_seeds(seeds)
+        self.nodes = nodes
         # Only for gloo: other backends choose routes themselves, and unbatched sends and receives would wait for one
         # another on NCCL's single stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1

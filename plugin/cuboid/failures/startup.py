@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from cuboid.distributed.host_identity import host_identity
 from cuboid.errors import CuboidError, PeerLostError, RankError
 from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
 
@@ -172,7 +173,7 @@ def _reject_earlier_attempt(store: BoundedStore, launch: Launch) -> None:
 
 
 def _this_process() -> str:
-    return f"{socket.gethostname()} {os.getpid()}"
+    return f"{host_identity('pid')} {os.getpid()}"
 
 
 def _raise_reported(store: BoundedStore) -> None:

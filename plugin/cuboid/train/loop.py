@@ -106,10 +106,8 @@ class Loop:
     accumulation: int
     #: Of the run; None on all ranks but the first.
     metrics: MetricsFile | None
-    #: Operations a second that all ranks could make together, as data sheets count them; None for unknown devices.
-    peak_flops: float | None
-    #: Operations of forward and backward of a sequence, without recomputation; None if they aren't known.
-    sequence_flops: int | None
+    #: Seconds of a step at the devices' peak, without recomputation: an MFU of 1. None where that isn't known.
+    peak_step_s: float | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -180,9 +178,8 @@ class Loop:
             "memory_bytes": memory_bytes,
             "left_s": left_s,
         }
-        if self.peak_flops is not None and self.sequence_flops is not None:
-            sequences = self.tokens_per_step / self.blocks.sequence_length
-            figures["mfu"] = sequences * self.sequence_flops / (seconds * self.peak_flops)
+        if self.peak_step_s is not None:
+            figures["mfu"] = self.peak_step_s / seconds
         self.metrics.add(history.step, figures)
 
     def _evaluate(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:

@@ -19,11 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
-from cuboid.distributed.host_identity import host_identity
-from cuboid.distributed.topology import Topology
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.planner.description.meta_model import describe
-from cuboid.planner.description.seen import known_device
+from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import read_corpus
@@ -35,6 +32,7 @@ from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, 
 from cuboid.train.loop import History, Loop, RunLength
 from cuboid.train.metrics_file import METRICS, MetricsFile
 from cuboid.train.process import World, gather, run_at_length
+from cuboid.train.reporting.mfu import peak_flops, step_flops
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
 from cuboid.train.run_lock import RunLock, held
@@ -98,7 +96,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
         metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
         loop = _loop(job, engine, interrupts, tokens, share, device, metrics)
-        _say_hosts(mesh.topology, world, progress)
+        _say_hosts(mesh, progress)
         checkpoints, history = RunCheckpoints(
             *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock)
         ).begin()
@@ -128,13 +126,13 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     return report
 
 
-def _say_hosts(topology: Topology, world: World, progress: TrainProgress) -> None:
-    """Say on which axes bytes leave the hosts, if there are several; collective."""
-    hosts = gather(host_identity("net"), world)
-    if len(set(hosts)) > 1:
-        crossing, staying = topology.axes_between(hosts)
+def _say_hosts(mesh: cuboid.Mesh, progress: TrainProgress) -> None:
+    """Say on which axes bytes leave the hosts, if there are several."""
+    count = len(set(mesh.nodes))
+    if count > 1:
+        crossing, staying = mesh.topology.axes_between(mesh.nodes)
         inside = f"; {', '.join(staying)} stay inside" if staying else ""
-        progress.say(f"{len(set(hosts))} hosts: {', '.join(crossing)} cross them{inside}")
+        progress.say(f"{count} hosts: {', '.join(crossing)} cross them{inside}")
 
 
 def _is_late(max_time_s: float, history: History) -> bool:
@@ -218,18 +216,20 @@ def _loop(
     driver: Driver = MicroBatchDriver(engine, device, interrupts)
     if job.has_pipeline:
         driver = PipelineDriver(engine, device, interrupts, job.accumulation)
-    peak_flops = sequence_flops = None
-    if metrics is not None and (gpu := known_device(device)) is not None:
-        peak_flops, sequence_flops = gpu.peak_flops * dist.get_world_size(), _sequence_flops(job)
+    peak_step_s = None if metrics is None else _peak_step_s(job, share.replicas, device)
     return Loop(
-        *(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation),
-        *(metrics, peak_flops, sequence_flops),
+        *(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation), *(metrics, peak_step_s)
     )
 
 
-def _sequence_flops(job: TrainJob) -> int | None:
-    """Operations of forward and backward of a block; None if the model's can't be counted."""
+def _peak_step_s(job: TrainJob, replicas: int, device: torch.device) -> float | None:
+    """Seconds of a step at the devices' peak; None if the peak isn't known, or the model's operations."""
+    peak = peak_flops(device, job.dtype)
+    if peak is None:
+        return None
     try:
-        return describe(job.model_config).step_flops(1, job.options.sequence_length)
+        model = meta_model(job.model_config)
     except UnsupportedModelError:
         return None
+    flops = step_flops(model, job.options.sequence_length, job.global_batch(replicas))
+    return None if flops is None else flops / (peak * dist.get_world_size())

@@ -22,7 +22,6 @@ from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import require_config
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.batch.length_cases import check_length, longest_sequence
-from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import check_countable, describe_modules
 from cuboid.planner.end_memory import end_sent_bytes
@@ -30,20 +29,9 @@ from cuboid.planner.model_formulas import block_sizes, end_sizes, model_kept_byt
 from cuboid.train.bench.report import BenchReport
 from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
+from cuboid.train.reporting.mfu import peak_flops, step_flops
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
 from cuboid.weights.model_folder import check_model_folder, model_config
-
-#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets. The first match counts, so a name
-#: comes before its own prefix.
-_PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-}
 
 
 @dataclass(frozen=True)
@@ -121,8 +109,8 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name(),
         tokens=rows * accumulation * mesh.topology.data * options.sequence_length,
         step_s=tuple(max(of_ranks) for of_ranks in zip(*(times for times, _, _ in figures), strict=True)),
-        flops=_flops(full_model, options.sequence_length, rows * accumulation * mesh.topology.data),
-        peak_flops=_peak_flops(device, dtype),
+        flops=step_flops(full_model, options.sequence_length, rows * accumulation * mesh.topology.data),
+        peak_flops=peak_flops(device, dtype),
         ranks=world.size,
         sent_bytes=_most_sent([sent for _, sent, _ in figures], options.steps),
         formula_bytes=formula,
@@ -184,22 +172,6 @@ def _layout(mesh: cuboid.Mesh) -> str:
     cut = f"mesh {mesh.shape}" + (f", {stages} stages" if stages > 1 else "")
     cut += f" of {len(mesh.placement) // stages} chunks" if len(mesh.placement) > stages else ""
     return cut + (f", {replicas} replicas" if replicas > 1 else "")
-
-
-def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
-
-
-def _flops(full_model: PreTrainedModel, length: int, rows: int) -> float | None:
-    """FLOPs of forward and backward, with backward as twice the forward; None if there is no formula."""
-    try:
-        sizes = sizes_of(full_model)
-    except CuboidError:
-        return None
-    return 3.0 * rows * (sum(sizes.layer_flops(length)) + sizes.head_flops(length))
 
 
 def _formulas(
