@@ -36,8 +36,8 @@ from cuboid.train.process import World, run_at_length
 from cuboid.train.reporting.curve import draw, smooth
 from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
 from launching import free_port
+from tiny_text import TEXTS
 
-TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 OURS = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

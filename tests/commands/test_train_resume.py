@@ -21,7 +21,6 @@ import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import CheckpointError, CuboidError
 from cuboid.checkpoint.format.folder import begin, commit, point_latest
@@ -31,7 +30,6 @@ from cuboid.cli import app
 from cuboid.cli.limits import duration
 from cuboid.train import run_lock
 from cuboid.train.data.batches import HeldoutBatch, Share
-from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.driver import MicroBatchDriver, StepLoss
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
@@ -42,8 +40,8 @@ from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
 from cuboid.train.run import _is_late
 from launching import ROOT, end, finish, start
+from tiny_text import write_model_and_text
 
-TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py")
 
 
@@ -54,12 +52,7 @@ SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.p
 def job(tmp_path_factory):
     """A tiny checkpoint, tokens of its tokenizer, and a config."""
     folder = tmp_path_factory.mktemp("job")
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    train_tokenizer(TEXTS, 300).save_pretrained(folder / "model")
-    (folder / "text").write_text("".join(TEXTS))
+    write_model_and_text(folder, layers=1)
     prepare(folder, model=folder / "model", data=folder / "text", vocabulary=300, seed=0, say=lambda _: None)
     schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
     pipeline = {"engine": "seq1f1b", "stages": 2, "trace": True, "trace_step": 3}

@@ -9,16 +9,14 @@ import time
 
 import psutil
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, end, finish, run, start
+from tiny_text import write_model_and_text
 from two_hosts import ADDRESSES, INTERFACE, hosts_in_namespaces  # noqa: F401  the fixture two_hosts
 
 pytestmark = pytest.mark.slow
 
-TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
@@ -59,12 +57,7 @@ def deepspeed(host, folder):
 def job(tmp_path_factory):
     """A tiny checkpoint, text and a config, and the losses of a run on one host."""
     folder = tmp_path_factory.mktemp("job")
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    train_tokenizer(TEXTS, 300).save_pretrained(folder / "model")
-    (folder / "text").write_text("".join(TEXTS))
+    write_model_and_text(folder, layers=2)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     alone = (BIN / "torchrun", "--standalone", "--nproc-per-node", 4, "-m", "cuboid.cli")
     status, output = run(*alone, *train(folder, folder / "alone"))
