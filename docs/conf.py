@@ -21,8 +21,8 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Cuboid"
 html_static_path = ["site"]
-html_js_files = ["sortable.js"]
-html_css_files = ["sortable.css"]
+html_js_files = ["tables.js"]
+html_css_files = ["tables.css"]
 exclude_patterns = ["examples", "generators", "data", "figures", "site"]
 
 

@@ -32,3 +32,21 @@ document.addEventListener("DOMContentLoaded", () => {
     });
   }
 });
+
+// Keys such as "tensor_parallel.mesh.batch" may break at their dots where a table is narrow; cells with
+// a sentence stay wide enough to be read; a picture opens in its own size.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const code of document.querySelectorAll("td code .pre")) {
+    code.innerHTML = code.innerHTML.replace(/(?<=\w[./])(?=\w)/g, "<wbr>");
+  }
+  for (const cell of document.querySelectorAll(".table-wrapper td")) {
+    cell.classList.toggle("long", cell.textContent.length > 80);
+  }
+  for (const picture of document.querySelectorAll(".content img")) {
+    if (picture.closest("a")) continue;
+    const link = document.createElement("a");
+    link.href = picture.src;
+    picture.replaceWith(link);
+    link.append(picture);
+  }
+});
