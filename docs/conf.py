@@ -20,6 +20,7 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Cuboid"
+html_show_copyright = False
 html_static_path = ["site"]
 html_js_files = ["tables.js"]
 html_css_files = ["tables.css"]
