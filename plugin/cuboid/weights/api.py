@@ -131,7 +131,7 @@ def from_config(
 
     With the same seed of torch's generator on all ranks, the weights are the same on every mesh, with every number of
     stages, and on one rank. They differ from those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
-    With different seeds, whatever connects the ranks first (``deepspeed.initialize``, ``boost``, a forward) raises.
+    With different seeds, the first collective (in ``deepspeed.initialize``, ``boost`` or a forward) raises.
 
     Args:
         model_config: of the model to be made.
@@ -153,8 +153,8 @@ def from_config(
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
     """Shard a model in memory, in place, and reduce it to this rank's pipeline stage, as the config says.
 
-    Every rank must have the same weights. Where samples of them differ, whatever connects the ranks first
-    (``deepspeed.initialize``, ``boost``, a forward) raises.
+    Every rank must have the same weights. Where samples of them differ, the first collective (in
+    ``deepspeed.initialize``, ``boost`` or a forward) raises.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before the model is changed.
