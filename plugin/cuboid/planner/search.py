@@ -22,10 +22,18 @@ from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
 _ROWS = (1, 2, 4, 8)
-#: Schedules that are tried on the best pipelines, with the number of chunks on each rank.
-_SCHEDULES = (("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 2), ("zero_bubble-v", 2))
-#: How many pipelines they are tried on, and roughly the fraction of the bubble that they leave.
-_PIPELINES, _BUBBLE_LEFT = 6, 0.3
+#: Schedules that are tried on the best pipelines, with the number of chunks on each rank: the first on all of them, the
+#: others on those that it makes the fastest.
+_SCHEDULES = (
+    ("zero_bubble-interleaved", 2),
+    *(("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 4), ("zero_bubble-v", 2)),
+)
+#: How many pipelines the first is tried on: of those that are the fastest under a fixed schedule, and in all.
+_GOOD_PIPELINES, _PIPELINES = 3, 6
+#: How many the others are tried on, and roughly the fraction of a bubble that they leave.
+_FASTEST_PIPELINES, _BUBBLE_LEFT = 2, 0.3
+#: How many layouts with fixed schedules are found, if fewer are wanted, for their pipelines to be tried.
+_FOUND = 10
 #: What the config's ``activation_checkpointing.mode`` may be.
 _CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layers", "attention": "attention"}
 #: How many layouts are compared to name the smallest one when nothing fits.
@@ -85,7 +93,7 @@ def search(
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
-        result = _on_device_or_host(costs, cost_of, what, goal, count)
+        result = _on_device_or_host(costs, cost_of, what, goal, count if goal == "smallest" else max(count, _FOUND))
     except ConfigError as error:
         refused = "; ".join(model.limits.refused(cluster.gpus))
         if not refused:
@@ -93,7 +101,7 @@ def search(
         raise ConfigError(f"{error}. Left out was what training rejects: {refused}") from None
     if goal == "smallest":
         return result
-    more = [cost_of(layout) for layout in _with_less_bubble(costs, result.best[-1].time)]
+    more = _with_less_bubble(_pipelines(result.best, costs), cost_of, result.best[:count][-1].time)
     return SearchResult(tuple(_improved(result.best, more, count)), result.considered + len(more))
 
 
@@ -108,33 +116,73 @@ def _on_device_or_host(
         return best_of([*costs, *on_host], what, goal=goal, count=count)
 
 
-def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
-    """Other schedules for the fastest pipelines, of those that would beat ``limit`` with most of their bubble gone."""
-    pipelines: dict[Any, tuple[float, StepCost]] = {}
-    for cost in costs:
-        layout = cost.layout
-        if layout.stages == 1 or states_bytes(cost) >= usable_bytes(cost.cluster):
-            continue
-        about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * cost.least_bubble_s
-        kind = layout.mesh, layout.stages, layout.replicas
-        if about_s < pipelines.get(kind, (limit.total_s,))[0]:
-            pipelines[kind] = about_s, cost
-    for _, cost in sorted(pipelines.values(), key=lambda pair: pair[0])[:_PIPELINES]:
-        for schedule, chunks in _SCHEDULES:
-            if cost.layout.stages * chunks <= len(cost.model.layers):
-                yield replace(cost.layout, schedule=schedule, chunks=chunks)
+def _with_less_bubble(
+    pipelines: Sequence[Layout], cost_of: Callable[[Layout], StepCost], limit: StepTime
+) -> list[Estimate]:
+    """Estimates of other schedules for some pipelines, of those that may take less time than ``limit``."""
+    found: list[Estimate] = []
+
+    def shortest_s(pipeline: Layout, schedules: Iterable[tuple[str, int]]) -> float:
+        """The time of the fastest of some schedules that fits."""
+        tried = [cost_of(layout) for one in schedules for layout in _scheduled(pipeline, *one, cost_of(pipeline).model)]
+        estimates = [Estimate.of(cost) for cost in tried if cost.least_s() < limit.total_s]
+        found.extend(estimates)
+        return min((one.time.total_s for one in estimates if one.fits), default=math.inf)
+
+    times_s = {pipeline: shortest_s(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
+    for pipeline in sorted(pipelines, key=times_s.__getitem__)[:_FASTEST_PIPELINES]:
+        shortest_s(pipeline, _SCHEDULES[1:])
+    return found
 
 
-def _improved(estimates: Iterable[Estimate], costs: Iterable[StepCost], count: int) -> list[Estimate]:
-    """The best ``count`` of some estimates, sorted, that fit, and of further layouts."""
+def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layout]:
+    """The pipelines that are the fastest under fixed schedules, and that would be with most of their bubble gone.
+
+    Of those that differ in how ranks are divided among `batch` and replicas, and in what doesn't change the order of
+    units, there is one.
+    """
+    chosen: dict[Any, Layout] = {}
+
+    def choose(layout: Layout) -> None:
+        chosen.setdefault((layout.stages, layout.mesh.sequence, layout.mesh.hidden), layout)
+
+    for estimate in best:
+        if estimate.layout.stages > 1 and len(chosen) < _GOOD_PIPELINES:
+            choose(estimate.layout)
+    limit_s = best[-1].time.total_s
+    by_time: list[tuple[float, int, StepCost]] = []
+    for number, cost in enumerate(costs):
+        if cost.layout.stages > 1 and states_bytes(cost) < usable_bytes(cost.cluster):
+            about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * cost.least_bubble_s
+            if about_s < limit_s:
+                by_time.append((about_s, number, cost))
+    for _, _, cost in sorted(by_time):
+        if len(chosen) == _PIPELINES:
+            break
+        # Of the variants of one pipeline, the fastest may keep more than there is memory for.
+        if ends_memory(cost) <= usable_bytes(cost.cluster):
+            choose(cost.layout)
+    return list(chosen.values())
+
+
+def _scheduled(pipeline: Layout, schedule: str, chunks: int, model: ModelDescription) -> Iterator[Layout]:
+    """A pipeline under another schedule, with the head on its last stage, and on all of them if that is possible."""
+    if pipeline.stages * chunks > len(model.layers):
+        return
+    layout = replace(pipeline, schedule=schedule, chunks=chunks)
+    yield layout
+    stages, pieces = model.limits.stages, pipeline.mesh.sequence
+    if layout.may_split and not layout.moves and stages is not None and stages.can_spread_head(layout.stages, pieces):
+        yield replace(layout, spreads_head=True)
+
+
+def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: int) -> list[Estimate]:
+    """The best ``count`` of some estimates, sorted, that fit, and of further ones."""
     best = list(estimates)
-    for cost in costs:
-        if len(best) >= count and cost.least_s() > best[count - 1].time.total_s:
-            continue
-        one = Estimate.of(cost)
+    for one in more:
         if one.fits:
-            best = _with(best, one, "fastest")[:count]
-    return best
+            best = _with(best, one, "fastest")
+    return best[:count]
 
 
 def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> SearchResult:

@@ -45,7 +45,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TRIED_WIDTH, _TRIED_TOKENS = 4, 3
 
 
-def check_spread_head(model: PreTrainedModel, outline: Outline, mesh: Mesh) -> None:
+def check_spread_head(model: PreTrainedModel, outline: Outline, stages: int, pieces: int) -> None:
     """Check that a model's head can be computed by parts of its vocabulary.
 
     The model's own code computes the logits, which may do more than multiply: it is run with a small random head, in
@@ -54,12 +54,13 @@ def check_spread_head(model: PreTrainedModel, outline: Outline, mesh: Mesh) -> N
     Args:
         model: the whole model, on any device; left as it is.
         outline: of the model.
-        mesh: this rank's.
+        stages: pipeline ranks that share the vocabulary.
+        pieces: parts that a mesh's `sequence` axis cuts it into before.
 
     Raises:
         UnsupportedModelError: there is no rule for this head, or its parts give something else.
     """
-    cls, stages, pieces = type(model).__name__, mesh.topology.pipe, mesh.size("sequence")
+    cls = type(model).__name__
     if outline.runs_own_head:
         raise _refused(cls, "its own forward computes the loss")
     if outline.router_loss is not None:

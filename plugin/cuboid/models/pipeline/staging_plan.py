@@ -59,7 +59,7 @@ def plan_staging(
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=is_filled)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     if config.pipeline.spreads_head:
-        check_spread_head(model, outline, mesh)
+        check_spread_head(model, outline, mesh.topology.pipe, mesh.size("sequence"))
     # Not every architecture has sizes that are known, nor every config a use for them.
     find_sizes = functools.cache(lambda: sizes_of(model))
     layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)

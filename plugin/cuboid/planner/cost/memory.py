@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
+from cuboid.models.cross_entropy.chunked import CHUNK_BYTES, CHUNK_TOKENS
 from cuboid.planner.cost.layout import Software
 from cuboid.planner.cost.step import StepCost
-from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.cluster import CPU, Cluster
 from cuboid.planner.description.kept import CountedAs, LayerCount, ModelCount, count_kept
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Action, Op
@@ -442,8 +442,10 @@ class _Stage:
             # The rank's rows, unsharded, and the sum of their gradients in float32 are there for the whole step.
             weight *= 4 * mesh.batch
         if self.software.loss == "chunked":
+            least = 0 if self.cost.cluster.gpu.name == CPU.name else CHUNK_TOKENS * numbers / tokens
+            chunk = min(numbers, max(CHUNK_BYTES / 4, least))
             # A chunk's logits and their gradient, each in 32 and in 16 bits; and the gradient of the weight.
-            return min(3 * CHUNK_BYTES, numbers * 12) + weight / mesh.batch
+            return chunk * 12 + weight / mesh.batch
         return numbers * (4 if self.software.loss == "fused" else 14)
 
     def _share(self, segment: int) -> float:

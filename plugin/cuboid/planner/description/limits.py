@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict, Mode
-from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.certification.certificates import certificate_of, naming_changes
 from cuboid.models.kinds.registry import check_class
+from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.sharded.parallel_plan import MeshRules
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.stage_cut import draw_outline
 
 _SHOWN_MESHES = 6
 
@@ -22,13 +25,11 @@ class Stages:
     """The stages and segments that an architecture's certificate allows.
 
     Args:
-        cls: the architecture's class.
-        config: of the model.
+        model: on any device, meta included.
         verified: whether `cuboid verify` passed on the real weights, as ``"certification": "verified"`` says.
     """
 
-    cls: type[PreTrainedModel]
-    config: PretrainedConfig
+    model: PreTrainedModel
     verified: bool = False
 
     @cached_property
@@ -41,11 +42,26 @@ class Stages:
         """Why its sequences can't be cut into segments; None if they can."""
         return self._reason("segments")
 
-    def _reason(self, mode: Mode) -> str | None:
+    def can_spread_head(self, stages: int, pieces: int) -> bool:
+        """Whether every one of ``stages`` ranks can compute a part of the head, of which a mesh makes ``pieces``."""
         try:
-            check_class(self.cls, stages=True)
+            check_spread_head(self.model, self._outline, stages, pieces)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    @cached_property
+    def _outline(self) -> Outline:
+        cls = type(self.model)
+        with naming_changes(cls, self.model.config):
+            return draw_outline(cls, self.model.config)
+
+    def _reason(self, mode: Mode) -> str | None:
+        cls = type(self.model)
+        try:
+            check_class(cls, stages=True)
             # The probe runs only if the answer isn't known yet, and only for layouts with stages.
-            certificate_of(self.cls, self.config).check_model(self.cls.__name__, (mode,), verified=self.verified)
+            certificate_of(cls, self.model.config).check_model(cls.__name__, (mode,), verified=self.verified)
         except UnsupportedModelError as error:
             return str(error)
         return None

@@ -77,4 +77,4 @@ def describe(config: PretrainedConfig, *, verified: bool = False) -> ModelDescri
         verdict = mesh_verdict(cls, model.config)
     except UnsupportedModelError as error:
         verdict = MeshVerdict(refused={"whole rows": str(error)})
-    return describe_modules(model, verdict, Stages(cls, model.config, verified))
+    return describe_modules(model, verdict, Stages(model, verified))
