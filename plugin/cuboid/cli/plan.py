@@ -24,6 +24,10 @@ def plan(
             help="Objective: the shortest step, the least memory per GPU, or the shortest step on the fewest GPUs."
         ),
     ] = "fastest",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help='Plan with compiled layers: "compile": true in the config.')
+    ] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Plan with products in fp8, on an H100 or later.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best layout's DeepSpeed config there.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the ten best there, as JSON.")] = None,
     explain: Annotated[
@@ -65,12 +69,12 @@ def plan(
     check_length(sequence_length, described.most_positions, "--seq-len")
     if explain is not None:
         pair = [
-            estimate(described, parse_layout(text, machines, global_batch), machines, sequence_length)
-            for text in explain
+            estimate(described, layout, machines, sequence_length)
+            for layout in (parse_layout(text, machines, global_batch, compiled=compiled, fp8=fp8) for text in explain)
         ]
         print_comparison(pair[0], pair[1], console)
         return
-    result = search(described, machines, sequence_length, global_batch, goal=goal)
+    result = search(described, machines, sequence_length, global_batch, goal=goal, compiled=compiled, fp8=fp8)
     print_plan(result, wide)
     for reason in described.limits.refused(machines.gpus):
         console.print(f"Left out was what training rejects: {reason}", highlight=False)

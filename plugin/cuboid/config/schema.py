@@ -139,6 +139,11 @@ class TensorParallelConfig(Section):
         return self
 
     @property
+    def fp8_least(self) -> int | None:
+        """The fewest rows and columns of a block of weights that is multiplied in fp8; None if none is."""
+        return None if self.fp8 is None else self.fp8.min_dimension
+
+    @property
     def mesh_size(self) -> int:
         """Number of ranks of the mesh, which may be known even if its shape is ``"auto"``.
 

@@ -174,9 +174,12 @@ def cuboid_software(layout: Layout) -> Software:
     """Cuboid's behaviour under DeepSpeed in a layout.
 
     In a pipeline, whose units all add to the gradients, these are accumulated in float32. Adam steps on them; torch's
-    takes one more number of each parameter. On a mesh, collectives add to the host's work.
+    takes one more number of each parameter. On a mesh, collectives add to the host's work. Compiled layers have fused
+    kernels, but not with backwards that are split.
     """
     software = replace(CUBOID, host_s=_MESH_HOST_S) if layout.mesh.size > 1 else CUBOID
+    if layout.compiled and not (layout.stages > 1 and layout.may_split):
+        software = replace(software, is_eager=False)
     is_pipeline = layout.stages > 1 or layout.segments > 1
     return replace(software, gradient_bytes=4, step_bytes=4, steps_on_copies=False) if is_pipeline else software
 
@@ -209,6 +212,25 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
         )
     check_length(length, model.positions or None, "the sequence length")
     model.limits.check(model.name, layout.mesh, layout.stages, layout.segments)
+    if layout.fp8_least is not None:
+        check_fp8(model, cluster)
+
+
+def check_fp8(model: ModelDescription, cluster: Cluster) -> None:
+    """Check that a model's layers can multiply in fp8 on a cluster.
+
+    Raises:
+        ConfigError: its GPUs have no such products, or the model has experts.
+    """
+    if cluster.gpu.fp8_speed <= 1:
+        raise ConfigError(
+            f"a {cluster.gpu.name} has no products in fp8 with a scale for each row, or none that are faster "
+            "(gpu.fp8_speed); leave fp8 out, or take an H100 or a later one"
+        )
+    if any(layer.experts is not None for layer in model.kinds):
+        raise ConfigError(
+            f"the products of a mixture's experts have no form in fp8, and {model.name} has experts; leave fp8 out"
+        )
 
 
 def segment_counts(layout: Layout, length: int) -> list[int]:
@@ -269,11 +291,6 @@ def layout_of_config(
             "the config trains in float32 (it enables neither bf16 nor fp16), of which the planner knows no rates of "
             'GPUs. To estimate its layout in 16 bits, add "bf16": {"enabled": true}'
         )
-    if config.tensor_parallel.fp8 is not None:
-        raise ConfigError(
-            "tensor_parallel.fp8 has no estimate, since the planner knows the rates of bf16 alone; leave it out: "
-            "a step in fp8 takes less time"
-        )
     if cluster.gpus % config.ranks:
         raise ConfigError(
             f"the config has {config.ranks} ranks for each replica of the model, which the {cluster.gpus} GPUs of "
@@ -298,6 +315,8 @@ def layout_of_config(
         optimizer_on_host=optimizer_on_host,
         weight_gather=config.tensor_parallel.weight_gather,
         gradient_sync=config.tensor_parallel.gradient_sync,
+        compiled=config.tensor_parallel.compile,
+        fp8_least=config.tensor_parallel.fp8_least,
     )
     if config.tensor_parallel.gather_logits is True:
         raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')

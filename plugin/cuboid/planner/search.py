@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cuboid.config.compatibility import check_framework_config
-from cuboid.config.schema import require_config
+from cuboid.config.schema import Fp8Config, require_config
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
@@ -17,7 +17,7 @@ from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usabl
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
-from cuboid.planner.estimate import Estimate, cuboid_software, segment_counts
+from cuboid.planner.estimate import Estimate, check_fp8, cuboid_software, segment_counts
 from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
@@ -36,6 +36,9 @@ _FASTEST_PIPELINES, _BUBBLE_LEFT = 2, 0.3
 _FOUND = 10
 #: What the config's ``activation_checkpointing.mode`` may be.
 _CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layers", "attention": "attention"}
+_ALONE = Layout(MeshShape())
+#: The config's own default of ``tensor_parallel.fp8.min_dimension``.
+_FP8_LEAST: int = Fp8Config.model_fields["min_dimension"].default
 #: How many layouts are compared to name the smallest one when nothing fits.
 _COMPARED = 32
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
@@ -62,6 +65,8 @@ def search(
     *,
     goal: Goal = "fastest",
     count: int = 10,
+    compiled: bool = False,
+    fp8: bool = False,
 ) -> SearchResult:
     """Search the layouts that use all GPUs of a cluster; for "fewest", of the smallest part of it on which one fits.
 
@@ -77,20 +82,24 @@ def search(
         goal: what is best: the shortest step, the least memory on a GPU, or the shortest step on the fewest GPUs: part
             of one node, or several whole nodes, whose number divides the cluster's.
         count: how many to return.
+        compiled, fp8: what all layouts have: compiled layers, and their products in 8 bits.
 
     Raises:
         ConfigError: no layout divides model, batch and cluster; or none fits, and the message names a small one; or
-            sequences are longer than the learned positions.
+            sequences are longer than the learned positions; or ``fp8`` isn't possible.
     """
     check_length(length, model.positions or None, "the sequence length")
+    if fp8:
+        check_fp8(model, cluster)
     if goal == "fewest":
-        return _on_fewest(model, cluster, length, global_batch, count)
+        return _on_fewest(model, cluster, length, global_batch, count, compiled=compiled, fp8=fp8)
     known: dict[Any, Any] = {}
 
     def cost_of(layout: Layout) -> StepCost:
         return StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
 
-    costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
+    like = replace(_ALONE, compiled=compiled, fp8_least=_FP8_LEAST if fp8 else None)
+    costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch, like)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
         result = _on_device_or_host(costs, cost_of, what, goal, count if goal == "smallest" else max(count, _FOUND))
@@ -185,17 +194,19 @@ def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: in
     return best[:count]
 
 
-def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> SearchResult:
+def _on_fewest(
+    model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int, **rates: bool
+) -> SearchResult:
     """The fastest layouts on the smallest part of the cluster on which any fits."""
     parts = [replace(cluster, nodes=1, gpus_per_node=gpus) for gpus in divisors(cluster.gpus_per_node)]
     parts += [replace(cluster, nodes=nodes) for nodes in divisors(cluster.nodes) if nodes > 1]
     for part in parts[:-1]:
         try:
-            return search(model, part, length, global_batch, count=count)
+            return search(model, part, length, global_batch, count=count, **rates)
         except ConfigError:
             continue
     # The whole cluster: if nothing fits here either, its error is the one to raise.
-    return search(model, parts[-1], length, global_batch, count=count)
+    return search(model, parts[-1], length, global_batch, count=count, **rates)
 
 
 def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> SearchResult:
@@ -272,8 +283,10 @@ def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
     return memory, cost
 
 
-def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:
-    """Every layout over all GPUs that divides the model, the batch and the sequence."""
+def layouts(
+    model: ModelDescription, cluster: Cluster, length: int, global_batch: int, like: Layout = _ALONE
+) -> Iterator[Layout]:
+    """Every layout over all GPUs that divides the model, the batch and the sequence, else as ``like``."""
     for stages in divisors(cluster.gpus):
         # Each stage has at least one layer.
         for size in divisors(cluster.gpus // stages) if stages <= len(model.layers) else ():
@@ -282,7 +295,7 @@ def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch
                 continue
             for mesh in MeshShape.of_size(size):
                 if _is_worth_it(mesh, cluster, length) and model.limits.reason_against(mesh, stages) is None:
-                    base = Layout(mesh, stages, replicas=replicas)
+                    base = replace(like, mesh=mesh, stages=stages, replicas=replicas)
                     counts = [
                         count
                         for count in segment_counts(base, length)
@@ -366,6 +379,8 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "mesh": {"batch": mesh.batch, "sequence": mesh.sequence, "hidden": mesh.hidden},
             "weight_gather": layout.weight_gather,
             **({"gradient_sync": "step"} if layout.gradient_sync == "step" else {}),
+            **({"compile": True} if layout.compiled else {}),
+            **({} if layout.fp8_least is None else {"fp8": fp8_section(layout.fp8_least)}),
         },
     }
     if layout.recomputes:
@@ -384,12 +399,19 @@ def config_of(layout: Layout) -> dict[str, Any]:
     return config
 
 
+def fp8_section(least: int) -> dict[str, Any]:
+    """The config's ``fp8`` for blocks with at least so many rows and columns."""
+    return {"recipe": "rowwise_with_gw_hp", **({} if least == _FP8_LEAST else {"min_dimension": least})}
+
+
 def checkpointing_section(layout: Layout) -> dict[str, Any]:
     """The config's ``activation_checkpointing`` for a layout that recomputes layers."""
     return {"mode": layout.checkpointing, **({"cpu_checkpointing": True} if layout.moves else {})}
 
 
-def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
+def parse_layout(
+    text: str, cluster: Cluster, global_batch: int, *, compiled: bool = False, fp8: bool = False
+) -> Layout:
     """Parse a layout as ``--explain`` takes it: a mesh and keys, joined by commas, such as ``2x4x1,stages=4``.
 
     Args:
@@ -457,7 +479,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         on_host=values["kept"] == "host",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
-        schedule=schedule, chunks=chunks,
+        schedule=schedule, chunks=chunks, compiled=compiled, fp8_least=_FP8_LEAST if fp8 else None,
     )  # fmt: skip
     # What no config accepts can't be trained, so its time would mislead.
     try:

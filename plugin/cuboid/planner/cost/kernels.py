@@ -20,19 +20,23 @@ class Kernels:
     def __init__(self, gpu: Gpu, products_speed: float = 1.0) -> None:
         #: Operations a second of large products.
         self.product_flops = gpu.peak_flops * gpu.matmul_efficiency * products_speed
+        self._fp8_flops = self.product_flops * gpu.fp8_speed
         self._attention_flops = gpu.peak_flops * gpu.attention_efficiency
         self._sheet_bytes = gpu.memory_bytes_per_s
         self._bytes = gpu.memory_bytes_per_s * gpu.memory_efficiency
         self.kernel_s = gpu.kernel_s
 
-    def matmul_s(self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False) -> float:
+    def matmul_s(
+        self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False, fp8: bool = False
+    ) -> float:
         """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]``, each a kernel or grouped in one.
 
         The time of the bytes is added to that of the operations, as the two overlap only in part. That makes small
         products slow: with I inputs the result's bytes alone take peak/(memory's rate · I) of the operations' time.
         """
         moved = _ELEMENT_BYTES * (rows * inputs + inputs * outputs + rows * outputs)
-        product_s = 2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes
+        flops = self._fp8_flops if fp8 else self.product_flops
+        product_s = 2 * rows * outputs * inputs / flops + moved / self._sheet_bytes
         return count * product_s + (1 if grouped else count) * self.kernel_s
 
     def attention_s(self, pairs: float, features: float) -> float:

@@ -45,6 +45,8 @@ class Layout:
         on_host: whether what checkpointed layers keep waits in host memory; without checkpointing nothing does.
         optimizer_on_host: whether masters and moments are in host memory, which the optimizer updates them in.
         offload: fraction of the activations that is offloaded to the host's memory (in layouts of other frameworks).
+        compiled: whether layers are compiled, as far as its schedule lets them be.
+        fp8_least: the fewest rows and columns of a block of weights that is multiplied in 8 bits; None for 16 bits.
     """
 
     mesh: MeshShape
@@ -69,6 +71,8 @@ class Layout:
     on_host: bool = False
     optimizer_on_host: bool = False
     offload: float = 0.0
+    compiled: bool = False
+    fp8_least: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -149,6 +153,8 @@ class Layout:
         parts += ["optimizer on the host"] if self.optimizer_on_host else []
         parts += ["weights kept"] if self.weight_gather == "step" else []
         parts += ["gradients reduced once"] if self.gradient_sync == "step" else []
+        parts += ["compiled"] if self.compiled else []
+        parts += ["fp8"] if self.fp8_least is not None else []
         return ", ".join(parts)
 
 
@@ -181,6 +187,8 @@ class Software:
         keeps_whole_gradients: whether gradients stay unsharded over a step's micro-batches if weights do.
         own_bytes: size of the framework's and libraries' own buffers on a GPU.
         passes: memory traffic of elementwise kernels, relative to fused ones.
+        is_eager: whether they are launched one by one, as Hugging Face's code says; then :attr:`Gpu.eager_traffic
+            <cuboid.planner.description.cluster.Gpu.eager_traffic>` multiplies their traffic.
         host_s: host time of a layer's forward; a backward takes twice that. The device waits if it is faster.
         host_collective_s: host time of each collective over `sequence`.
         products_speed: speed of products with weights, relative to 16 bits: more than 1 in 8 or 4 bits.
@@ -210,6 +218,7 @@ class Software:
     keeps_whole_gradients: bool = False
     own_bytes: int = 2**30
     passes: float = 1.0
+    is_eager: bool = False
     host_s: float = 0.0
     host_collective_s: float = 0.0
     products_speed: float = 1.0
@@ -218,4 +227,4 @@ class Software:
 
 #: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients in float32, and
 #: torch's AdamW takes as much again.
-CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True)
+CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True, is_eager=True)

@@ -61,6 +61,7 @@ class UnitTimes:
         self.kernels = Kernels(cluster.gpu, software.products_speed)
         self._rows = layout.micro_batch / layout.mesh.batch
         self._ranks = layout.mesh.of("sequence", "hidden")
+        self._passes = software.passes * (cluster.gpu.eager_traffic if software.is_eager else 1.0)
 
     @cached_property
     def _residual_ranks(self) -> int:
@@ -119,7 +120,9 @@ class UnitTimes:
         layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
         # Only weight gradients of linear layers can be deferred, not those of routers and experts.
         later = sum(
-            self._product(projection, tokens) for projection in layer.projections if projection.kind != "router"
+            self._product(projection, tokens, of_weights=True)
+            for projection in layer.projections
+            if projection.kind != "router"
         )
         weights, others = self.block_weights(layer, experts=False), 0.0
         if layer.experts is not None:
@@ -138,7 +141,8 @@ class UnitTimes:
     def _backward(self, layer: Layer, start: int, stop: int, half: Literal["backward", "input"]) -> Seconds:
         """Recomputation and all products of backward, without accumulating or reducing the weights' gradients."""
         tokens, layout = self.tokens(stop - start), self._layout
-        compute = 2 * self._products(layer, tokens) + self._attention(layer, start, stop, backward=True)
+        compute = self._products(layer, tokens) + self._products(layer, tokens, of_weights=True)
+        compute += self._attention(layer, start, stop, backward=True)
         compute += self._elementwise(layer, tokens, backward=True)
         exposed = self._mesh_exchange(layer, tokens, half) + self._expert_exchange(layer, tokens)
         again = Seconds()
@@ -179,8 +183,9 @@ class UnitTimes:
             host_s += 2 * self._software.host_collective_s
         return Seconds(max(seconds.compute, launches * host_s - seconds.exposed), seconds.exposed)
 
-    def _products(self, layer: Layer, tokens: float) -> float:
-        total = sum(self._product(projection, tokens) for projection in layer.projections)
+    def _products(self, layer: Layer, tokens: float, *, of_weights: bool = False) -> float:
+        """Time of the products of a forward, of the gradients of inputs, or ``of_weights``."""
+        total = sum(self._product(projection, tokens, of_weights=of_weights) for projection in layer.projections)
         if layer.experts is not None:
             local_experts = layer.experts.count / self._layout.expert_ranks
             expert_rows = tokens * layer.experts.per_token / local_experts
@@ -189,19 +194,22 @@ class UnitTimes:
             )
         return total
 
-    def _product(self, projection: Projection, tokens: float, count: int = 1) -> float:
-        mesh, kernels, grouped = self._layout.mesh, self.kernels, self._layout.splits_experts
-        if projection.kind == "up":
-            outputs, inputs = projection.outputs / mesh.sequence, projection.inputs / mesh.hidden
-            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
-        if projection.kind == "down":
-            outputs, inputs = projection.outputs / mesh.hidden, projection.inputs / mesh.sequence
-            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
-        if projection.kind in ("router", "latent"):
-            return kernels.matmul_s(tokens / mesh.sequence, projection.outputs, projection.inputs / mesh.hidden)
-        if projection.kind == "from latent":
-            return kernels.matmul_s(tokens, projection.outputs / self._ranks, projection.inputs)
-        return kernels.matmul_s(tokens, projection.outputs, projection.inputs)
+    def _product(self, projection: Projection, tokens: float, count: int = 1, *, of_weights: bool = False) -> float:
+        mesh, layout = self._layout.mesh, self._layout
+        kind, outputs, inputs = projection.kind, float(projection.outputs), float(projection.inputs)
+        if kind == "up":
+            outputs, inputs = outputs / mesh.sequence, inputs / mesh.hidden
+        elif kind == "down":
+            outputs, inputs = outputs / mesh.hidden, inputs / mesh.sequence
+        elif kind in ("router", "latent"):
+            tokens, inputs = tokens / mesh.sequence, inputs / mesh.hidden
+        elif kind == "from latent":
+            outputs /= self._ranks
+        grouped = layout.splits_experts and kind in ("up", "down")
+        # The gradients of weights are products of 16 bits.
+        fp8 = layout.fp8_least is not None and not of_weights and kind not in ("router", "whole")
+        fp8 = fp8 and min(outputs, inputs) >= (layout.fp8_least or 0)
+        return self.kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped, fp8=fp8)
 
     @staticmethod
     def _mlp_up(layer: Layer) -> Projection:
@@ -228,9 +236,7 @@ class UnitTimes:
             / self.kernels.product_flops
             for dim in (attention.query_dim, attention.value_dim)
         )  # fmt: skip
-        return times * products + self.kernels.elementwise_s(
-            pairs * moved * self._software.passes, 4 if backward else 2
-        )
+        return times * products + self.kernels.elementwise_s(pairs * moved * self._passes, 4 if backward else 2)
 
     def _elementwise(self, layer: Layer, tokens: float, *, backward: bool) -> float:
         """Time of norms, residual additions, rotations and the nonlinearity, by the bytes that they read and write."""
@@ -252,7 +258,7 @@ class UnitTimes:
         # Norms of latents, which all ranks of the mesh compute.
         latents = (10 if backward else 8) * sum(projection.inputs for projection in layer.from_latents)
         moved = tokens * (residual / self._residual_ranks + inner / self._ranks + latents)
-        return self.kernels.elementwise_s(moved * software.passes, 14 if backward else 8)
+        return self.kernels.elementwise_s(moved * self._passes, 14 if backward else 8)
 
     @staticmethod
     def _nonlinearity_bytes(features: int, gated: bool, *, backward: bool) -> int:

@@ -40,6 +40,10 @@ class Gpu:
         link_latency_s, network_latency_s: of each step of a collective.
         link_overlap: part of the computing beside a message within a node that hides it; 0 where the cores that compute
             move the message too.
+        eager_traffic: memory traffic of a layer's elementwise kernels as Hugging Face's code launches them, relative to
+            compiled or fused ones.
+        fp8_speed: speed of products in 8 bits with a scale for each row, the scaling included, relative to 16 bits; 1
+            where there are none.
         kernel_s: of each kernel beyond its work.
         step_s: of each optimizer step, whatever its size.
     """
@@ -64,6 +68,8 @@ class Gpu:
     kernel_s: float = 4e-6
     step_s: float = 0.01
     link_overlap: float = 1.0
+    eager_traffic: float = 2.0
+    fp8_speed: float = 1.0
 
     @property
     def host_rate(self) -> float:
@@ -80,7 +86,8 @@ def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float
 # constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The H800's
 # were then adjusted, within the range that the rows allow, to improve its worst row. The H100-80GB and H200 have the
 # H800's chip and take its constants, but for attention: the H800's rows ran FlashAttention-2, and torch has cuDNN's
-# kernel, whose share `cuboid profile` measured on an H200. The H100-96GB of the tables runs at 500 W.
+# kernel, whose share `cuboid profile` measured on an H200. The H100-96GB of the tables runs at 500 W. The traffic of
+# eager kernels and the speed in 8 bits are one H100's (docs/gpu.md), also for GPUs on which nothing was measured.
 _A100 = {
     "matmul_efficiency": 0.94, "attention_efficiency": 0.5, "memory_efficiency": 0.61, "link_efficiency": 0.64,
     "network_efficiency": 0.66, "kernel_s": 13e-6, "step_s": 0.012,
@@ -91,7 +98,8 @@ _H800 = {
 }  # fmt: skip
 #: PCIe 5, where the others have PCIe 4; and the link between Grace and Blackwell.
 _PCIE5, _C2C = {"host_bytes_per_s": 64e9}, {"host_bytes_per_s": 450e9}
-_HOPPER = {**_H800, **_PCIE5, "attention_efficiency": 0.54}
+_FP8 = {"fp8_speed": 1.5}
+_HOPPER = {**_H800, **_PCIE5, **_FP8, "attention_efficiency": 0.54}
 _H100_500W = {
     "matmul_efficiency": 0.52, "attention_efficiency": 0.34, "memory_efficiency": 0.45, "link_efficiency": 0.95,
     "network_efficiency": 0.7,
@@ -111,11 +119,11 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _gpu("A100-40GB", 39.39, 312, 1555, 300, 25, **_A100),
             _gpu("A100-80GB", 79.15, 312, 2039, 300, 25, **_A100),
             _gpu("H100-80GB", 79.11, 989.5, 3350, 450, 50, **_HOPPER),
-            _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W, **_PCIE5),
+            _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W, **_PCIE5, **_FP8),
             _gpu("H200-141GB", 139.8, 989.5, 4800, 450, 50, **_HOPPER),
-            _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800, **_PCIE5),
-            _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200, **_PCIE5),
-            _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200, **_C2C),
+            _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800, **_PCIE5, **_FP8),
+            _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200, **_PCIE5, **_FP8),
+            _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200, **_C2C, **_FP8),
         )
     }
 )
@@ -126,6 +134,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 CPU = _gpu(
     "CPU", 16, 0.39, 10, 1, 1, matmul_efficiency=0.64, attention_efficiency=0.32, link_efficiency=0.9,
     network_efficiency=0.9, link_latency_s=1e-4, network_latency_s=1e-4, kernel_s=6e-5, link_overlap=0.0,
+    eager_traffic=1.0,
 )  # fmt: skip
 
 
