@@ -53,14 +53,14 @@ def test_they_run_as_written(folder, commands):
     output = follow("finetune", folder, commands)
     first = losses_of(output)
     assert len(first) == 20
-    assert first[-1] < first[0] - 1
+    assert first[-1] < first[0] - 0.5
     assert re.search(r"^tensor\(", output, re.MULTILINE)
     assert re.search(r"all \d+ checks pass", output)
 
     output = follow("pipeline", folder, commands)
     second = losses_of(output)
     assert len(second) == 10
-    assert max(second) < first[0] - 1
+    assert max(second) < first[0] - 0.5
     assert list((folder / "trace").glob("*.png"))
 
     output = follow("plan", folder, commands)
