@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from generators.marked import table
+
 PACKAGE = Path(__file__).parents[2] / "plugin" / "cuboid"
 PATCHES = PACKAGE.parents[1] / "patches"
 #: What the package exports, in the order of use.
@@ -53,11 +55,13 @@ def parts() -> dict[str, dict[str, str]]:
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(exported):
         raise ValueError(f"the groups of {__name__} and cuboid.__all__ differ in {set(grouped) ^ set(exported)}")
-    lines = []
+    definitions = {name: _definition(exported[name], name) for name in grouped}
+    rows = [[f"[`cuboid.{name}`](#cuboid{name.lower()})", _summary(node)] for name, node in definitions.items()]
+    lines = [table(["name", "what it is"], rows), ""]
     for title, names in GROUPS.items():
         lines += [f"## {title}", ""]
         for name in names:
-            lines += _shown(_definition(exported[name], name), f"cuboid.{name}", level=3)
+            lines += _shown(definitions[name], f"cuboid.{name}", level=3)
     return {"api.md": {"names": "\n".join(lines)}}
 
 
@@ -95,6 +99,11 @@ def _definition(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
     raise ValueError(f"{path} doesn't define {name}")
+
+
+def _summary(definition: ast.FunctionDef | ast.ClassDef) -> str:
+    """The first paragraph of the docstring, in one line."""
+    return " ".join("\n".join(_text((ast.get_docstring(definition) or "").partition("\n\n")[0])).split())
 
 
 def _shown(definition: ast.FunctionDef | ast.ClassDef, title: str, level: int) -> list[str]:
