@@ -20,6 +20,7 @@ GROUPS = {
         *("mesh_of", "local_hook"),
     ),
     "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin"),
+    "Callbacks of the Trainer": ("InterruptCallback", "MetricsCallback", "LossGuardCallback"),
     "Config": ("load_config", "split_config", "parse_config", "CuboidConfig"),
     "Mesh": ("MeshShape", "Topology", "Mesh"),
     "Errors": (

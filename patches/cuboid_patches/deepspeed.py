@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -167,6 +168,7 @@ def _initialize_sharded(
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine, placeholders)
+    model.cuboid.state.engine = weakref.ref(engine)
     return (engine, *others)
 
 

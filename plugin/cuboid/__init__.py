@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cuboid.config.config_file import load_config
     from cuboid.config.schema import CuboidConfig, parse_config, split_config
     from cuboid.distributed.mesh import Mesh
+    from cuboid.integrations.callbacks.interrupt import InterruptCallback
+    from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
+    from cuboid.integrations.callbacks.metrics import MetricsCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
     from cuboid.integrations.trainer import CuboidTrainer
     from cuboid.models.pipeline.training_pipeline import Pipeline
@@ -29,9 +32,12 @@ __all__ = [
     "CuboidError",
     "CuboidPlugin",
     "CuboidTrainer",
+    "InterruptCallback",
+    "LossGuardCallback",
     "Mesh",
     "MeshError",
     "MeshShape",
+    "MetricsCallback",
     "OptimizerError",
     "Pipeline",
     "Topology",
@@ -57,6 +63,9 @@ _NAMES_OF = {
     "cuboid.config.config_file": ("load_config",),
     "cuboid.config.schema": ("CuboidConfig", "parse_config", "split_config"),
     "cuboid.distributed.mesh": ("Mesh",),
+    "cuboid.integrations.callbacks.interrupt": ("InterruptCallback",),
+    "cuboid.integrations.callbacks.loss_guard": ("LossGuardCallback",),
+    "cuboid.integrations.callbacks.metrics": ("MetricsCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
     "cuboid.integrations.trainer": ("CuboidTrainer",),
     "cuboid.models.pipeline.training_pipeline": ("Pipeline",),

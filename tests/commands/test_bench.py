@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from cuboid.integrations.callbacks import memory_use
 from cuboid.train.bench.report import BenchReport
-from cuboid.train.reporting import memory
 from cuboid.verify import SmallModel
 from launching import BIN, world
 
@@ -59,15 +59,15 @@ def test_a_pipeline_sends_each_hidden_state_and_its_gradient_once(model, tmp_pat
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset a process's peak")
 def test_the_peak_counts_from_the_warm_up_also_on_the_cpu():
     # Whatever ran in this process before may have needed more.
-    if not memory.reset_peak():
+    if not memory_use.reset_peak():
         pytest.skip("no /proc/self/clear_refs here")
     block = torch.ones(100 << 20, dtype=torch.uint8)
-    before = memory.peak_bytes()
+    before = memory_use.peak_bytes()
     del block
-    memory.reset_peak()
-    assert memory.peak_bytes() < before - (80 << 20)
+    memory_use.reset_peak()
+    assert memory_use.peak_bytes() < before - (80 << 20)
     block = torch.ones(100 << 20, dtype=torch.uint8)
-    assert memory.peak_bytes() > before - (20 << 20)
+    assert memory_use.peak_bytes() > before - (20 << 20)
     del block
 
 

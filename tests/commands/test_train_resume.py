@@ -28,13 +28,13 @@ from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
 from cuboid.cli import app
 from cuboid.cli.limits import duration
+from cuboid.failures.interrupts import Interrupts
+from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train import run_lock
 from cuboid.train.data.batches import HeldoutBatch, Share
 from cuboid.train.driver import MicroBatchDriver, StepLoss
-from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import History, Loop, RunLength
-from cuboid.train.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
@@ -178,7 +178,8 @@ def test_metrics_that_cannot_be_written_wait_and_are_named_once(tmp_path, monkey
     metrics.begin(0)
     with monkeypatch.context() as context:
         context.setattr(
-            "cuboid.train.metrics_file.os.write", lambda descriptor, line: os.pwrite(descriptor, line[:4], 0)
+            "cuboid.integrations.callbacks.metrics_file.os.write",
+            lambda descriptor, line: os.pwrite(descriptor, line[:4], 0),
         )
         metrics.add(1, {"loss": 3.0})
         metrics.add(2, {"loss": 2.0})

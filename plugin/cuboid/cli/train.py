@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from cuboid.train.reporting.report import TrainReport
     from cuboid.train.run import Stopped
 
-#: Exit status of a run that ``--max-time`` stopped, as timeout(1) has it.
-OUT_OF_TIME_STATUS = 124
-
 
 class TrainCommand(Command):
     """The command, whose ``--resume`` may stand alone or before a value; typer's options do one or the other."""
@@ -109,7 +106,7 @@ def train(
     OUT/checkpoints and exit with 130 or 143; `--resume` resumes from there, on any number of ranks. Ctrl-C once more
     ends it at once.
     """
-    from cuboid.train.interrupt import OUT_OF_TIME, Interrupts
+    from cuboid.failures.interrupts import Interrupts, exit_status
 
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     # Entered first, so that Ctrl-C ends the process during the imports below too.
@@ -148,7 +145,7 @@ def train(
             typer.echo(_stopped(result) if isinstance(result, Stopped) else _done(result, out))
         world.disconnect()
         if isinstance(result, Stopped):
-            raise SystemExit(OUT_OF_TIME_STATUS if result.by == OUT_OF_TIME else 128 + result.by)
+            raise SystemExit(exit_status(result.by))
 
 
 def _done(report: TrainReport, out: Path) -> str:

@@ -47,5 +47,7 @@ error instead of waiting; its host may be what was lost.
 ``exit_messages``: what a process that ends leaves for the user and the launcher. Imports nothing but the standard
 library, since Ctrl-C may come during the imports.
 
+``interrupts``: Ctrl-C and SIGTERM, on which all ranks agree at the end of a step.
+
 docs/failures.md says what users see.
 """

@@ -12,6 +12,8 @@ from transformers import Trainer, TrainingArguments
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
+from cuboid.integrations.callbacks.interrupt import InterruptCallback
+from cuboid.integrations.callbacks.metrics import MetricsCallback
 from cuboid.integrations.handoff import check_schedule
 from cuboid.integrations.trainer_classes import trainer_of_trl
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
@@ -98,7 +100,22 @@ class CuboidTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
         self._micro_batches.clear()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            # The Trainer tells its callbacks of an end, not of a failure.
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, InterruptCallback):
+                    callback.release(type(error), error, error.__traceback__)
+            raise
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As ``Trainer.log``, with the rates of a :class:`MetricsCallback` for all loggers, if there is one."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, MetricsCallback):
+                    logs.update(callback.rates(self.state))
+        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As ``Trainer.create_optimizer``; one that the Trainer was given is used under DeepSpeed too."""

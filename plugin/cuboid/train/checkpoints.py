@@ -11,10 +11,10 @@ from typing import Any
 import cuboid
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
-from cuboid.train.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import CHECKPOINTS
 from cuboid.train.resume import RunState, find_run, with_remedy

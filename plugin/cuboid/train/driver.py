@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cuboid.failures.interrupts import Interrupts
 from cuboid.train.data.batches import HeldoutBatch
-from cuboid.train.interrupt import Interrupts
 from cuboid.train.process import total
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import cuboid
+from cuboid.integrations.callbacks import memory_use
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History, Loop
 from cuboid.train.process import World, gather
-from cuboid.train.reporting import memory
 from cuboid.train.reporting.report import (
     Losses,
     MeshSizes,
@@ -64,7 +64,7 @@ def make_report(
         # Tied parameters are counted on the first stage only.
         parameters=sum(gather(sum(p.numel() for p in loop.engine.module.counted_parameters()), world))
         // loop.share.replicas,
-        memory_kind=memory.kind(),
+        memory_kind=memory_use.kind(),
         ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
         train_losses=list(map(_known, history.losses)),
         heldout_losses=history.heldout,
@@ -82,7 +82,7 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
     return RankFigures(
         stage=cuboid.mesh_of(engine).coordinate.pipe,
         parameters=sum(parameter.numel() for parameter in engine.module.parameters()),
-        peak_memory_bytes=memory.peak_bytes(),
+        peak_memory_bytes=memory_use.peak_bytes(),
         sent_bytes_per_step=sent_bytes,
     )
 

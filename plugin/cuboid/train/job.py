@@ -17,12 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output, check_output_file
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
+from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels
 from cuboid.models.kinds.causal import check_causal
 from cuboid.train.data.corpus import check_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
-from cuboid.train.metrics_file import METRICS, check_metrics
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
 from cuboid.train.settings import (

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import cuboid
 from cuboid import CuboidError
+from cuboid.failures.interrupts import Interrupts
+from cuboid.integrations.callbacks import memory_use
+from cuboid.integrations.callbacks.metrics_file import MetricsFile
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
 from cuboid.train.driver import Driver, StepLoss
-from cuboid.train.interrupt import Interrupts
-from cuboid.train.metrics_file import MetricsFile
 from cuboid.train.process import total
-from cuboid.train.reporting import memory
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import HeldoutPoint
 
@@ -163,7 +163,7 @@ class Loop:
 
     def _show(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Show the last step, and add it to the metrics."""
-        loss, memory_bytes = history.losses[-1], memory.now_bytes()
+        loss, memory_bytes = history.losses[-1], memory_use.now_bytes()
         left_s = (run_length.steps - history.step) * history.mean_step_s
         progress.step(history.step, loss, self.tokens_per_step / history.mean_step_s, memory_bytes, left_s)
         if self.metrics is None:

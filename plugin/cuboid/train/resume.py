@@ -45,7 +45,7 @@ class RunState(BaseModel):
         heldout_blocks: maximum number of blocks for the held-out loss.
         model_sha256: hash of the model's architecture.
         data_fingerprint: hash of the tokens.
-        losses_digest: of the loss of each step so far; see :mod:`cuboid.train.metrics_file`.
+        losses_digest: of the loss of each step so far; see :mod:`cuboid.integrations.callbacks.metrics_file`.
         train_losses: these losses themselves, in checkpoints of earlier versions.
         heldout_losses: the held-out losses so far.
         step_s: mean seconds of a step.

@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
+from cuboid.failures.interrupts import Interrupts, StopCause
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
+from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
@@ -27,12 +30,9 @@ from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
-from cuboid.train.interrupt import Interrupts, StopCause
 from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, check_tokens, plan
 from cuboid.train.loop import History, Loop, RunLength
-from cuboid.train.metrics_file import METRICS, MetricsFile
 from cuboid.train.process import World, gather, run_at_length
-from cuboid.train.reporting.mfu import peak_flops, step_flops
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
 from cuboid.train.run_lock import RunLock, held

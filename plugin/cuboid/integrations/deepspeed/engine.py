@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cuboid.errors import CheckpointError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
-from cuboid.integrations.deepspeed.gradient_partition import take_over_gradients
+from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, take_over_gradients
 from cuboid.models.sharded.sharded_model import mesh_of, sharding_of
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.weights.save import export_model, full_state_dict
@@ -73,6 +74,13 @@ class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine that exports full tensors, and that keeps the gradient norm when it clips without ZeRO too."""
 
     changed_weights: ChangedWeights
+    #: Asked on every rank before each update, if set, with this replica's losses of the step (see ``loss_parts``) if
+    #: this rank has them: returns whether to update the weights.
+    before_update: Callable[[list[torch.Tensor]], bool] | None = None
+    #: Of the step so far, if ``before_update`` is set: each micro-batch's part of the replica's loss, which is their
+    #: sum. The step's loss is the mean over the replicas. A pipeline that spreads its head has the sum alone.
+    loss_parts: list[torch.Tensor] = []
+    _skips_update = False
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it."""
@@ -81,6 +89,8 @@ class CuboidEngine(CheckpointedEngine):
             begin_update(mesh, self.global_steps + 1)
         with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
             loss = super().backward(*args, **kwargs)
+        if self.before_update is not None:
+            self.loss_parts = [*self.loss_parts, loss.detach().mean()]
         if self._monitors and isinstance(loss, torch.Tensor):
             # DeepSpeed resets this attribute of its own in each optimizer step. The loss is divided by the number of
             # micro-batches already.
@@ -91,6 +101,9 @@ class CuboidEngine(CheckpointedEngine):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         loss, steps = self.losses, self.is_gradient_accumulation_boundary()
+        if steps and self.before_update is not None:
+            parts, self.loss_parts = self.loss_parts, []
+            self._skips_update = not self.before_update(parts)
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
                 self.changed_weights.take()
@@ -99,6 +112,21 @@ class CuboidEngine(CheckpointedEngine):
         if steps and self._monitors and loss is not None:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
         return result
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        if not self._skips_update:
+            super()._take_model_step(lr_kwargs)
+            return
+        # The step counts, and its learning rate is used up: a schedule depends on the number of steps alone.
+        drop_gradients(self.optimizer)
+        self.zero_grad()
+        self._global_grad_norm: Any = None
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.losses = None
+        self.global_steps += 1
+        self.skipped_steps += 1
+        self.global_samples += self.train_batch_size()
 
     @property
     def _monitors(self) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients that ZeRO's step copies once, where it would copy them twice."""
+"""Gradients that ZeRO's step copies once, where it would copy them twice; and those of a step that isn't taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 
 class GradientPartition(list[Any]):
@@ -59,3 +59,26 @@ def take_over_gradients(optimizer: Any) -> None:
             masters.dtype,
             partial(optimizer.free_grad_in_param_list, parameters),
         )
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Clear what an optimizer of DeepSpeed's has collected for its next step, as its own step does on an overflow.
+
+    Gradients that an engine's module has in ``.grad`` are left to the engine.
+    """
+    if hasattr(optimizer, "overflow"):
+        # accelerate reads it, and would hold back the Trainer's schedule.
+        optimizer.overflow = False
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.zero_grad()
+        return
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    optimizer._wait_for_offload_copies()
+    optimizer.zero_grad(set_to_none=True)
+    optimizer._release_preflattened_grad_buffers()
+    if optimizer.cpu_offload:
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()
+        return
+    for index in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[index] = optimizer.all_grad_tensors[index] = None

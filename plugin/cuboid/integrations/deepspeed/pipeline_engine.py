@@ -83,6 +83,10 @@ class CuboidPipelineEngine(CuboidEngine):
         if self.placeholders:
             # DeepSpeed's optimizers need a gradient in each group; these are zero.
             (torch.cat([*self.placeholders]) * 0).sum().backward()
+        if self.before_update is not None:
+            # The mean over the replicas, of which a pipeline's loss is the sum.
+            parts = [part * self.dp_world_size for part in self.pipeline.loss_parts]
+            self.loss_parts = parts if parts or not self.is_last_stage() else [loss]
         with StepGuard(self.pipeline.mesh, f"optimizer step {self.global_steps + 1}"):
             self._reduce_gradients()
             self._finish_step()

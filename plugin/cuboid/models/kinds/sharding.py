@@ -144,6 +144,8 @@ class ModelState:
     #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
     #: the model doesn't copy the optimizer.
     optimizer: weakref.ref[GradientOwner] | None = None
+    #: The framework's engine around the model, if there is one; weak likewise.
+    engine: weakref.ref[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class Pipeline:
         self.given_losses: Sequence[GivenLoss] | None = None
         #: Rows of this replica in the last step.
         self.rows = 0
+        #: On ranks with the last stage: the parts of this replica's micro-batches in the last step's loss, which is
+        #: their sum over all replicas. Empty if ranks share the head.
+        self.loss_parts: list[torch.Tensor] = []
         #: With ``"partition": "measured"``, if the last step was measured: the new segment lengths of its longest
         #: sequence.
         self.recut: tuple[int, ...] | None = None
@@ -154,7 +157,9 @@ class Pipeline:
         with float32_sums(self._model.parameters()) if self._sums else nullcontext():
             loss = self._run(programs, step, gradient_scale, profiler)
         if self.given_losses is not None:
-            loss = self._checked(loss, self.given_losses, gradient_scale / self._micro_batches(step))
+            count = self._micro_batches(step)
+            loss = self._checked(loss, self.given_losses, gradient_scale / count)
+            self.loss_parts = [given_loss.loss.detach().to(self._device) / count for given_loss in self.given_losses]
         if complete:
             self.add_shared_gradients()
         self.recut = None
@@ -380,6 +385,8 @@ class Pipeline:
         if self.observe_outputs is not None:
             self.observe_outputs([] if recorder is None else self._told(recorder, step))
         last = runners.get(step.shape.stages - 1)
+        parts = {} if last is None else last.loss_parts
+        self.loss_parts = [parts[number] / gradient_scale for number in sorted(parts)]
         return None if last is None else last.loss if share is None else share.total()
 
     def _recorder(self) -> Recorder | None:

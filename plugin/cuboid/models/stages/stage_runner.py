@@ -131,8 +131,9 @@ class StageRunner:
         self._pending: dict[UnitKey, _Pending] = {}
         draws = model.cuboid.draws
         self._generators = None if draws is None else StepGenerators(self._mesh, self.device, draws.libraries)
-        #: On the last stage: the sum of all units' scaled losses.
+        #: On the last stage: the sum of all units' scaled losses, and that of each micro-batch's.
         self.loss: torch.Tensor | None = None
+        self.loss_parts: dict[int, torch.Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -298,8 +299,14 @@ class StageRunner:
             observe=recorder.of_segment(micro_batch) if isinstance(recorder, TokenRecorder) else None,
             weights=None if weights is None else batch.cut(weights, segment),
         )
-        self.loss = loss if self.loss is None else self.loss + loss
+        self._add_loss(micro_batch, loss)
         return gradient
+
+    def _add_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
+        self.loss = loss if self.loss is None else self.loss + loss
+        # Not summed up to ``loss``: the order of a sum decides its last digits.
+        part = self.loss_parts.get(micro_batch)
+        self.loss_parts[micro_batch] = loss if part is None else part + loss
 
     def _check_dtype(self, output: torch.Tensor) -> None:
         """Check that the output has the dtype in which the other ranks expect it, for their shares of the head."""
@@ -344,7 +351,7 @@ class OwnHeadRunner(StageRunner):
             self._free_after(micro_batch, segment)
         # Reported in float32 at least, even if the model computes its loss in 16 bits.
         value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        self.loss = value if self.loss is None else self.loss + value
+        self._add_loss(micro_batch, value)
 
     def _run_chunk(self, **options: Any) -> Any:
         output, late = self._chunk.call(self._model, **options), self._model.cuboid.late
@@ -403,8 +410,7 @@ class RoutedStageRunner(StageRunner):
             return self._sums.pack(output, total)
         self._sums.add(micro_batch, total)
         if self._batches[micro_batch].ends_with(segment):
-            assert self.loss is not None
-            self.loss = self.loss + self._sums.finish(micro_batch)
+            self._add_loss(micro_batch, self._sums.finish(micro_batch))
         return None
 
     def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -21,6 +21,8 @@ from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import require_config
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks import memory_use
+from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import check_countable, describe_modules
@@ -28,8 +30,6 @@ from cuboid.planner.end_memory import end_sent_bytes
 from cuboid.planner.model_formulas import block_sizes, end_sizes, model_kept_bytes
 from cuboid.train.bench.report import BenchReport
 from cuboid.train.process import World, gather
-from cuboid.train.reporting import memory
-from cuboid.train.reporting.mfu import peak_flops, step_flops
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
 from cuboid.weights.model_folder import check_model_folder, model_config
 
@@ -94,10 +94,10 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     step = _step_of(engine, batches, accumulation, has_pipeline=cuboid_config.pipeline is not None)
     for _ in range(options.warmup):
         step()
-    counted = "" if memory.reset_peak() else ", since its start"
+    counted = "" if memory_use.reset_peak() else ", since its start"
     mesh.comm_counter.reset()
     times = [_timed(step) for _ in range(options.steps)]
-    figures = gather((times, mesh.comm_counter.snapshot(), memory.peak_bytes()), world)
+    figures = gather((times, mesh.comm_counter.snapshot(), memory_use.peak_bytes()), world)
     formula, formula_kept_bytes = None, None
     if cuboid_config.pipeline is None:
         gathers = cuboid_config.tensor_parallel.weight_gather
@@ -114,7 +114,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         ranks=world.size,
         sent_bytes=_most_sent([sent for _, sent, _ in figures], options.steps),
         formula_bytes=formula,
-        memory=memory.kind() + counted,
+        memory=memory_use.kind() + counted,
         peak_bytes=max(peak for _, _, peak in figures),
         formula_kept_bytes=formula_kept_bytes,
     )

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self
 
-from cuboid import CuboidError
-from cuboid.errors import PeerLostError, RankError
+from cuboid.errors import CuboidError, PeerLostError, RankError
 from cuboid.failures.exit_messages import say_interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -21,6 +20,8 @@ _ECHO_S = 0.5
 #: Why ranks stop that got no signal: the time is up that ``--max-time`` gives the run.
 OUT_OF_TIME: Final = "--max-time"
 StopCause = signal.Signals | Literal["--max-time"]
+#: Exit status of a run whose time is up, as timeout(1) has it.
+_OUT_OF_TIME_STATUS = 124
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -106,6 +107,11 @@ class Interrupts:
         self._seen.add(number)
         if first:
             on_first()
+
+
+def exit_status(cause: StopCause) -> int:
+    """Exit status of a process that was stopped, as shells and timeout(1) report it."""
+    return _OUT_OF_TIME_STATUS if isinstance(cause, str) else 128 + cause
 
 
 def _exit_at_once(number: signal.Signals) -> NoReturn:

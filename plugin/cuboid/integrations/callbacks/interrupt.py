@@ -1,0 +1,148 @@
+"""Ctrl-C, SIGTERM and the end of a run's time: a checkpoint at the step's end, on all ranks, and then the end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cuboid.errors import ConfigError
+from cuboid.failures.interrupts import Interrupts, StopCause, exit_status
+from cuboid.integrations.callbacks.training_engine import engine_of
+
+
+class InterruptCallback(TrainerCallback):
+    """Stops training at the end of a step, with a checkpoint, when a rank is asked to or its time is up.
+
+    The first Ctrl-C (SIGINT) or SIGTERM of any rank lets all ranks finish the step that runs, write a checkpoint as
+    ``save_steps`` would, and end: with exit status 130 or 143, or 124 when the time is up. A second Ctrl-C ends the
+    processes at once. Before ``train`` and after it, signals do what they did before.
+
+    Args:
+        max_time_s: seconds from the start of the process. Training stops after the last step that leaves time for one
+            more step and one more checkpoint, as long as the longest so far; at least one step is made.
+        exits: whether the processes end. If not, ``train`` returns, and :attr:`stopped_by` says why.
+
+    Attributes:
+        stopped_by: the signal, ``"--max-time"``, or None.
+    """
+
+    def __init__(self, max_time_s: float | None = None, *, exits: bool = True) -> None:
+        self.stopped_by: StopCause | None = None
+        self._max_time_s, self._exits = max_time_s, exits
+        self._interrupts: Interrupts | None = None
+        self._step_s: list[float] = []
+        self._longest_save_s = 0.0
+        self._step_began = self._last_event = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take over the signals."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("InterruptCallback: signals come to the main thread alone; call train() there")
+        self.stopped_by = None
+        self._step_s.clear()
+        self._interrupts = Interrupts()
+        self._interrupts.__enter__()
+        if state.is_world_process_zero and self._max_time_s is not None:
+            self._interrupts.is_late = self._is_late
+        is_first = state.is_world_process_zero
+        self._interrupts.defer(lambda: self._announce() if is_first else None)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note when a step begins."""
+        self._step_began = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Agree on whether to stop."""
+        self._last_event = time.perf_counter()
+        self._step_s.append(self._last_event - self._step_began)
+        return self._stop_if_asked(args, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Agree on it after an evaluation too, which may take long."""
+        self._last_event = time.perf_counter()
+        return self._stop_if_asked(args, control) if state.global_step else control
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note when a save begins at the earliest."""
+        self._last_event = time.perf_counter()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note how long a save takes."""
+        self._longest_save_s = max(self._longest_save_s, time.perf_counter() - self._last_event)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Give the signals back, and end the processes if they were asked to stop before the last step."""
+        self.release()
+        if self.stopped_by is None or not self._exits or state.global_step >= state.max_steps:
+            return
+        engine = engine_of(model)
+        if engine is not None:
+            engine.wait_for_checkpoint()
+        if state.is_world_process_zero:
+            cause = self.stopped_by if isinstance(self.stopped_by, str) else self.stopped_by.name
+            print(
+                f"stopped by {cause} after step {state.global_step} of {state.max_steps}; "
+                f"train(resume_from_checkpoint=True) resumes from {args.output_dir}/checkpoint-{state.global_step}",
+                flush=True,
+            )
+        if dist.is_initialized():
+            # A rank that leaves first would take the others' connections along.
+            dist.barrier()
+            dist.destroy_process_group()
+        raise SystemExit(exit_status(self.stopped_by))
+
+    def release(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Give the signals back; with the exception that ended training, if one did."""
+        interrupts, self._interrupts = self._interrupts, None
+        if interrupts is not None:
+            interrupts.__exit__(kind, error, trace)
+
+    def _stop_if_asked(self, args: TrainingArguments, control: TrainerControl) -> TrainerControl:
+        interrupts = self._interrupts
+        if interrupts is None or self.stopped_by is not None:
+            return control
+        votes = torch.tensor(interrupts.own(), dtype=torch.float64, device=args.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(votes)
+        interrupts.agree(votes.tolist())
+        self.stopped_by = interrupts.stop
+        if self.stopped_by is not None:
+            # An evaluation that is due now can wait for the resumed run, the checkpoint can't.
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _is_late(self) -> bool:
+        assert self._max_time_s is not None
+        if not self._step_s:
+            return False
+        # The first step, which includes warm-up, says little about the next one.
+        counted = self._step_s[1:] or self._step_s
+        elapsed_s = time.time() - psutil.Process().create_time()
+        return elapsed_s + sum(counted) / len(counted) + self._longest_save_s > self._max_time_s
+
+    def _announce(self) -> None:
+        print("stopping after this step; Ctrl-C once more ends it at once", file=sys.stderr, flush=True)
