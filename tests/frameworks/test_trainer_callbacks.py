@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import ConfigError, LossGuardCallback, MetricsCallback
 from cuboid.distributed.topology import MeshShape, Topology
-from cuboid.integrations.callbacks import loss_guard
+from cuboid.integrations.callbacks import bad_loss, loss_guard
+from cuboid.integrations.callbacks.bad_loss import LossGuard
 from launching import as_ranks, world
 
 #: The embedding of this token is NaN.
@@ -129,19 +130,21 @@ def config_of(kind):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("callbacks")
-    torch.manual_seed(0)
     sizes = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = math.nan
-    model.save_pretrained(path / "start")
+    for name, dropout in (("start", 0.0), ("dropping", 0.1)):
+        torch.manual_seed(0)
+        config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, attention_dropout=dropout, **sizes)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[POISON] = math.nan
+        model.save_pretrained(path / name)
     for name, body in (("judge", JUDGE), ("interrupt", INTERRUPT)):
         (path / f"{name}.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(body))
     return path
 
 
-def plan_of(root, out, kind, **more):
-    return json.dumps({"start": str(root / "start"), "out": str(root / out), "config": config_of(kind), **more})
+def plan_of(root, out, kind, start, **more):
+    return json.dumps({"start": str(root / start), "out": str(root / out), "config": config_of(kind), **more})
 
 
 def results_of(output):
@@ -150,7 +153,7 @@ def results_of(output):
 
 @pytest.mark.parametrize("kind", ["mesh", "pipeline"])
 def test_a_bad_loss_is_named_and_its_update_skipped_to_the_last_bit(root, kind):
-    status, output = world(2, root / "judge.py", plan_of(root, kind, kind))
+    status, output = world(2, root / "judge.py", plan_of(root, kind, kind, "start"))
     assert status == 0, output
     first, second = results_of(output)
     where = "the loss is nan at step {}, in micro-batch 2 of ranks 0, 1; {}"
@@ -173,7 +176,7 @@ def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes
         return [{name: line[name] for name in ("step", "loss", "learning_rate")} for line in lines]
 
     def run(out, status, signals, resume=None, max_time_s=None, exits=True):
-        plan = plan_of(root, out, kind, signals=signals, resume=resume, max_time_s=max_time_s, exits=exits)
+        plan = plan_of(root, out, kind, "dropping", signals=signals, resume=resume, max_time_s=max_time_s, exits=exits)
         endings = as_ranks(2, root / "interrupt.py", plan)
         assert [code for code, _ in endings] == [status, status], endings
         return "\n".join(output for _, output in endings)
@@ -187,6 +190,8 @@ def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes
     assert results_of(run(out, 0, signals=False, resume=True)) == [["None", 4]] * 2
     assert results_of(run(f"{kind} whole", 0, signals=False, exits=False)) == [["None", 4]] * 2
     assert lines_of(out) == lines_of(f"{kind} whole")
+    pickles = {path.name for path in (root / out / "checkpoint-3").rglob("*") if path.suffix in (".bin", ".pt", ".pth")}
+    assert bool(pickles) == (kind == "mesh"), pickles
     figures = json.loads((root / out / "metrics.jsonl").read_text().splitlines()[1])
     assert figures["tokens_per_s"] > 0
     assert 0 <= figures["idle_share"] < 1
@@ -201,14 +206,14 @@ def guarding(monkeypatch, losses_of_steps, replicas=1, **options):
     topology = Topology(MeshShape(hidden=2), 2 * replicas)
     mesh = SimpleNamespace(topology=topology, rank=0)
     said = []
-    guard = LossGuardCallback("skip", say=said.append, **options)
+    guard = LossGuard("skip", say=said.append, **options)
     guard._engine = SimpleNamespace(global_steps=0)
-    monkeypatch.setattr(loss_guard, "mesh_of", lambda _: mesh)
-    monkeypatch.setattr(loss_guard, "unwrap", lambda engine: engine)
+    monkeypatch.setattr(bad_loss, "mesh_of", lambda _: mesh)
+    monkeypatch.setattr(bad_loss, "unwrap", lambda engine: engine)
     monkeypatch.setattr(guard, "_of_replicas", lambda parts: parts)
     decisions = []
     for losses in losses_of_steps:
-        decisions.append(guard._decide(losses))
+        decisions.append(guard.decide(losses))
         guard._engine.global_steps += 1
     return guard, decisions, said
 
@@ -235,7 +240,7 @@ def test_the_replica_of_a_loss_that_is_no_number_is_named_and_skips_have_an_end(
     _, decisions, said = guarding(monkeypatch, [good, bad, bad], replicas=2)
     assert decisions == [True, False, False]
     assert said[0].startswith("the loss is nan at step 2, in micro-batch 1 of replica 1 (ranks 2, 3), micro-batch 2 of")
-    monkeypatch.setattr(loss_guard, "run_on_all_ranks", lambda action, *_, **__: action())
+    monkeypatch.setattr(bad_loss, "run_on_all_ranks", lambda action, *_, **__: action())
     with pytest.raises(Exception, match=r"step 4, in .*, and 2 updates before it were skipped; a lower learning rate"):
         guarding(monkeypatch, [good, bad, bad, bad], replicas=2, most_skips=2)
 
@@ -243,17 +248,19 @@ def test_the_replica_of_a_loss_that_is_no_number_is_named_and_skips_have_an_end(
 def test_a_guard_that_is_resumed_knows_the_losses_before(monkeypatch):
     steps = [[[1.0 + 0.01 * (n % 3)]] for n in range(8)]
     guard, _, _ = guarding(monkeypatch, steps, spike=6, window=8)
-    state = SimpleNamespace(stateful_callbacks=json.loads(json.dumps({"LossGuardCallback": guard.state()})))
+    saved = {"LossGuardCallback": {"args": {}, "attributes": guard.state()}}
+    state = SimpleNamespace(stateful_callbacks=json.loads(json.dumps(saved)))
     resumed = LossGuardCallback("skip", spike=6, window=8)
     engine = SimpleNamespace(before_update=None)
     monkeypatch.setattr(loss_guard, "engine_of", lambda _: engine)
     resumed.on_train_begin(None, state, None)
-    assert resumed._recent == guard._recent
-    assert engine.before_update == resumed._decide
+    assert resumed.state()["attributes"] == guard.state()
+    assert len(guard.state()["recent"]) == 8
+    assert engine.before_update is not None
     resumed.on_train_end(None, state, None)
     assert engine.before_update is None
     for wrong in ({"policy": "halt"}, {"spike": math.nan}, {"window": 1}, {"most_skips": 0}):
-        with pytest.raises(ConfigError, match=f"LossGuardCallback: {next(iter(wrong))} is"):
+        with pytest.raises(ConfigError, match=r"bad loss is .*; it (must be|is one of)"):
             LossGuardCallback(**wrong)
 
 

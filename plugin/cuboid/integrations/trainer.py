@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.metrics import MetricsCallback
+from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.handoff import check_schedule
 from cuboid.integrations.trainer_classes import trainer_of_trl
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
@@ -21,7 +25,7 @@ from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.label_heads import RowClassifier
 from cuboid.models.pipeline.training_pipeline import Pipeline
-from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.models.sharded.sharded_model import sharding_of, unwrap
 from cuboid.tensor3d.layers.vocab_cross_entropy import predicted
 
 #: Training arguments that can't be set with a pipeline, and why.
@@ -43,6 +47,8 @@ _REFUSED_OF_TRL = {
     "precompute_ref_log_probs": "the reference's forwards run in each step; leave it out",
     "sync_ref_model": "it copies weights between models whose stages nobody has compared; leave it out",
 }
+#: Of a checkpoint's client state: the schedule of the learning rate, if it is the Trainer's own.
+_SCHEDULE = "trainer_schedule"
 
 
 class CuboidTrainer(Trainer):
@@ -66,7 +72,8 @@ class CuboidTrainer(Trainer):
         trains_compute_loss: whether to train what ``compute_loss`` returns. None: if it is of a known trainer of TRL.
 
     Without a pipeline it is the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under which the
-    ``Trainer`` makes its own.
+    ``Trainer`` makes its own, and that checkpoints have no pickles: what the ``Trainer`` pickles beside the engine's
+    files is in these, and a run goes on to the same digits, dropout included.
 
     Raises:
         ConfigError: an argument or a base class asks for what a pipeline can't do, such as logits.
@@ -279,6 +286,54 @@ class CuboidTrainer(Trainer):
             yield losses
         finally:
             pipeline.observe_outputs = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``Trainer.save_model``; a checkpoint to resume from has the arguments as JSON, not pickled."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and self._checkpoints_engine and self.args.should_save and output_dir is not None:
+            folder = Path(output_dir)
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+
+    @property
+    def _checkpoints_engine(self) -> bool:
+        """Whether an engine of Cuboid's writes all that a run is resumed from."""
+        return isinstance(self.model_wrapped, CheckpointedEngine)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._checkpoints_engine:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # The Trainer pickles a schedule that the engine hasn't.
+        client_state = {} if self._has_engines_schedule else {_SCHEDULE: self.lr_scheduler.state_dict()}
+        has_adapters = sharding_of(self.model).state.adapters is not None
+        self.model_wrapped.save_checkpoint(
+            output_dir, client_state=client_state, exclude_frozen_parameters=has_adapters
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        loaded = self.model_wrapped.loaded if self._checkpoints_engine else None
+        # Checkpoints of earlier versions have the pickle.
+        if loaded is None or self._has_engines_schedule or _SCHEDULE not in loaded.document["client"]:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.lr_scheduler.load_state_dict(loaded.document["client"][_SCHEDULE])
+
+    @property
+    def _has_engines_schedule(self) -> bool:
+        return isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # The engine's checkpoint has them.
+        if not self._checkpoints_engine:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Once more: the data loader has drawn numbers since the engine restored them.
+        if checkpoint is not None and self._checkpoints_engine and self.model_wrapped.loaded is not None:
+            self.model_wrapped.checkpointing.restore_random(self.model_wrapped.loaded)
+        else:
+            super()._load_rng_state(checkpoint)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         # The result is passed to prediction_step, which needs the engine or the Pipeline: a stage has no forward.

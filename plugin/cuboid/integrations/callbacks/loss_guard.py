@@ -1,32 +1,19 @@
-"""A loss that isn't finite, or that jumps up: named before the weights are updated by it, and what happens then."""
+"""What happens in a step of the Trainer's whose loss isn't finite, or jumps up."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
 from collections.abc import Callable
-from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from cuboid.distributed.topology import AXES
-from cuboid.errors import ConfigError, CuboidError
-from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.errors import ConfigError
+from cuboid.integrations.callbacks.bad_loss import LossGuard, Policy
 from cuboid.integrations.callbacks.training_engine import engine_of
-from cuboid.models.sharded.sharded_model import mesh_of, unwrap
-from cuboid.models.stages.stage_model import StageModel
 
 logger = logging.getLogger(__name__)
-
-Policy = Literal["stop", "skip", "continue"]
-_POLICIES = ("stop", "skip", "continue")
-#: Micro-batches that a message names, at most.
-_NAMED = 8
 
 
 class LossGuardCallback(TrainerCallback, ExportableState):
@@ -43,9 +30,7 @@ class LossGuardCallback(TrainerCallback, ExportableState):
             is OLMo's choice. None: only what isn't finite. It begins when there are half as many losses.
         window: number of steps.
         most_skips: steps in a row that may be skipped; after these there is an error, as with ``"stop"``.
-
-    Attributes:
-        skipped: the steps whose update was skipped by this process.
+        say: called with a message on the first rank.
 
     Raises:
         ConfigError: an argument is out of range, or, when training begins, the model isn't in an engine of Cuboid's.
@@ -61,123 +46,36 @@ class LossGuardCallback(TrainerCallback, ExportableState):
         most_skips: int = 10,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
-        if policy not in _POLICIES:
-            raise ConfigError(f"LossGuardCallback: policy is {policy!r}; it is one of {', '.join(_POLICIES)}")
-        for name, value, least in (("spike", spike, 0), ("window", window, 2), ("most_skips", most_skips, 1)):
-            if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"LossGuardCallback: {name} is {value}; it must be at least {least}, and finite")
-        self.skipped: list[int] = []
-        self._policy, self._spike, self._window, self._most_skips, self._say = policy, spike, window, most_skips, say
-        #: Finite losses of the last steps, bad ones too: a loss that stays high is no spike for long.
-        self._recent: deque[float] = deque(maxlen=window)
-        self._skips_in_a_row = 0
-        self._engine: Any = None
+        self._arguments = {"policy": policy, "spike": spike, "window": window, "most_skips": most_skips}
+        self._guard = LossGuard(policy, spike=spike, window=window, most_skips=most_skips, say=say)
+
+    @property
+    def skipped(self) -> list[int]:
+        """The steps whose update this process has skipped."""
+        return self._guard.skipped
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to decide alike; the Trainer puts it into its checkpoints."""
-        arguments = {name: getattr(self, f"_{name}") for name in ("policy", "spike", "window", "most_skips")}
-        attributes = {"recent": list(self._recent), "skips_in_a_row": self._skips_in_a_row}
-        return {"args": arguments, "attributes": attributes}
+        return {"args": self._arguments, "attributes": self._guard.state()}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Watch the engine's steps from now on."""
-        self._engine = engine_of(model)
-        if self._engine is None or not hasattr(self._engine, "before_update"):
+        engine = engine_of(model)
+        if engine is None or not hasattr(engine, "before_update"):
             raise ConfigError(
                 "LossGuardCallback decides before each update of an engine of Cuboid's; give the Trainer a config with "
                 "tensor_parallel.mode 3d_tensor or pipeline.engine seq1f1b"
             )
-        self._engine.before_update = self._decide
-        # A checkpoint from before this callback was added has none; the Trainer then fails to save.
+        self._guard.watch(engine)
+        # A checkpoint from before this callback was added has none, and the Trainer couldn't save the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if isinstance(saved, dict):
-            attributes = saved.get("attributes", {})
-            self._recent = deque(attributes.get("recent", ()), maxlen=self._window)
-            self._skips_in_a_row = int(attributes.get("skips_in_a_row", 0))
+            self._guard.restore(saved.get("attributes", {}))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Watch them no longer."""
-        if self._engine is not None:
-            self._engine.before_update, self._engine = None, None
-
-    def _decide(self, parts: list[torch.Tensor]) -> bool:
-        """Whether to update the weights, given this replica's losses of the step; collective, the same on all ranks."""
-        losses = self._of_replicas(parts)
-        loss = fmean(map(sum, losses))
-        problem = self._problem(loss, losses)
-        if math.isfinite(loss):
-            self._recent.append(loss)
-        if problem is None:
-            self._skips_in_a_row = 0
-            return True
-        step, mesh = self._engine.global_steps + 1, mesh_of(self._engine)
-        is_last_skip = self._policy == "skip" and self._skips_in_a_row >= self._most_skips
-        text = f"the loss is {loss:.6g} at step {step}{problem}"
-        if self._policy == "stop" or is_last_skip:
-            skips = f", and {self._skips_in_a_row} updates before it were skipped" if is_last_skip else ""
-
-            def stop() -> None:
-                raise CuboidError(
-                    f"{text}{skips}; a lower learning rate, a longer warm-up, or gradient clipping may help"
-                )
-
-            run_on_all_ranks(stop, mesh, what="a check of the loss")
-        skips_update = self._policy == "skip"
-        if mesh.rank == 0:
-            self._say(f"{text}; {'its update is skipped' if skips_update else 'training goes on'}")
-        if skips_update:
-            self.skipped.append(step)
-            self._skips_in_a_row += 1
-        return not skips_update
-
-    def _of_replicas(self, parts: list[torch.Tensor]) -> list[list[float]]:
-        """The losses of each replica's micro-batches, ``[replicas][micro-batches]``, on every rank."""
-        engine, mesh = self._engine, mesh_of(self._engine)
-        # At the end of an epoch there may be fewer than usual; on a pipeline's other stages there are none.
-        width = max(engine.gradient_accumulation_steps(), 1)
-        table = torch.zeros(mesh.topology.data, width, dtype=torch.float64, device=engine.device)
-        is_first = all(getattr(mesh.coordinate, axis) == 0 for axis in AXES)
-        if parts and is_first and mesh.has_last_stage:
-            table[mesh.coordinate.data, : len(parts)] = torch.stack(parts).to(table)
-        if dist.is_initialized() and mesh.topology.world_size > 1:
-            dist.all_reduce(table)
-        losses: list[list[float]] = table.tolist()
-        return losses
-
-    def _problem(self, loss: float, losses: list[list[float]]) -> str | None:
-        """What is wrong with a loss and where, in words; None if nothing is."""
-        places = [(replica, number) for replica, row in enumerate(losses) for number in range(len(row))]
-        if not math.isfinite(loss):
-            bad = [(replica, number) for replica, number in places if not math.isfinite(losses[replica][number])]
-            return self._named(", in ", bad)
-        if self._spike is None or len(self._recent) < max(self._window // 2, 2):
-            return None
-        mean, deviation = fmean(self._recent), pstdev(self._recent)
-        if loss <= mean + self._spike * deviation:
-            return None
-        above = f"{(loss - mean) / deviation:.1f}" if deviation else "infinitely many"
-        most = max(places, key=lambda place: losses[place[0]][place[1]])
-        return (
-            f", {above} standard deviations above the mean {mean:.6g} of the {len(self._recent)} steps before"
-            + self._named(", most of it in ", [most])
-        )
-
-    def _named(self, beginning: str, places: list[tuple[int, int]]) -> str:
-        topology, stage = mesh_of(self._engine).topology, unwrap(self._engine)
-        if not places:
-            return ""
-        # A pipeline that spreads its head over its ranks has one loss for all micro-batches.
-        pipeline = stage.staging.plan.config.pipeline if isinstance(stage, StageModel) else None
-        is_one_for_all = pipeline is not None and pipeline.spreads_head
-        members = topology.groups(("pipe", *AXES))
-        names = []
-        for replica, number in places[:_NAMED]:
-            name = "" if is_one_for_all else f"micro-batch {number + 1} of "
-            ranks = members[replica]
-            of_ranks = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            names.append(f"{name}replica {replica} ({of_ranks})" if topology.data > 1 else f"{name}{of_ranks}")
-        return beginning + ", ".join(dict.fromkeys(names)) + (" …" if len(places) > _NAMED else "")
+        self._guard.watch(None)

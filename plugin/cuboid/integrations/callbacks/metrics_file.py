@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cuboid import CheckpointError
+from cuboid.errors import CheckpointError
 
 #: Name of the file in a run's folder.
 METRICS = "metrics.jsonl"

@@ -28,6 +28,8 @@ class CheckpointedEngine(DeepSpeedEngine):
     """A DeepSpeedEngine that writes and reads checkpoints which are Hugging Face checkpoints."""
 
     checkpointing: Checkpointing
+    #: What :meth:`load_checkpoint` restored last, for a loop that draws random numbers before it goes on.
+    loaded: CheckpointMetadata | None = None
 
     def save_checkpoint(
         self,
@@ -111,6 +113,7 @@ class CheckpointedEngine(DeepSpeedEngine):
                 self._restore_loss_scale(metadata)
             self._restore(metadata, with_scheduler=load_lr_scheduler_states)
             self.checkpointing.restore_random(metadata)
+        self.loaded = metadata
         return str(metadata.path), dict(metadata.document["client"])
 
     def wait_for_checkpoint(self) -> bool:
