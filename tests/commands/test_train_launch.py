@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cuboid.errors import CuboidError
 from cuboid.train.data.initial_model import train_tokenizer
@@ -19,6 +21,7 @@ from cuboid.train.job import TrainOptions, plan
 from cuboid.train.reporting.report import TrainReport
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
+from tiny_text import write_model_and_text
 from traces import read_chrome_trace
 from warm_python import warm_python
 
@@ -505,3 +508,32 @@ def test_of_two_runs_that_are_started_together_one_is_refused_with_the_others_na
     assert "step 1/" not in refusal
     assert report_of(tmp_path).train_losses == report_of(uninterrupted("mesh")).train_losses
     assert files_in(tmp_path) == files_in(uninterrupted("mesh"))
+
+
+# --- bad losses ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_a_bad_loss_is_skipped_and_the_run_goes_on(job, tmp_path):
+    """The model doesn't know one byte, which is in one block of the text."""
+    write_model_and_text(tmp_path, layers=1)
+    path = tmp_path / "model"
+    (unknown,) = AutoTokenizer.from_pretrained(path)("Z")["input_ids"]
+    model = LlamaForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unknown] = math.nan
+    model.save_pretrained(path)
+    text = (tmp_path / "text").read_text()
+    (tmp_path / "text").write_text(text[:3000] + "Z" + text[3000:9000])
+    blocks = (len(AutoTokenizer.from_pretrained(path)((tmp_path / "text").read_text())["input_ids"]) // 32) * 24 // 25
+    options = (f"--model={path}", f"--data={tmp_path / 'text'}", f"--steps={blocks // 8 + 1}")
+    arguments = train_arguments(job, tmp_path / "out", "alone", *options, "--on-bad-loss=skip")[1:]
+    ((status, output),) = as_ranks(1, BIN / "cuboid", *arguments)
+    assert status == 0, output
+    message = re.findall(
+        r"the loss is nan at step (\d+), in micro-batch [1-4] of rank 0; its update is skipped", output
+    )
+    report = report_of(tmp_path / "out")
+    assert len(message) in (1, 2), output
+    bad = [step for step, loss in enumerate(report.train_losses, start=1) if loss is None]
+    assert bad == [int(step) for step in message]
+    assert report.losses.heldout_last < report.losses.heldout_first

@@ -31,10 +31,10 @@ from cuboid.cli.limits import duration
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train import run_lock
-from cuboid.train.data.batches import HeldoutBatch, Share
-from cuboid.train.driver import MicroBatchDriver, StepLoss
+from cuboid.train.data.batches import HeldoutBatch
+from cuboid.train.driver import MicroBatchDriver
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.loop import History, Loop, RunLength
+from cuboid.train.loop import History, RunLength
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
@@ -704,17 +704,6 @@ def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_be
     driver.evaluate([HeldoutBatch(rows, rows, 3)])
     driver.train([rows])
     assert engine.modes == [True, False, True]
-
-
-def test_a_loss_that_is_no_number_is_named_with_its_micro_batches(monkeypatch):
-    # Those of the other replica come with the sum over ranks: one of its losses isn't finite either.
-    monkeypatch.setattr("cuboid.train.loop.total", lambda values, _: [*values[:4], 0, 0, 2, 0])
-    loop = Loop.__new__(Loop)
-    for name, value in {"share": Share(0, 2, 1), "accumulation": 4, "driver": SimpleNamespace(device=None)}.items():
-        object.__setattr__(loop, name, value)
-    assert loop._where(StepLoss(math.nan, (1.0, math.inf, 2.0, math.nan))) == (
-        ", in micro-batch 2 of replica 0, micro-batch 4 of replica 0, micro-batch 3 of replica 1"
-    )
 
 
 def test_a_run_is_late_if_another_step_and_a_save_would_end_too_late(monkeypatch):

@@ -96,6 +96,22 @@ def train(
             callback=finite,
         ),
     ] = 10.0,
+    on_bad_loss: Annotated[
+        Literal["stop", "skip", "continue"],
+        typer.Option(
+            help="In a step whose loss isn't finite, or jumps up: stop with an error, skip its update, or continue."
+        ),
+    ] = "stop",
+    loss_spike: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DEVIATIONS",
+            help="Standard deviations of the last 128 losses, above their mean, from which a loss is bad, such as 6. "
+            "Default: only what isn't finite.",
+            min=0,
+            callback=finite,
+        ),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
@@ -139,6 +155,8 @@ def train(
             resume_if_any=resume == "auto" and resume_from is None,
             max_time_s=max_time,
             log_every_s=log_every,
+            on_bad_loss=on_bad_loss,
+            loss_spike=loss_spike,
         )
         result = run(options, world, interrupts)
         if world.is_first:

@@ -11,6 +11,7 @@ from typing import Any
 import cuboid
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks.bad_loss import LossGuard
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import TrainJob
@@ -37,6 +38,7 @@ class RunCheckpoints:
     metrics: MetricsFile | None
     #: On the run's folder; None on all ranks but the first.
     lock: RunLock | None
+    guard: LossGuard
 
     @property
     def resumed_after(self) -> list[int]:
@@ -77,6 +79,7 @@ class RunCheckpoints:
                 return replace(self, job=replace(self.job, resumed=earlier)).begin()
             raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
+        self.guard.restore(state.loss_guard or {})
         losses = self._losses_before(state)
         self._begin_metrics(state.step)
         return self, History(losses, list(state.heldout_losses), earlier_step_s=state.step_s)
@@ -161,6 +164,7 @@ class RunCheckpoints:
             data_fingerprint=self.data.data_sha256,
             losses_digest=digest_of(history.losses),
             heldout_losses=history.heldout,
+            loss_guard=self.guard.state(),
             step_s=history.mean_step_s,
             wall_s=self.wall_s,
             resumed_after=self.resumed_after,

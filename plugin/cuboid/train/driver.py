@@ -15,16 +15,6 @@ from cuboid.train.data.batches import HeldoutBatch
 from cuboid.train.process import total
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The loss of an optimizer step before it, nats per token."""
-
-    #: Over all replicas.
-    mean: float
-    #: Of this replica's micro-batches, in order; empty in a pipeline, where only the last stage has them.
-    micro_batches: tuple[float, ...] = ()
-
-
 class Driver(Protocol):
     """The loop's interface to an engine. Both calls are collective and return the same number on every rank.
 
@@ -36,8 +26,11 @@ class Driver(Protocol):
         """Of this rank."""
         ...
 
-    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
-        """One optimizer step with this replica's micro-batches, int64 ``[micro_batch, sequence_length]`` each."""
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
+        """One optimizer step with this replica's micro-batches, int64 ``[micro_batch, sequence_length]`` each.
+
+        Returns the loss before it, over all replicas, in nats per token.
+        """
         ...
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
@@ -53,13 +46,12 @@ class MicroBatchDriver:
     device: torch.device
     interrupts: Interrupts
 
-    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
         # Models are loaded for evaluation, and no evaluation comes before the first step of a resumed run.
         self.engine.train()
         losses = torch.stack([self._step(micro_batch.to(self.device)) for micro_batch in micro_batches])
-        of_replicas = mean(float(losses.mean()), 1.0, self.device, self.interrupts)
-        return StepLoss(of_replicas, tuple(losses.tolist()))
+        return mean(float(losses.mean()), 1.0, self.device, self.interrupts)
 
     def _step(self, input_ids: Tensor) -> Tensor:
         loss: Tensor = self.engine(input_ids=input_ids, labels=input_ids).loss
@@ -91,12 +83,12 @@ class PipelineDriver:
     #: Micro-batches of a step; evaluation runs as many per call, so that it needs no more memory.
     accumulation: int
 
-    def train(self, micro_batches: Iterable[Tensor]) -> StepLoss:
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
         loss = float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
         # The engine's loss is the mean over all ranks already, so the agreement needs an all-reduce of its own.
         self.interrupts.agree(total(self.interrupts.own(), self.device))
-        return StepLoss(loss)
+        return loss
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
         """See :class:`Driver`."""

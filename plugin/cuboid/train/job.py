@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output, check_output_file
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
+from cuboid.integrations.callbacks.bad_loss import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels
@@ -75,6 +76,9 @@ class TrainOptions:
         trust_remote_code: whether code that comes with the model may be run.
         max_time_s: seconds after which the run is stopped as by a signal; None for no limit.
         log_every_s: seconds between two lines of a log, at least.
+        on_bad_loss: what happens in a step whose loss isn't finite, or jumps up.
+        loss_spike: standard deviations of the last losses above their mean from which one is bad; None: only what
+            isn't finite.
     """
 
     model: Path | None
@@ -96,6 +100,8 @@ class TrainOptions:
     trust_remote_code: bool = False
     max_time_s: float | None = None
     log_every_s: float = 10.0
+    on_bad_loss: Policy = "stop"
+    loss_spike: float | None = None
 
     @property
     def architecture(self) -> Path:

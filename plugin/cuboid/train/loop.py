@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import cuboid
-from cuboid import CuboidError
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.metrics_file import MetricsFile
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
-from cuboid.train.driver import Driver, StepLoss
-from cuboid.train.process import total
+from cuboid.train.driver import Driver
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import HeldoutPoint
 
@@ -121,7 +117,7 @@ class Loop:
         the end. The history is extended in place.
 
         Raises:
-            CuboidError: the loss isn't finite, or a checkpoint can't be written.
+            CuboidError: a bad loss ends the run, or a checkpoint can't be written.
         """
         # Before the first step; or, in a resumed run, if it was stopped between a step and the evaluation due after it.
         self._evaluate(run_length, history, progress)
@@ -140,26 +136,9 @@ class Loop:
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
         loss = self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
-        history.losses.append(loss.mean)
+        history.losses.append(loss)
         history.step_s.append(time.perf_counter() - started)
         history.sent_bytes = traffic.snapshot()
-        if not math.isfinite(loss.mean):
-            raise CuboidError(
-                f"the loss is {loss.mean} at step {step}{self._where(loss)}; a lower learning rate, a longer warm-up, "
-                "or gradient clipping may help"
-            )
-
-    def _where(self, loss: StepLoss) -> str:
-        """Which micro-batches' losses aren't finite, of all replicas; collective."""
-        bad = torch.zeros(self.share.replicas, self.accumulation)
-        if loss.micro_batches:
-            bad[self.share.replica] = ~torch.tensor(loss.micro_batches).isfinite()
-        replicas, numbers = torch.tensor(total(bad.flatten().tolist(), self.driver.device)).view_as(bad).nonzero().T
-        places = [
-            f"micro-batch {number + 1}" + (f" of replica {replica}" if self.share.replicas > 1 else "")
-            for replica, number in zip(replicas.tolist(), numbers.tolist(), strict=True)
-        ]
-        return f", in {', '.join(places[:8])}{' …' if len(places) > 8 else ''}" if places else ""
 
     def _show(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Show the last step, and add it to the metrics."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -48,6 +48,7 @@ class RunState(BaseModel):
         losses_digest: of the loss of each step so far; see :mod:`cuboid.integrations.callbacks.metrics_file`.
         train_losses: these losses themselves, in checkpoints of earlier versions.
         heldout_losses: the held-out losses so far.
+        loss_guard: by which the next steps' losses are judged; None in checkpoints of earlier versions.
         step_s: mean seconds of a step.
         wall_s: seconds so far, including earlier processes.
         resumed_after: steps after which the run was resumed.
@@ -67,6 +68,7 @@ class RunState(BaseModel):
     losses_digest: str | None = None
     train_losses: list[float] | None = None
     heldout_losses: list[HeldoutPoint]
+    loss_guard: dict[str, Any] | None = None
     step_s: float
     wall_s: float
     resumed_after: list[int]

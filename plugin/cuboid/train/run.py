@@ -21,6 +21,7 @@ import cuboid
 from cuboid import CuboidError, UnsupportedModelError
 from cuboid.failures.interrupts import Interrupts, StopCause
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks.bad_loss import LossGuard
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
 from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
 from cuboid.planner.description.meta_model import meta_model
@@ -97,8 +98,10 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
         loop = _loop(job, engine, interrupts, tokens, share, device, metrics)
         _say_hosts(mesh, progress)
+        guard = LossGuard(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
+        guard.watch(engine)
         checkpoints, history = RunCheckpoints(
-            *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock)
+            *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock, guard)
         ).begin()
         if world.is_first and options.max_time_s is not None:
             interrupts.is_late = functools.partial(_is_late, options.max_time_s, history)
