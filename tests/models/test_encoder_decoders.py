@@ -298,12 +298,15 @@ def test_what_a_micro_batch_may_not_hold_is_named():
     assert message_of(model, outputs).startswith("encoder_outputs has no rule")
 
 
-def test_parts_and_generation_are_refused():
+def test_parts_are_refused():
     model, batch = built("bart"), micro_batch()
     ids = {"input_ids": batch["input_ids"]}
     assert "BartModel was called by itself" in message_of(model, ids, lambda model, batch: model.model(**batch))
     assert "embedding was called by itself" in message_of(model, ids, lambda model, batch: model.get_encoder()(**batch))
-    assert message_of(model, ids, lambda model, batch: model.generate(**batch)).startswith("generate has no rule")
+    arguments = {**ids, "encoder_outputs": object()}
+    assert message_of(model, arguments, lambda model, batch: model.generate(**batch)).startswith(
+        "encoder_outputs has no"
+    )
 
 
 @pytest.mark.parametrize(("architecture", "more"), [("bart", {"decoder_attention_heads": 2}), ("t5", {"num_heads": 3})])

@@ -151,7 +151,9 @@ def _attend_with_cache(
         )
     query = call.query[:, :, : lengths.real]
     output, weights = kernel(module, query, call.key, call.value, call.mask, **call.options)
-    return nn.functional.pad(output, (0, 0, 0, 0, 0, lengths.padded - lengths.real)), weights
+    padded = nn.functional.pad(output, (0, 0, 0, 0, 0, lengths.padded - lengths.real))
+    # Of four dims, it may come with the channels last, of which the model's code takes no view.
+    return padded.contiguous(), weights
 
 
 def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:

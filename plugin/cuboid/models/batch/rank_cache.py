@@ -16,9 +16,19 @@ from transformers import DynamicCache, PretrainedConfig
 from cuboid.distributed.axis_collectives import all_gather, own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
 
+_COMPARED_NAMES = """
+    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
+    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
+    gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text longcat_flash mellum mimo_v2_flash minicpm3
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu
+"""
 #: Types of models whose generation with a cache is compared with plain transformers' (``tests/models``). Others may
-#: compute something from the sequence's length that a step of one token hasn't.
-_COMPARED = ("gemma2", "gpt2", "llama", "qwen3")
+#: compute something from the sequence's length that a step of one token hasn't, or cache other things than keys.
+COMPARED = frozenset(_COMPARED_NAMES.split())
 #: They take the heads, rows and lengths of the call as they are.
 _IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -39,6 +49,13 @@ class RankCache(DynamicCache):
         self.seen = 0
         #: Numbers of keys that this forward's layers have been given.
         self.lengths: set[int] = set()
+
+    @classmethod
+    def in_place_of(cls, cache: DynamicCache, config: PretrainedConfig, mesh: Mesh) -> None:
+        """Make a script's own empty cache one of a rank, in place: the script then finds in it what was generated."""
+        cache.__class__ = cls
+        # Its layers stay: without a config it has none yet, and makes them without windows, as in plain transformers.
+        cache.__dict__.update({name: x for name, x in vars(cls(config, mesh)).items() if name not in vars(cache)})
 
     def begin(self, rows: int, new: int) -> None:
         """Begin a forward of ``new`` tokens in each of ``rows`` rows, which are the whole model's."""
@@ -77,12 +94,14 @@ class RankCache(DynamicCache):
 def cache_obstacle(model: Any) -> str | None:
     """Why a sharded model generates without a cache; None if it has one."""
     sharding, config = model.cuboid, model.config
+    if config.is_encoder_decoder:
+        return "encoder-decoders have none"
     if model.training:
         return "there is none in training mode"
     if sharding.state.compiled is not None:
         return "graphs of compiled layers have none"
-    if config.model_type not in _COMPARED or sharding.verdict.inputs != "embeddings" or sharding.late is not None:
-        return f"{config.model_type} was not compared with a cache; {', '.join(_COMPARED)} were"
+    if config.model_type not in COMPARED or sharding.verdict.inputs != "embeddings" or sharding.late is not None:
+        return f"{config.model_type} was not compared with a cache"
     if config._attn_implementation not in _IMPLEMENTATIONS:
         known = " or ".join(map(repr, _IMPLEMENTATIONS))
         return f"attn_implementation {config._attn_implementation!r} has no rule for one, {known} has"

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
@@ -145,26 +147,28 @@ class WholeInterface:
         """As ``GenerationMixin.generate``. Collective over the mesh.
 
         Each rank caches keys and values of its heads and rows, in models for which :func:`cache_obstacle` has none; in
-        others each step runs the whole sequence. All ranks sample with the random number generator state of the mesh's
-        first rank, and keep it afterwards.
+        others, and in encoder-decoders, each step runs the whole sequence. All ranks sample with the random number
+        generator state of the mesh's first rank, and keep it afterwards.
 
         Raises:
-            UnsupportedModelError: the model is an encoder-decoder, or a cache of the script's own was given.
+            UnsupportedModelError: an argument has no rule, such as a cache with something in it.
         """
-        if self.config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                "generate has no rule for an encoder-decoder on a mesh; save it with save_pretrained, and generate "
-                "with plain transformers"
-            )
+        _check_alike(self, args, kwargs)
         if kwargs.get("cache_implementation") not in (None, "dynamic"):
             raise UnsupportedModelError(
                 f"cache_implementation={kwargs['cache_implementation']!r} has no rule on a mesh; leave it out"
             )
         obstacle = cache_obstacle(self)
         if obstacle is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise UnsupportedModelError(
+                    f"past_key_values has no rule for this {type(self).__name__} on a mesh: {obstacle}; leave it out"
+                )
             if kwargs.get("use_cache") and self.cuboid.mesh.rank == 0:
                 _logger.warning("generate(use_cache=True): %s; every step runs all tokens", obstacle)
             kwargs = {**kwargs, "use_cache": False}
+        if self.config.is_encoder_decoder:
+            kwargs = _with_encoder_ids(args, kwargs)
         self.cuboid.mesh.connect()
         _share_generator(self.cuboid.mesh, self.device)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -174,13 +178,33 @@ class WholeInterface:
     ) -> None:
         """Called by ``GenerationMixin.generate``, whose cache would hold padding and know none of the mesh's rows."""
         given_cache = model_kwargs.get("past_key_values")
-        if given_cache is not None and not isinstance(given_cache, RankCache):
-            raise UnsupportedModelError(
-                f"past_key_values: a {type(given_cache).__name__} of the script's own has no rule on a mesh, whose "
-                "ranks cache their own heads and rows; leave it out, generate makes a cache"
+        if given_cache is None:
+            if generation_config.use_cache is not False:
+                model_kwargs["past_key_values"] = RankCache(self.config, self.cuboid.mesh)
+            return
+        if type(given_cache) is DynamicCache and not given_cache.get_seq_length() and not given_cache.offloading:
+            RankCache.in_place_of(given_cache, self.config, self.cuboid.mesh)
+        if not isinstance(given_cache, RankCache):
+            what = (
+                "DynamicCache with other tokens in it"
+                if type(given_cache) is DynamicCache
+                else type(given_cache).__name__
             )
-        if given_cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = RankCache(self.config, self.cuboid.mesh)
+            raise UnsupportedModelError(
+                f"past_key_values: a {what} has no rule on a mesh, whose ranks cache their own heads and rows; give an "
+                "empty DynamicCache, or one that this model's generate has filled"
+            )
+        # As transformers marks it.
+        given_cache._is_user_defined = True
+
+    def prepare_inputs_for_generation(
+        self: Any, *args: Any, encoder_outputs: BaseModelOutput | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Called by ``GenerationMixin.generate`` in each step; see :func:`_with_encoder_ids`."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if encoder_outputs is not None:
+            inputs["input_ids"] = encoder_outputs.last_hidden_state
+        return inputs
 
     def apply(self: Any, fn: Callable[[nn.Module], None]) -> Any:
         """As ``nn.Module.apply``, for functions that don't draw random numbers.
@@ -269,6 +293,36 @@ class WholeHead(nn.Module):
         weight = self.weight
         assert weight is not None
         return nn.functional.linear(hidden, weight, self.bias)
+
+
+def _check_alike(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check arguments of ``generate`` by which ranks would differ in what they run.
+
+    Raises:
+        UnsupportedModelError: names one.
+    """
+    configs = (*args[1:2], kwargs.get("generation_config"), model.generation_config)
+    limits = (kwargs.get("max_time"), *(getattr(config, "max_time", None) for config in configs))
+    if model.cuboid.mesh.shape.size > 1 and any(limit is not None for limit in limits):
+        raise UnsupportedModelError(
+            "max_time: each rank has its own clock, and one that stops alone leaves the others waiting; limit "
+            "max_new_tokens"
+        )
+    if kwargs.get("encoder_outputs") is not None:
+        raise UnsupportedModelError(
+            "encoder_outputs has no rule on a mesh, where the encoder runs in each step; give input_ids"
+        )
+
+
+def _with_encoder_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``generate`` with the encoder's ids in the place of its output, of which a rank has a part.
+
+    So each step runs the encoder too, as a forward does.
+    """
+    ids = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
+    if ids is None:
+        raise CuboidError("generate: an encoder-decoder on a mesh needs input_ids [batch, sequence]")
+    return {**kwargs, "encoder_outputs": BaseModelOutput(last_hidden_state=ids)}
 
 
 def _share_generator(mesh: Mesh, device: torch.device) -> None:

@@ -270,7 +270,9 @@ class _GatherActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        return gather_dim(gather_dim(x, _FEATURE_DIM, mesh.along("hidden")), SEQUENCE_DIM, mesh.along("sequence"))
+        gathered = gather_dim(gather_dim(x, _FEATURE_DIM, mesh.along("hidden")), SEQUENCE_DIM, mesh.along("sequence"))
+        # Where a rank has a single position, gathering permutes dims only, and models take views of their inputs.
+        return gathered.contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
