@@ -22,8 +22,8 @@ html_theme = "furo"
 html_title = "Cuboid"
 html_show_copyright = False
 html_static_path = ["site"]
-html_js_files = ["tables.js"]
-html_css_files = ["tables.css"]
+html_js_files = ["pages.js"]
+html_css_files = ["pages.css"]
 exclude_patterns = ["examples", "generators", "data", "figures", "site"]
 
 
