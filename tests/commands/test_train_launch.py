@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -526,7 +527,12 @@ def test_a_step_with_a_bad_loss_is_skipped_and_the_run_goes_on(job, tmp_path):
     (tmp_path / "text").write_text(text[:3000] + "Z" + text[3000:9000])
     blocks = (len(AutoTokenizer.from_pretrained(path)((tmp_path / "text").read_text())["input_ids"]) // 32) * 24 // 25
     options = (f"--model={path}", f"--data={tmp_path / 'text'}", f"--steps={blocks // 8 + 1}")
-    arguments = train_arguments(job, tmp_path / "out", "alone", *options, "--on-bad-loss=skip")[1:]
+    (tmp_path / "more").write_text(text[9000:11000])
+    evaluated = (f"--eval=code={tmp_path / 'more'}", f"--eval=all={job / 'text'}")
+    logger = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "log"}}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["alone"], **logger}))
+    arguments = train_arguments(job, tmp_path / "out", "alone", *options, "--on-bad-loss=skip", *evaluated)[1:]
+    arguments.append(f"--config={tmp_path / 'config.json'}")
     ((status, output),) = as_ranks(1, BIN / "cuboid", *arguments)
     assert status == 0, output
     message = re.findall(
@@ -537,3 +543,21 @@ def test_a_step_with_a_bad_loss_is_skipped_and_the_run_goes_on(job, tmp_path):
     bad = [step for step, loss in enumerate(report.train_losses, start=1) if loss is None]
     assert bad == [int(step) for step in message]
     assert report.losses.heldout_last < report.losses.heldout_first
+    # Other texts are evaluated wherever the held-out one is.
+    assert all(point.others.keys() == {"code", "all"} for point in report.heldout_losses)
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    points = [line for line in lines if "heldout_loss" in line]
+    expected = [
+        {"step": point.step, "heldout_loss": point.loss, **{f"{name}_loss": x for name, x in point.others.items()}}
+        for point in report.heldout_losses
+    ]
+    assert points == expected
+    logged = (tmp_path / "log" / "Train_Samples_code_loss.csv").read_text().splitlines()[1:]
+    assert [float(line.split(",")[1]) for line in logged] == [point["code_loss"] for point in points]
+    assert logged[-1].startswith(f"{report.steps * 8},")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    ids = torch.from_numpy(np.load(tmp_path / "out" / "tokens" / "code" / "heldout.npy")).long()
+    blocks = ids[: len(ids) // 32 * 32].view(-1, 32)
+    blocks = blocks[[n * len(blocks) // 5 for n in range(5)]]
+    with torch.no_grad():
+        assert points[-1]["code_loss"] == pytest.approx(float(model(input_ids=blocks, labels=blocks).loss), rel=1e-5)

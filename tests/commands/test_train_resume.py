@@ -27,7 +27,7 @@ from cuboid.checkpoint.format.folder import begin, commit, point_latest
 from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
 from cuboid.cli import app
-from cuboid.cli.limits import duration
+from cuboid.cli.limits import duration, named_path
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.train import run_lock
@@ -368,6 +368,26 @@ def test_what_is_in_the_way_of_a_result_is_found_before_training(options, tmp_pa
     with pytest.raises(CheckpointError, match=place.removesuffix("/x").replace(".", r"\.")):
         plan(options(steps=40, save_every=10))
     assert (tmp_path / place).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("a b", "text", "--eval a b=.*: the name is part of a figure's"),
+        ("heldout", "text", "neither heldout nor train"),
+        ("code", "none", "--eval code=.*none does not exist"),
+        ("code", "empty", "empty' is empty"),
+    ],
+)
+def test_texts_to_evaluate_are_checked_before_anything_is_read(options, job, tmp_path, name, path, message):
+    (tmp_path / "empty").touch()
+    path = tmp_path / path if path == "empty" else job / path
+    with pytest.raises(CuboidError, match=message):
+        plan(options(eval_data=((name, path),)))
+    with pytest.raises(CuboidError, match="names code twice"):
+        plan(options(eval_data=(("code", job / "text"),) * 2))
+    with pytest.raises(typer.BadParameter, match="isn't NAME=PATH"):
+        named_path("code", "--eval")
 
 
 def test_what_is_in_the_way_of_tokens_is_found_before_they_are_made(job, tmp_path):

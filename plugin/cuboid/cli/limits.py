@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -38,6 +39,18 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def named_path(text: str, option: str) -> tuple[str, Path]:
+    """Parse ``NAME=PATH``.
+
+    Raises:
+        BadParameter: it isn't so.
+    """
+    name, separator, path = text.partition("=")
+    if not separator or not path:
+        raise typer.BadParameter(f"{text!r} isn't NAME=PATH", param_hint=option)
+    return name, Path(path)
 
 
 def chunk_count(text: str | None) -> int | Literal["auto"] | None:

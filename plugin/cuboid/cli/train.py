@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite
+from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite, named_path
 from cuboid.cli.paths import Command
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ def train(
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
     evaluations: Annotated[int, typer.Option(help="Evaluations of the held-out loss.")] = 5,
+    evaluated: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--eval",
+            metavar="NAME=PATH",
+            help="Another text to evaluate wherever the held-out loss is, all of it; may be given several times. Text "
+            "or tokens as for --data.",
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the data's order, dropout and new weights.", min=0, max=LARGEST_SEED)
     ] = 0,
@@ -146,6 +155,7 @@ def train(
             sequence_length=sequence_length,
             heldout_blocks=heldout_blocks,
             evaluations=evaluations,
+            eval_data=tuple(named_path(text, "--eval") for text in evaluated or ()),
             seed=seed,
             save_every=save_every,
             keep_last=keep_last,

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class TrainOptions:
         trust_remote_code: whether code that comes with the model may be run.
         max_time_s: seconds after which the run is stopped as by a signal; None for no limit.
         log_every_s: seconds between two lines of a log, at least.
+        eval_data: names of other texts that are evaluated as the held-out one is, and paths as of ``data``.
         on_bad_loss: what happens in a step whose loss isn't finite, or jumps up.
         loss_spike: standard deviations of the last losses above their mean from which one is bad; None: only what
             isn't finite.
@@ -100,6 +102,7 @@ class TrainOptions:
     trust_remote_code: bool = False
     max_time_s: float | None = None
     log_every_s: float = 10.0
+    eval_data: tuple[tuple[str, Path], ...] = ()
     on_bad_loss: Policy = "stop"
     loss_spike: float | None = None
 
@@ -164,6 +167,7 @@ def check_options(options: TrainOptions) -> dict[str, Any]:
     config = load_config(options.config)
     check_config(config, is_complete=False)
     _check_source(options)
+    _check_evaluated(options)
     return config
 
 
@@ -339,6 +343,36 @@ def _check_source(options: TrainOptions) -> None:
         check_model_folder(options.model)
     elif not _exists(options.architecture, "--arch-config"):
         raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
+
+
+def _check_evaluated(options: TrainOptions) -> None:
+    """Check the names of the texts to evaluate, and that they exist."""
+    names = [name for name, _ in options.eval_data]
+    for name, path in options.eval_data:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("heldout", "train"):
+            raise CuboidError(
+                f"--eval {name}={path}: the name is part of a figure's, so it has letters, digits, - and _ alone, "
+                "begins with a letter, and is neither heldout nor train"
+            )
+        if names.count(name) > 1:
+            raise CuboidError(f"--eval names {name} twice; give each text a name of its own")
+        if not _exists(path, "--eval"):
+            raise CuboidError(f"--eval {name}={path} does not exist; name a text file or a folder of text files")
+        if not TokenFolder.is_store(path):
+            check_corpus(path)
+
+
+def check_evaluated_size(meta: TokensMeta, name: str, sequence_length: int) -> None:
+    """Check that a text to evaluate has a block.
+
+    Raises:
+        CuboidError: it hasn't.
+    """
+    if meta.heldout < sequence_length:
+        raise CuboidError(
+            f"--eval {name} has {meta.heldout} tokens, fewer than a block of {sequence_length}; give more text, or a "
+            "smaller --sequence-length"
+        )
 
 
 def _exists(path: Path, option: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +95,9 @@ class Loop:
     interrupts: Interrupts
     #: The training data, and its order.
     blocks: Blocks
-    #: int64 ``[blocks, sequence_length]``.
+    #: int64 ``[blocks, sequence_length]``; and by name, those of other texts to evaluate.
     heldout: Tensor
+    evaluated: Mapping[str, Tensor]
     shuffle: Shuffle
     share: Share
     #: Micro-batches of one optimizer step.
@@ -148,7 +150,7 @@ class Loop:
         if self.metrics is None:
             return
         seconds, norm = history.step_s[-1], self.engine.get_global_grad_norm()
-        figures = {
+        figures: dict[str, float | None] = {
             "loss": loss,
             "learning_rate": float(self.engine.get_lr()[0]),
             "grad_norm": None if norm is None else float(norm),
@@ -159,14 +161,29 @@ class Loop:
         }
         if self.peak_step_s is not None:
             figures["mfu"] = self.peak_step_s / seconds
-        self.metrics.add(history.step, figures)
+        self._record(history.step, figures)
+
+    def _record(self, step: int, figures: dict[str, float | None]) -> None:
+        """Add figures to the metrics, and give them to the loggers that the config names (``tensorboard``, …)."""
+        if self.metrics is None:
+            return
+        self.metrics.add(step, figures)
+        if self.engine.monitor.enabled:
+            known = [(name, value) for name, value in figures.items() if value is not None and math.isfinite(value)]
+            # By the number of samples, as DeepSpeed's own figures are.
+            samples = self.engine.global_samples
+            self.engine.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in known])
 
     def _evaluate(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
         is_evaluated = bool(history.heldout) and history.heldout[-1].step == history.step
         if run_length.evaluates_after(history.step) and not is_evaluated:
             loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
-            progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
-            history.heldout.append(HeldoutPoint(step=history.step, loss=loss))
-            if self.metrics is not None:
-                self.metrics.add(history.step, {"heldout_loss": loss})
+            others = {
+                name: self.driver.evaluate(heldout_batches(blocks, self.share))
+                for name, blocks in self.evaluated.items()
+            }
+            more = "".join(f", {name} {other:.4f}" for name, other in others.items())
+            progress.say(f"held-out loss after {history.step} steps: {loss:.4f}{more}")
+            history.heldout.append(HeldoutPoint(step=history.step, loss=loss, others=others))
+            self._record(history.step, {"heldout_loss": loss, **{f"{name}_loss": x for name, x in others.items()}})

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,19 @@ from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
-from cuboid.train.data.corpus import read_corpus
+from cuboid.train.data.corpus import Corpus, all_held_out, read_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
-from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, check_tokens, plan
+from cuboid.train.job import (
+    TrainJob,
+    TrainOptions,
+    check_evaluated_size,
+    check_options,
+    check_size,
+    check_tokens,
+    plan,
+)
 from cuboid.train.loop import History, Loop, RunLength
 from cuboid.train.process import World, gather, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
@@ -85,6 +94,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     device = world.connect()
     _check_resumed_alike(job, world)
     tokens = job.tokens or _tokenize(job, share, world)
+    evaluated = {name: _evaluated_tokens(job, name, path, world) for name, path in options.eval_data}
     if world.is_first:
         options.out.mkdir(parents=True, exist_ok=True)
         # If this run fails, an earlier one's report must not be taken for its own.
@@ -96,7 +106,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     done = 0 if job.resumed is None else job.resumed.state.step
     with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
         metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
-        loop = _loop(job, engine, interrupts, tokens, share, device, metrics)
+        loop = _loop(job, engine, interrupts, tokens, evaluated, share, device, metrics)
         _say_hosts(mesh, progress)
         guard = LossGuard(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
         guard.watch(engine)
@@ -181,7 +191,7 @@ def _stop(by: StopCause, checkpoints: RunCheckpoints, history: History) -> Stopp
 
 
 def _tokenize(job: TrainJob, share: Share, world: World) -> TokenFolder:
-    """Tokenize the text once per machine; its other ranks wait, and memory-map the same files."""
+    """Tokenize the text to train on."""
 
     def check(meta: TokensMeta) -> None:
         check_tokens(meta, job.tokenizer, job.vocabulary)
@@ -189,10 +199,30 @@ def _tokenize(job: TrainJob, share: Share, world: World) -> TokenFolder:
         if job.resumed is not None:
             job.resumed.reject_differences(data_fingerprint=meta.data_sha256)
 
-    folder = job.options.out / TOKENS
+    return _tokenize_into(job.options.out / TOKENS, lambda: read_corpus(job.options.data), check, job, world)
+
+
+def _evaluated_tokens(job: TrainJob, name: str, path: Path, world: World) -> TokenFolder:
+    """The tokens of a text to evaluate, all of which are held out; collective."""
+
+    def check(meta: TokensMeta) -> None:
+        check_tokens(meta, job.tokenizer, job.vocabulary)
+        check_evaluated_size(meta, name, job.options.sequence_length)
+
+    if TokenFolder.is_store(path):
+        folder = TokenFolder.open(path)
+        check(folder.meta)
+        return folder
+    return _tokenize_into(job.options.out / TOKENS / name, lambda: all_held_out(read_corpus(path)), check, job, world)
+
+
+def _tokenize_into(
+    folder: Path, read: Callable[[], Corpus], check: Callable[[TokensMeta], None], job: TrainJob, world: World
+) -> TokenFolder:
+    """Tokenize a text once per machine; its other ranks wait, and memory-map the same files."""
 
     def write() -> None:
-        corpus = read_corpus(job.options.data)
+        corpus = read()
         try:
             tokenize(corpus, job.tokenizer, folder, check)
         except OSError as error:
@@ -208,20 +238,25 @@ def _loop(
     engine: object,
     interrupts: Interrupts,
     tokens: TokenFolder,
+    evaluated: Mapping[str, TokenFolder],
     share: Share,
     device: torch.device,
     metrics: MetricsFile | None,
 ) -> Loop:
     length = job.options.sequence_length
     blocks = Blocks(tokens.stream("train"), length)
-    heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)
+    heldout, *others = (
+        heldout_blocks(Blocks(folder.stream("heldout"), length), job.options.heldout_blocks)
+        for folder in (tokens, *evaluated.values())
+    )
     shuffle = Shuffle(len(blocks), job.options.seed)
     driver: Driver = MicroBatchDriver(engine, device, interrupts)
     if job.has_pipeline:
         driver = PipelineDriver(engine, device, interrupts, job.accumulation)
     peak_step_s = None if metrics is None else _peak_step_s(job, share.replicas, device)
     return Loop(
-        *(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation), *(metrics, peak_step_s)
+        *(engine, driver, interrupts, blocks, heldout, dict(zip(evaluated, others, strict=True)), shuffle, share),
+        *(job.accumulation, metrics, peak_step_s),
     )
 
 

@@ -46,6 +46,11 @@ def read_corpus(path: Path | None) -> Corpus:
     return Corpus(source, tuple(documents[file] for file in train), tuple(documents[file] for file in heldout))
 
 
+def all_held_out(corpus: Corpus) -> Corpus:
+    """The same text, none of which is trained on."""
+    return Corpus(corpus.source, (), (*corpus.train, *corpus.heldout))
+
+
 def check_corpus(path: Path) -> None:
     """Check what can be checked of a text file, or a folder of them, without reading it.
 

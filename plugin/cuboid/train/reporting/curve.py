@@ -28,6 +28,9 @@ def draw(report: TrainReport, path: Path) -> None:
         marker="o",
         label="held-out",
     )
+    for name in report.heldout_losses[-1].others:
+        known_points = [(point.step, point.others[name]) for point in report.heldout_losses if name in point.others]
+        axes.plot(*zip(*known_points, strict=True), marker=".", label=name)
     for number, step in enumerate(report.resumed_after):
         label = None if number else "resumed"
         axes.axvline(step + 0.5, color="tab:gray", linestyle=":", linewidth=1, label=label)

@@ -32,10 +32,11 @@ class MeshSizes(_Section):
 
 
 class HeldoutPoint(_Section):
-    """The held-out loss after some optimizer steps, in nats per token."""
+    """The held-out loss after some optimizer steps, in nats per token, and by name that of other texts."""
 
     step: int
     loss: float
+    others: dict[str, float] = Field(default_factory=dict)
 
 
 class Losses(_Section):
