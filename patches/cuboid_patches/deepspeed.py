@@ -26,6 +26,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import await_all_ranks
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
+from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.handoff import (
     adopt_model,
@@ -34,13 +35,16 @@ from cuboid.integrations.handoff import (
     align_with_stages,
     check_schedule,
     check_trains,
+    step_whole,
 )
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer
 from cuboid.optim.param_groups import GroupNames
+from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Checkpointing, Origin
+from cuboid.weights.state_dict_map import stored_names
 from cuboid_patches.base import Patch
 
 _PLACEHOLDER = "cuboid_placeholder_{}"
@@ -139,7 +143,7 @@ def _initialize_sharded(
     mesh.connect_host()
     owned = _owned_shards(mesh, framework_config)
     is_made = callable(arguments.get("optimizer"))
-    run_on_all_ranks(lambda: _take_optimizer(arguments, model, framework_config, owned), mesh)
+    rule = run_on_all_ranks(lambda: _take_optimizer(arguments, model, framework_config, owned), mesh)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -160,10 +164,11 @@ def _initialize_sharded(
     with _placeholders(arguments, model, groups or []) as placeholders:
         engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
     if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
-        run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
+        rule = run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.changed_weights = ChangedWeights(engine.optimizer)
+    engine.whole_states = rule and step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)
     model.cuboid.state.made.take(model, "deepspeed.initialize")
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
@@ -188,14 +193,18 @@ def _owned_shards(mesh: Mesh, framework_config: dict[str, Any]) -> OwnedShards:
 
 def _take_optimizer(
     arguments: dict[str, Any], model: nn.Module, framework_config: dict[str, Any], owned: OwnedShards
-) -> None:
-    """Adapt the optimizer of ``initialize``, or the parameters for one, to the sharded model, or raise an error."""
+) -> WholeRule | None:
+    """Adapt the optimizer of ``initialize``, or the parameters for one, to the sharded model, or raise an error.
+
+    Returns which tensors an optimizer must be given whole, if it is there already.
+    """
+    rule = None
     optimizer, schedule = arguments.get("optimizer"), arguments.get("lr_scheduler")
     if arguments.get("model_parameters") is not None:
         arguments["model_parameters"] = adopt_parameters(model, arguments["model_parameters"])
     if isinstance(optimizer, torch.optim.Optimizer):
         adopt_optimizer(model, optimizer)
-        check_optimizer(optimizer, owned)
+        rule = check_optimizer(optimizer, owned)
         check_schedule(schedule, optimizer)
         if owned.flat and optimizer.state:
             raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
@@ -210,14 +219,18 @@ def _take_optimizer(
         check_named((framework_config.get("optimizer") or {}).get("type"), owned)
     if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
         check_schedule(schedule, None)
+    return rule
 
 
-def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
-    """Raise an error if the optimizer that DeepSpeed has made from the config can't train a sharded model."""
+def _check_made_optimizer(engine: Any, owned: OwnedShards) -> WholeRule | None:
+    """Raise an error if the optimizer that DeepSpeed has made from the config can't train a sharded model.
+
+    Returns which tensors it must be given whole.
+    """
     optimizer = engine.basic_optimizer
     if optimizer is None or isinstance(optimizer, DummyOptim):
-        return
-    check_optimizer(optimizer, owned, [p for p in engine.module.parameters() if p.requires_grad])
+        return None
+    rule = check_optimizer(optimizer, owned, [p for p in engine.module.parameters() if p.requires_grad])
     base_optimizer = getattr(engine.optimizer, "optimizer", optimizer)
     # DeepSpeed's ZeRO replaces torch's Adagrad by a new one with default settings.
     lost = [
@@ -228,6 +241,7 @@ def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
     ]
     if base_optimizer is not optimizer and lost:
         raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
+    return rule
 
 
 #: Error for an optimizer that creates its state in its constructor, under ZeRO.

@@ -26,7 +26,6 @@ class Exchange:
         self._mesh = mesh
         self._ranges = ranges
         self._group = mesh.stage_host_group
-        self._cell_of = {rank: cell for cell, ranks in enumerate(mesh.stage_ranks) for rank in ranks}
 
     def rounds(
         self, planned: Sequence[PlannedItem]
@@ -83,9 +82,8 @@ class Exchange:
         cells = self._mesh.stage_ranks
         shape = tensor.spec.shape
         if tensor.sharding is None:
-            # Not sharded by the mesh, so the ranks at the writer's position in it, one per replica, have every
-            # element: each has all of them or, under ZeRO-1, a range.
-            cells = [cells[self._cell_of[entry.writer]]]
+            # Not sharded by the mesh: some ranks have all elements or, under ZeRO-1, a range.
+            cells = [[rank for ranks in cells for rank in ranks]]
         else:
             shape = tensor.sharding.shard_shape(self._mesh.shape)
         numel = torch.Size(shape).numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cuboid.checkpoint.format.state_document import check_document
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.metadata import CheckpointMetadata, ShardRange, TensorMetadata
 from cuboid.checkpoint.optimizer_state import MASTER, OptimizerAdapter
-from cuboid.checkpoint.reader import LoadPlan, ReadItem
+from cuboid.checkpoint.reader import LoadPlan, ReadItem, TensorFolder
 from cuboid.checkpoint.save_plan import OPTIMIZER
 from cuboid.checkpoint.save_planner import assign
 from cuboid.distributed.mesh import Mesh
@@ -111,15 +112,44 @@ def load_optimizer(
             f"{checkpoint.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure "
             "the same one, or load without the optimizer's state"
         )
-    adapter.allocate(saved["quantities"])
+    required: Collection[str] = saved["numbers"]
+    if adapter.whole is None:
+        adapter.allocate(saved["quantities"])
+    else:
+        _load_whole(checkpoint, adapter, saved)
+        # Which quantities a parameter has depends on its shape and group.
+        required = ()
     for quantity, ranges in adapter.state().quantities.items():
+        if adapter.whole is not None and quantity != MASTER:
+            ranges = {name: target for name, target in ranges.items() if name not in adapter.whole.keys}
         if quantity in saved["quantities"]:
             folder = checkpoint.path / OPTIMIZER / quantity
-            _plan(folder, ranges, parameters, required=saved["numbers"]).read(mesh)
+            _plan(folder, ranges, parameters, required=required).read(mesh)
         elif quantity == MASTER:
             # The run that wrote it trained in the masters' precision, so its weights are the masters.
             _plan(checkpoint.path, ranges, parameters, required=()).read(mesh)
     adapter.restore(saved["numbers"], saved["groups"], groups)
+
+
+def _load_whole(checkpoint: CheckpointMetadata, adapter: OptimizerAdapter, saved: Mapping[str, Any]) -> None:
+    """Load the states of the whole tensors that this rank steps, and allocate those of others."""
+    # Two packages have an Adafactor, with other states.
+    package = saved.get("package") or adapter.package
+    if package != adapter.package:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds the state of the {saved['class']} of {package}, but the optimizer is that of "
+            f"{adapter.package}; take the same one, or load without the optimizer's state"
+        )
+    with ExitStack() as stack:
+        folders = {
+            quantity: stack.enter_context(TensorFolder(checkpoint.path / OPTIMIZER / quantity))
+            for quantity in saved["quantities"]
+        }
+        held = {quantity: set(folder.names) for quantity, folder in folders.items()}
+        adapter.allocate(saved["quantities"], held)
+        for quantity, folder in folders.items():
+            if quantity != MASTER:
+                adapter.take_whole(quantity, lambda name: folder.read(name) if name in held[quantity] else None)  # noqa: B023
 
 
 def load_masters(

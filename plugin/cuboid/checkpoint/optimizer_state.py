@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.checkpoint.metadata import ShardRange
 from cuboid.errors import CheckpointError
 
@@ -22,16 +23,21 @@ class OptimizerState:
 
     Attributes:
         kind: name of the optimizer's class.
+        package: name of the package that the class is of.
         quantities: per-element state such as ``exp_avg``: for each parameter the range of its shard that this rank has,
             empty where other ranks have all of it.
         numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, even an empty one.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
+        whole: the dtypes and shapes of those quantities of parameters that one rank has whole, and which needn't be of
+            their parameter's shape. Their ranges are of the whole tensor.
     """
 
     kind: str
+    package: str = ""
     quantities: dict[str, dict[str, ShardRange]] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    whole: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,19 @@ class OptimizerTensor:
         return cls(parameter, (Slot(name, 0, 0, parameter.numel()),), (name,))
 
 
+@dataclass(frozen=True)
+class WholeStates:
+    """Parameters of which one rank keeps the state, that of the whole tensor.
+
+    Attributes:
+        keys: by name, what the state belongs to in the optimizer on that rank; None on the others.
+        gather: the objects of all ranks of one's own; collective.
+    """
+
+    keys: Mapping[str, torch.Tensor | None]
+    gather: Callable[[Any], Sequence[Any]]
+
+
 class OptimizerAdapter:
     """Reads and restores the state of a ``torch.optim.Optimizer``, also of one that a framework has wrapped.
 
@@ -80,6 +99,9 @@ class OptimizerAdapter:
         groups: for each of its ``param_groups``, the tensors that it steps.
         has_master: whether these are copies in another precision than the model's (master weights).
         refresh: copies the model's weights into the master weights.
+
+    Attributes:
+        whole: the parameters that are stepped as whole tensors, each by one rank; None without such.
     """
 
     def __init__(
@@ -91,10 +113,11 @@ class OptimizerAdapter:
         refresh: Callable[[], None] = lambda: None,
     ) -> None:
         assert len(groups) == len(optimizer.param_groups), "one list for each parameter group"
-        self._optimizer = optimizer
-        self._groups = groups
+        self.optimizer = optimizer
+        self.groups = groups
         self._has_master = has_master
         self.weights_changed = refresh
+        self.whole: WholeStates | None = None
 
     @classmethod
     def direct(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerAdapter:
@@ -113,20 +136,25 @@ class OptimizerAdapter:
     @property
     def kind(self) -> str:
         """Name of the optimizer's class."""
-        return type(self._optimizer).__name__
+        return type(self.optimizer).__name__
+
+    @property
+    def package(self) -> str:
+        """Name of the package that the class is of."""
+        return type(self.optimizer).__module__.partition(".")[0]
 
     def state(self) -> OptimizerState:
-        """The current state; the ranges are views of the optimizer's own tensors.
+        """The current state; the ranges are views of the optimizer's own tensors. Collective if some are whole.
 
         Raises:
             CheckpointError: the optimizer has state that is neither per element nor a number.
         """
-        state = OptimizerState(self.kind)
-        for group, stepped in zip(self._optimizer.param_groups, self._groups, strict=True):
+        state = OptimizerState(self.kind, self.package)
+        for group, stepped in zip(self.optimizer.param_groups, self.groups, strict=True):
             names: list[str] = []
             for entry in stepped:
                 names += entry.names
-                values, numbers = split_state(self._optimizer.state.get(entry.tensor, {}), entry)
+                values, numbers = ({}, {}) if self._is_whole(entry) else self._split(entry)
                 if values or numbers:
                     state.numbers.update(dict.fromkeys(entry.names, numbers))
                 if self._has_master:
@@ -141,15 +169,64 @@ class OptimizerAdapter:
                         ranges[slot.name] = ShardRange(slot.start, flat.narrow(0, slot.offset, slot.numel))
             settings = {key: value for key, value in group.items() if key != "params"}
             state.groups.append({**settings, "parameters": names})
+        if self.whole is not None:
+            self._add_whole(state, self.whole)
         return state
 
-    def allocate(self, quantities: Collection[str]) -> None:
-        """Allocate per-element state to load into; a fresh optimizer would allocate it only in its first step."""
-        for entry in chain.from_iterable(self._groups):
-            state = self._optimizer.state[entry.tensor]
+    def _is_whole(self, entry: OptimizerTensor) -> bool:
+        return self.whole is not None and entry.names[0] in self.whole.keys
+
+    def _split(self, entry: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        return split_state(self.optimizer.state.get(entry.tensor, {}), entry)
+
+    def _add_whole(self, state: OptimizerState, whole: WholeStates) -> None:
+        """Add the states of whole tensors: their values on the ranks that have them, what there is on all."""
+        kept = {
+            name: split_whole_state(self.optimizer.state.get(key, {}), name)
+            for name, key in whole.keys.items()
+            if key is not None
+        }
+        described = {
+            name: (numbers, {key: TensorSpec(value.dtype, tuple(value.shape)) for key, value in values.items()})
+            for name, (values, numbers) in kept.items()
+        }
+        for name, (numbers, specs) in (entry for part in whole.gather(described) for entry in part.items()):
+            # Those of other stages aren't in this one's files.
+            if name not in whole.keys:
+                continue
+            if numbers or specs:
+                state.numbers[name] = numbers
+            for quantity, spec in specs.items():
+                state.whole.setdefault(quantity, {})[name] = spec
+                local = kept[name][0][quantity].detach().reshape(-1) if name in kept else torch.empty(0)
+                state.quantities.setdefault(quantity, {})[name] = ShardRange(0, local)
+
+    def allocate(self, quantities: Collection[str], held: Mapping[str, Collection[str]] | None = None) -> None:
+        """Allocate per-element state to load into; a fresh optimizer would allocate it only in its first step.
+
+        State of whole tensors is emptied: :meth:`take_whole` makes it.
+
+        Args:
+            quantities: their names.
+            held: the names of the parameters that have each, if some of the optimizer's have others than the rest.
+        """
+        for key in () if self.whole is None else self.whole.keys.values():
+            self.optimizer.state.pop(key, None)
+        for entry in chain.from_iterable(self.groups):
+            if self._is_whole(entry):
+                continue
+            state = self.optimizer.state[entry.tensor]
             for key in quantities:
-                if key != MASTER and key not in state:
+                is_held = held is None or any(name in held[key] for name in entry.names)
+                if key != MASTER and key not in state and is_held:
                     state[key] = torch.zeros_like(entry.tensor, requires_grad=False)
+
+    def take_whole(self, quantity: str, values: Callable[[str], torch.Tensor | None]) -> None:
+        """Take a quantity of the whole tensors that this rank steps, from a function of their names."""
+        for name, key in () if self.whole is None else self.whole.keys.items():
+            value = None if key is None else values(name)
+            if value is not None:
+                self.optimizer.state[key][quantity] = value.to(key.device)
 
     def restore(
         self,
@@ -169,12 +246,15 @@ class OptimizerAdapter:
             CheckpointError: parameters that share one number here had different ones in the checkpoint.
         """
         if groups is None:
-            groups = [[name for entry in stepped for name in entry.names] for stepped in self._groups]
-        for group, stepped, names in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
+            groups = [[name for entry in stepped for name in entry.names] for stepped in self.groups]
+        for group, stepped, names in zip(self.optimizer.param_groups, self.groups, groups, strict=True):
             _restore_group(group, names, saved)
             # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
             on_device = group.get("fused") or group.get("capturable")
             for entry in stepped:
+                if self._is_whole(entry):
+                    self._restore_whole(entry.names, numbers, on_device)
+                    continue
                 states = [numbers[name] for name in entry.names if name in numbers]
                 if any(other != states[0] for other in states):
                     raise CheckpointError(
@@ -184,10 +264,33 @@ class OptimizerAdapter:
                     )
                 if states:
                     device = entry.tensor.device if on_device else None
-                    self._optimizer.state[entry.tensor].update(_clone(states[0], device))
+                    self.optimizer.state[entry.tensor].update(_clone(states[0], device))
                 else:
                     # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
-                    self._optimizer.state.pop(entry.tensor, None)
+                    self.optimizer.state.pop(entry.tensor, None)
+
+
+    def _restore_whole(self, names: Sequence[str], numbers: Mapping[str, dict[str, Any]], on_device: Any) -> None:
+        assert self.whole is not None
+        for name in names:
+            key = self.whole.keys[name]
+            if key is None:
+                continue
+            if name in numbers:
+                self.optimizer.state[key].update(_clone(numbers[name], key.device if on_device else None))
+            else:
+                self.optimizer.state.pop(key, None)
+
+
+def split_whole_state(state: Mapping[str, Any], name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """As :func:`split_state`, for a whole tensor, of which any layout can load tensors of any shape.
+
+    Raises:
+        CheckpointError: a value is neither a tensor nor a number.
+    """
+    values = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+    stepped = OptimizerTensor(torch.empty(0), (), (name,))
+    return values, split_state({key: value for key, value in state.items() if key not in values}, stepped)[1]
 
 
 def split_state(state: Mapping[str, Any], stepped: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -220,6 +220,7 @@ class Saver:
             names = sorted({name for state in states for name in state.quantities})
             document["optimizer"] = {
                 "class": optimizer.kind,
+                "package": optimizer.package,
                 "quantities": names,
                 "numbers": numbers,
                 "groups": groups,

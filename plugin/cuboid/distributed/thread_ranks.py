@@ -103,9 +103,21 @@ class ThreadGroup(dist.ProcessGroup):
         output.view(-1).copy_(torch.stack(shards).sum(0))
         return Done()
 
+    def all_to_all_single(
+        self, output: torch.Tensor, x: torch.Tensor, _: Any, in_splits: list[int], __: Any = None
+    ) -> Any:
+        """``dist.all_to_all_single``, with slices of any sizes."""
+        slices = [
+            copy.split(splits.tolist())[self._rank]
+            for copy, splits in zip(self._exchange(x), self._exchange(torch.tensor(in_splits)), strict=True)
+        ]
+        torch.cat(slices, out=output)
+        return Done()
+
     # Names of these methods in earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         return self._meeting.exchange(x, self._rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,17 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.errors import ConfigError, OptimizerError
+from cuboid.failures.rank_agreement import gather_objects
 from cuboid.models.sharded.activation_checkpointing import check_checkpointing, enable_checkpointing
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of, unwrap
 from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.param_groups import GroupNames, align_groups
+from cuboid.optim.whole_tensors import WholeRule, WholeTensors
 from cuboid.weights.api import shard
-from cuboid.weights.state_dict_map import stored_names
+from cuboid.weights.state_dict_map import sharding_specs, stored_names
 
 #: Maps a parameter of the full model to the sharded one; None if another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
@@ -92,6 +96,17 @@ def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not is_fresh(optimizer):
             raise OptimizerError("the optimizer has state for whole parameters; make it after the model is sharded")
         fill_state(optimizer)
+
+
+def step_whole(model: nn.Module, adapter: OptimizerAdapter, rule: WholeRule) -> WholeStates:
+    """Let an optimizer step whole tensors from now on; see :class:`cuboid.optim.whole_tensors.WholeTensors`.
+
+    Returns:
+        For the adapter of each checkpoint.
+    """
+    mesh = mesh_of(model)
+    whole = WholeTensors(adapter, rule, sharding_specs(model), mesh)
+    return WholeStates(whole.keys, functools.partial(gather_objects, mesh=mesh, what="states of whole tensors"))
 
 
 def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,7 +1,7 @@
-"""Check that an optimizer gives the same result on shards as on full tensors.
+"""Check whether an optimizer gives the same result on shards as on full tensors, or must be given whole tensors.
 
-That holds for optimizers that treat each element by itself. Classes that aren't known to do so are tried on small
-tensors: stepped on full tensors and on pieces of them, and the results are compared.
+On shards, it has to treat each element by itself; on whole tensors, each tensor. Classes that aren't known are tried on
+small tensors: stepped on all of them in full and on pieces, or on some of them, and the results are compared.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.checkpoint.optimizer_state import OptimizerTensor, split_state
+from cuboid.checkpoint.optimizer_state import OptimizerTensor, split_state, split_whole_state
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError, OptimizerError
+from cuboid.optim.whole_tensors import WholeRule, newton_schulz_cost
 
 #: Classes that treat each element by itself with any settings. Matched by their full names, so that subclasses, which
 #: may behave differently, aren't included.
@@ -36,11 +37,27 @@ _ELEMENTWISE = frozenset(
     + [f"apex.optimizers.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")]
     + ["apex.optimizers.fused_adagrad.FusedAdagrad"]
 )
-#: Classes that need full tensors. They can't be tried everywhere, because their constructors compile kernels.
-_PER_TENSOR = frozenset(["deepspeed.ops.lamb.fused_lamb.FusedLamb", "colossalai.nn.optimizer.fused_lamb.FusedLAMB"])
-
-#: Names in DeepSpeed's config of optimizers that need full tensors, and why.
-_NAMED = {"lamb": "takes norms of whole tensors", "muon": "works on whole matrices"}
+#: Classes that treat each tensor by itself, but need it whole.
+_PER_TENSOR = {
+    **{
+        f"colossalai.nn.optimizer.{name}": WholeRule()
+        for name in ("lamb.Lamb", "lars.Lars", "fused_lamb.FusedLAMB", "came.CAME", "adafactor.Adafactor")
+    },
+    "deepspeed.ops.lamb.fused_lamb.FusedLamb": WholeRule(),
+    # Its other groups are stepped by Adam.
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": WholeRule(
+        lambda group: bool(group["use_muon"]), newton_schulz_cost
+    ),
+    "torch.optim._adafactor.Adafactor": WholeRule(),
+    "torch.optim._muon.Muon": WholeRule(cost=newton_schulz_cost),
+    "transformers.optimization.Adafactor": WholeRule(),
+}
+#: Names in DeepSpeed's config of optimizers that need whole tensors, and why.
+_NAMED = {
+    "adafactor": "takes means of rows and columns",
+    "lamb": "takes norms of whole tensors",
+    "muon": "works on whole matrices",
+}
 
 _WORKING = "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
 _STEPS = 24
@@ -85,8 +102,8 @@ class OwnedShards:
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None = None
-) -> None:
-    """Check that an optimizer makes the same steps on shards as on the full model, and that its state can be saved.
+) -> WholeRule | None:
+    """Check that an optimizer can make the same steps as on the full model, and that its state can be saved.
 
     An optimizer of an unknown class is tried on small tensors, with its own settings: on full ones, and on pieces such
     as it will get, with a copy of the optimizer for each. The optimizer itself isn't changed.
@@ -96,18 +113,22 @@ def check_optimizer(
         owned: how its tensors differ from the full model's.
         parameters: the original ones, if the optimizer has them flattened already.
 
+    Returns:
+        None if it may be given shards; else which tensors it must be given whole.
+
     Raises:
         OptimizerError: names the class, what differs and what would work.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    _check_kind(optimizer, owned)
+    rule = _PER_TENSOR.get(name)
+    _check_kind(optimizer, owned, wraps=rule is not None)
     if name in _ELEMENTWISE:
-        return
-    if name in _PER_TENSOR:
-        if owned.cut or owned.flat:
-            raise _needs_whole(type(optimizer).__name__, "takes norms of whole tensors", owned)
-        return
-    _try(optimizer, owned, parameters)
+        return None
+    if rule is None:
+        rule = _try(optimizer, owned, parameters)
+    if rule is not None and owned.flat:
+        raise _needs_whole(type(optimizer).__name__, "needs whole tensors", owned)
+    return rule
 
 
 def check_named(name: Any, owned: OwnedShards) -> None:
@@ -117,12 +138,12 @@ def check_named(name: Any, owned: OwnedShards) -> None:
         OptimizerError: as :func:`check_optimizer`.
     """
     why = _NAMED.get(name.lower()) if isinstance(name, str) else None
-    if why is not None and (owned.cut or owned.flat):
+    if why is not None and owned.flat:
         raise _needs_whole(name, why, owned)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
-    """Reject wrappers, patched objects and optimizers whose ``step`` needs arguments."""
+def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards, *, wraps: bool) -> None:
+    """Reject wrappers, unless the class is known, patched objects and optimizers whose ``step`` needs arguments."""
     kind = type(optimizer).__name__
     arguments = [
         parameter.name
@@ -138,7 +159,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
     inner = [
         name for name, value in vars(optimizer).items() if hasattr(value, "param_groups") and value is not optimizer
     ]
-    if inner:
+    if inner and not wraps:
         raise OptimizerError(
             f"{kind} wraps another optimizer, as its {inner[0]}, whose parameters and state neither framework nor "
             "checkpoints would find; give the inner one, and do around its step what the wrapper does"
@@ -163,8 +184,8 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
 def _needs_whole(name: str, what: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{name} {what}, but would be given pieces: {owned.reason}. Take an optimizer that treats "
-        f"each element by itself, such as {_WORKING}; or leave it all on each rank: a mesh of 1×1×1 without a pipeline "
-        "and with zero_optimization.stage 0, in fp32"
+        f"each element by itself, such as {_WORKING}; or"
+        + (" zero_optimization.stage 0, in fp32" if owned.flat else " train on one rank")
     )
 
 
@@ -183,13 +204,15 @@ class _Take:
 _Share = list[list[_Take]]
 
 
-def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None) -> None:
-    """Compare steps on full tensors with steps on pieces."""
+def _try(
+    optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None
+) -> WholeRule | None:
+    """Compare steps on all tensors with steps on pieces and, if those differ, on some of the tensors."""
     if hasattr(type(optimizer), "__del__"):
         # Copies would release the original's resources.
         if owned.reason:
             raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", owned)
-        return
+        return None
     groups = _distinct_groups(optimizer)
     if parameters is not None and owned.flat:
         groups = [{**group, "params": parameters} for group in groups]
@@ -202,18 +225,44 @@ def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Seque
         try:
             full = trial.run([[_full(place) for place in range(len(group_ranks))] for group_ranks in ranks])
             _check_moved(trial, full)
-            for how, shares in _shares(ranks, owned):
-                for share in shares:
-                    trial.compare(full, trial.run(share), share, how)
-        except _DifferenceError as error:
-            raise _needs_whole(type(optimizer).__name__, str(error), owned) from None
+            difference = _difference(trial, full, ranks, owned)
+            if difference is not None:
+                # Given whole tensors, each rank has some of them; what is laid end to end stays so.
+                given = owned if owned.flat else OwnedShards(spread=owned.reason)
+                _raise_difference(optimizer, _difference(trial, full, ranks, given), owned)
         except OptimizerError:
             raise
         except Exception as error:
             if not owned.reason:
-                return
+                return None
             raise _untried(optimizer, f"{type(error).__name__}: {error}", owned) from error
-    _check_saved(optimizer, full)
+    if difference is None and _unsaved(full, is_whole=False) is None:
+        return None
+    unsaved = _unsaved(full, is_whole=True)
+    if unsaved is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} could be trained with here, but never saved: {unsaved}. Take an optimizer "
+            f"such as {_WORKING}"
+        )
+    return WholeRule()
+
+
+def _difference(
+    trial: _Trial, full: torch.optim.Optimizer, ranks: Sequence[Sequence[int]], owned: OwnedShards
+) -> str | None:
+    """What differs between steps on all tensors and those of ranks that own pieces of them; None if nothing does."""
+    try:
+        for how, shares in _shares(ranks, owned):
+            for share in shares:
+                trial.compare(full, trial.run(share), share, how)
+    except _DifferenceError as error:
+        return str(error)
+    return None
+
+
+def _raise_difference(optimizer: torch.optim.Optimizer, difference: str | None, owned: OwnedShards) -> None:
+    if difference is not None:
+        raise _needs_whole(type(optimizer).__name__, difference, owned)
 
 
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:
@@ -405,22 +454,27 @@ def _same_numbers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     return all(same(ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
 
 
-def _check_saved(optimizer: torch.optim.Optimizer, tried: torch.optim.Optimizer) -> None:
-    """Reject an optimizer whose state can't be saved now, rather than when the first checkpoint is written."""
+def _unsaved(tried: torch.optim.Optimizer, *, is_whole: bool) -> str | None:
+    """Why a state can't be saved, found now rather than when the first checkpoint is written; None if it can.
+
+    Of a tensor that is stepped whole, it may have tensors of any shape.
+    """
     parameters = {parameter for group in tried.param_groups for parameter in group["params"]}
-    kind = type(optimizer).__name__
     try:
         for parameter in parameters:
-            split_state(tried.state.get(parameter, {}), OptimizerTensor.of(parameter, "a parameter"))
-        others = [key for key in tried.state if key not in parameters]
-        if others:
-            raise CheckpointError(f"it keeps a state for {others[0]!r}, which is no parameter")
-        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-            raise CheckpointError("it has a state_dict of its own, with what checkpoints know nothing of")
+            state = tried.state.get(parameter, {})
+            if is_whole:
+                split_whole_state(state, "a parameter")
+            else:
+                split_state(state, OptimizerTensor.of(parameter, "a parameter"))
     except CheckpointError as error:
-        raise OptimizerError(
-            f"{kind} could be trained with here, but never saved: {error}. Take an optimizer such as {_WORKING}"
-        ) from None
+        return str(error)
+    others = [key for key in tried.state if key not in parameters]
+    if others:
+        return f"it keeps a state for {others[0]!r}, which is no parameter"
+    if type(tried).state_dict is not torch.optim.Optimizer.state_dict:
+        return "it has a state_dict of its own, with what checkpoints know nothing of"
+    return None
 
 
 def _copy_of(

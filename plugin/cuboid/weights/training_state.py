@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cuboid.checkpoint.loader import load_masters, load_optimizer
-from cuboid.checkpoint.metadata import CheckpointMetadata, TensorMetadata
+from cuboid.checkpoint.metadata import CheckpointMetadata, ShardedTensor, TensorMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.rng_state import capture, restore
 from cuboid.checkpoint.save_plan import OPTIMIZER, SavePlan, WriteItem
@@ -66,7 +66,11 @@ def _optimizer_items(model: nn.Module, state: OptimizerState) -> list[WriteItem]
     items = []
     for quantity, ranges in sorted(state.quantities.items()):
         for name, parameter in parameters.items():
-            if name in ranges:
+            if name in state.whole.get(quantity, ()):
+                spec = state.whole[quantity][name]
+                # On the rank that has it; the range of the others is empty.
+                items.append(WriteItem.plain(f"{OPTIMIZER}/{quantity}", ShardedTensor(name, spec, None, ranges[name])))
+            elif name in ranges:
                 shard = torch.empty(parameter.shape, dtype=ranges[name].values.dtype, device="meta")
                 tensor = sharded_tensor(name, shard, shardings.get(name), ranges[name])
                 items.append(WriteItem.plain(f"{OPTIMIZER}/{quantity}", tensor))

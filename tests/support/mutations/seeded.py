@@ -209,7 +209,7 @@ def swap_moments(adapter: OptimizerAdapter) -> None:
 
 
 def one_step_more(adapter: OptimizerAdapter) -> None:
-    for state in adapter._optimizer.state.values():
+    for state in adapter.optimizer.state.values():
         state["step"] += 1
 
 

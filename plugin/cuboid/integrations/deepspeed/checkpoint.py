@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import DummyOptim
 
 from cuboid.checkpoint.metadata import CheckpointMetadata
-from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.sharded.sharded_model import sharding_of
@@ -30,6 +30,8 @@ class CheckpointedEngine(DeepSpeedEngine):
     checkpointing: Checkpointing
     #: What :meth:`load_checkpoint` restored last, for a loop that draws random numbers before it goes on.
     loaded: CheckpointMetadata | None = None
+    #: Of an optimizer that steps whole tensors.
+    whole_states: WholeStates | None
 
     def save_checkpoint(
         self,
@@ -137,7 +139,9 @@ class CheckpointedEngine(DeepSpeedEngine):
     def _adapter(self) -> OptimizerAdapter | None:
         if self.optimizer is None or isinstance(self.optimizer, DummyOptim):
             return None
-        return adapt_optimizer(self.optimizer, stored_names(self.module))
+        adapter = adapt_optimizer(self.optimizer, stored_names(self.module))
+        adapter.whole = self.whole_states
+        return adapter
 
     @property
     def _loss_scaler(self) -> DynamicLossScaler | None:
