@@ -28,8 +28,8 @@ class OptimizerState:
             empty where other ranks have all of it.
         numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, even an empty one.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
-        whole: the dtypes and shapes of those quantities of parameters that one rank has whole, and which needn't be of
-            their parameter's shape. Their ranges are of the whole tensor.
+        whole_specs: dtype and shape of those quantities that one rank has whole, which needn't be of their parameter's
+            shape. Their ranges are of the whole tensor.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class OptimizerState:
     quantities: dict[str, dict[str, ShardRange]] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
+    whole_specs: dict[str, dict[str, TensorSpec]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,31 +173,31 @@ class OptimizerAdapter:
             self._add_whole(state, self.whole)
         return state
 
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """By name, what this rank keeps the states of whole tensors for."""
+        return {} if self.whole is None else {name: key for name, key in self.whole.keys.items() if key is not None}
+
     def _is_whole(self, entry: OptimizerTensor) -> bool:
         return self.whole is not None and entry.names[0] in self.whole.keys
 
     def _split(self, entry: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return split_state(self.optimizer.state.get(entry.tensor, {}), entry)
 
-    def _add_whole(self, state: OptimizerState, whole: WholeStates) -> None:
+    def _add_whole(self, state: OptimizerState, states: WholeStates) -> None:
         """Add the states of whole tensors: their values on the ranks that have them, what there is on all."""
-        kept = {
-            name: split_whole_state(self.optimizer.state.get(key, {}), name)
-            for name, key in whole.keys.items()
-            if key is not None
-        }
+        kept = {name: split_whole_state(self.optimizer.state.get(key, {}), name) for name, key in self._kept().items()}
         described = {
             name: (numbers, {key: TensorSpec(value.dtype, tuple(value.shape)) for key, value in values.items()})
             for name, (values, numbers) in kept.items()
         }
-        for name, (numbers, specs) in (entry for part in whole.gather(described) for entry in part.items()):
+        for name, (numbers, specs) in (entry for part in states.gather(described) for entry in part.items()):
             # Those of other stages aren't in this one's files.
-            if name not in whole.keys:
+            if name not in states.keys:
                 continue
             if numbers or specs:
                 state.numbers[name] = numbers
             for quantity, spec in specs.items():
-                state.whole.setdefault(quantity, {})[name] = spec
+                state.whole_specs.setdefault(quantity, {})[name] = spec
                 local = kept[name][0][quantity].detach().reshape(-1) if name in kept else torch.empty(0)
                 state.quantities.setdefault(quantity, {})[name] = ShardRange(0, local)
 
@@ -210,8 +210,8 @@ class OptimizerAdapter:
             quantities: their names.
             held: the names of the parameters that have each, if some of the optimizer's have others than the rest.
         """
-        for key in () if self.whole is None else self.whole.keys.values():
-            self.optimizer.state.pop(key, None)
+        for parameter in self._kept().values():
+            self.optimizer.state.pop(parameter, None)
         for entry in chain.from_iterable(self.groups):
             if self._is_whole(entry):
                 continue
@@ -223,8 +223,8 @@ class OptimizerAdapter:
 
     def take_whole(self, quantity: str, values: Callable[[str], torch.Tensor | None]) -> None:
         """Take a quantity of the whole tensors that this rank steps, from a function of their names."""
-        for name, key in () if self.whole is None else self.whole.keys.items():
-            value = None if key is None else values(name)
+        for name, key in self._kept().items():
+            value = values(name)
             if value is not None:
                 self.optimizer.state[key][quantity] = value.to(key.device)
 
@@ -268,7 +268,6 @@ class OptimizerAdapter:
                 else:
                     # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
                     self.optimizer.state.pop(entry.tensor, None)
-
 
     def _restore_whole(self, names: Sequence[str], numbers: Mapping[str, dict[str, Any]], on_device: Any) -> None:
         assert self.whole is not None

@@ -105,8 +105,8 @@ def step_whole(model: nn.Module, adapter: OptimizerAdapter, rule: WholeRule) -> 
         For the adapter of each checkpoint.
     """
     mesh = mesh_of(model)
-    whole = WholeTensors(adapter, rule, sharding_specs(model), mesh)
-    return WholeStates(whole.keys, functools.partial(gather_objects, mesh=mesh, what="states of whole tensors"))
+    tensors = WholeTensors(adapter, rule, sharding_specs(model), mesh)
+    return WholeStates(tensors.keys, functools.partial(gather_objects, mesh=mesh, what="states of whole tensors"))
 
 
 def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -48,8 +48,8 @@ _PER_TENSOR = {
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": WholeRule(
         lambda group: bool(group["use_muon"]), newton_schulz_cost
     ),
-    "torch.optim._adafactor.Adafactor": WholeRule(),
-    "torch.optim._muon.Muon": WholeRule(cost=newton_schulz_cost),
+    "torch.optim.Adafactor": WholeRule(),
+    "torch.optim.Muon": WholeRule(cost=newton_schulz_cost),
     "transformers.optimization.Adafactor": WholeRule(),
 }
 #: Names in DeepSpeed's config of optimizers that need whole tensors, and why.
@@ -227,9 +227,9 @@ def _try(
             _check_moved(trial, full)
             difference = _difference(trial, full, ranks, owned)
             if difference is not None:
-                # Given whole tensors, each rank has some of them; what is laid end to end stays so.
-                given = owned if owned.flat else OwnedShards(spread=owned.reason)
-                _raise_difference(optimizer, _difference(trial, full, ranks, given), owned)
+                # If it is given whole tensors, each rank has some of them; what is laid end to end stays so.
+                spread = owned if owned.flat else OwnedShards(spread=owned.reason)
+                _raise_difference(optimizer, _difference(trial, full, ranks, spread), owned)
         except OptimizerError:
             raise
         except Exception as error:

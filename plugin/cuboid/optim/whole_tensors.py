@@ -14,7 +14,7 @@ travel with the gradients because scripts may change them between steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,8 @@ class WholeTensors:
         """Give the owners' keys the whole weights and gradients."""
         for dtype, cut in self._cut(tensors).items():
             # To each owner, for each of its tensors: whether there is a gradient, the gradient, the weights.
-            outgoing, counts = [], [0] * len(self._ranks)
+            outgoing: list[torch.Tensor] = []
+            counts = [0] * len(self._ranks)
             for owner in range(len(self._ranks)):
                 for tensor in (x for x in cut if x.owner == owner):
                     gradient = tensor.flat_gradient()
@@ -200,7 +201,8 @@ class WholeTensors:
         flags = []
         start = 0
         for tensor in owned:
-            assert tensor.key is not None and tensor.spec is not None
+            assert tensor.key is not None
+            assert tensor.spec is not None
             numel, shape = tensor.slot.numel, tensor.spec.shard_shape(self._mesh.shape)
             gradient, weights = (tensor.source.detach().new_empty(tensor.shape) for _ in range(2))
             for rank, row in zip(self._ranks, received, strict=True):
@@ -236,7 +238,8 @@ class WholeTensors:
 
     def _shard_of(self, tensor: _Tensor, rank: int) -> torch.Tensor:
         """A rank's shard of an owned tensor, padding included, flattened."""
-        assert tensor.key is not None and tensor.spec is not None
+        assert tensor.key is not None
+        assert tensor.spec is not None
         full = tensor.key.detach()
         shard = full.new_zeros(tensor.spec.shard_shape(self._mesh.shape))
         for in_shard, in_full in shard_boxes(tensor.spec, self._mesh.shape, self._mesh.topology.coordinate(rank)):

@@ -66,8 +66,8 @@ def _optimizer_items(model: nn.Module, state: OptimizerState) -> list[WriteItem]
     items = []
     for quantity, ranges in sorted(state.quantities.items()):
         for name, parameter in parameters.items():
-            if name in state.whole.get(quantity, ()):
-                spec = state.whole[quantity][name]
+            if name in state.whole_specs.get(quantity, ()):
+                spec = state.whole_specs[quantity][name]
                 # On the rank that has it; the range of the others is empty.
                 items.append(WriteItem.plain(f"{OPTIMIZER}/{quantity}", ShardedTensor(name, spec, None, ranges[name])))
             elif name in ranges:

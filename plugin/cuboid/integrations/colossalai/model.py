@@ -8,7 +8,7 @@ import torch
 from colossalai.interface import ModelWrapper
 from torch import nn
 
-from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.errors import CuboidError
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
 from cuboid.models.pipeline.training_pipeline import Pipeline
@@ -24,6 +24,7 @@ class CuboidModel(ModelWrapper):
     Attributes:
         pipeline: the pipeline that runs it, if it is a stage of one.
         optimizer: the optimizer that was boosted with it, if any.
+        whole_states: of an optimizer that steps whole tensors.
         progress: of the run.
         client_state: the caller's own data, which is saved in checkpoints and restored from them.
         restored: whether the optimizer's state was loaded from a checkpoint and it hasn't stepped since.
@@ -33,6 +34,7 @@ class CuboidModel(ModelWrapper):
         super().__init__(module)
         self.pipeline = Pipeline(module, sums=False) if isinstance(module, StageModel) else None
         self.optimizer: CuboidOptimizer | None = None
+        self.whole_states: WholeStates | None = None
         self.checkpointing = Checkpointing(module, origin)
         self.progress = Progress()
         self.client_state: dict[str, Any] = {}
@@ -70,4 +72,8 @@ class CuboidModel(ModelWrapper):
     @property
     def adapter(self) -> OptimizerAdapter | None:
         """Access to the optimizer's state for checkpoints; None without an optimizer."""
-        return None if self.optimizer is None else self.optimizer.replicated.adapter(stored_names(self.module))
+        if self.optimizer is None:
+            return None
+        adapter = self.optimizer.replicated.adapter(stored_names(self.module))
+        adapter.whole = self.whole_states
+        return adapter

@@ -28,12 +28,20 @@ from cuboid.integrations.colossalai.model import CuboidModel
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
 from cuboid.integrations.colossalai.parallel_sizes import LayoutNames
 from cuboid.integrations.colossalai.plugin_config import PluginConfig
-from cuboid.integrations.handoff import adopt_model, adopt_optimizer, align_with_stages, check_schedule, check_trains
+from cuboid.integrations.handoff import (
+    adopt_model,
+    adopt_optimizer,
+    align_with_stages,
+    check_schedule,
+    check_trains,
+    step_whole,
+)
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import read_micro_batch, split_rows
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.optim.data_parallel_optimizer import is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
+from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Origin
 
 
@@ -86,7 +94,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         self.mesh = mesh_of(sharded)
         self.mesh.connect()
         self.mesh.connect_host()
-        run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
+        rule = run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
         sharded.to(get_accelerator().get_current_device())
         booster = self._config.booster
         boosted = CuboidModel(sharded, Origin.of("colossalai", self.config, self._config.source, sharded))
@@ -106,6 +114,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 pipeline=boosted.pipeline,
                 stepped=boosted.stepped,
             )
+            adapter = boosted.adapter
+            if rule is not None and adapter is not None:
+                boosted.whole_states = step_whole(sharded, adapter, rule)
         sharded.cuboid.state.made.take(sharded, "booster.boost")
         if booster.precision == "bf16":
             # The parameters that aren't in the optimizer, which has cast its own.
@@ -114,12 +125,15 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         self._checkpoint_io.attach(boosted)
         return boosted
 
-    def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
-        """Make the optimizer step on the sharded model, or raise an error that says why it can't."""
+    def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> WholeRule | None:
+        """Make the optimizer step on the sharded model, or raise an error that says why it can't.
+
+        Returns which tensors it must be given whole.
+        """
         assert self.mesh is not None
         check_schedule(schedule, optimizer)
         if optimizer is None:
-            return
+            return None
         name = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(f"boost takes an optimizer of torch's kind, not a {name}")
@@ -130,12 +144,13 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             )
         adopt_optimizer(model, optimizer)
         owned = OwnedShards.of(self.mesh, self._config.flat(replicas=self.dp_size))
-        check_optimizer(optimizer, owned)
+        rule = check_optimizer(optimizer, owned)
         if owned.flat and not is_fresh(optimizer):
             raise OptimizerError(
                 f"the {name} has a state already, of parameters as they were before booster.boost laid them end to "
                 "end; boost it before its first step, and load its state with booster.load_optimizer"
             )
+        return rule
 
     def execute_pipeline(
         self,
