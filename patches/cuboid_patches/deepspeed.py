@@ -216,7 +216,7 @@ def _take_optimizer(
             f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
         )
     else:
-        check_named((framework_config.get("optimizer") or {}).get("type"), owned)
+        check_named(framework_config.get("optimizer") or {}, owned)
     if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
         check_schedule(schedule, None)
     return rule

@@ -45,6 +45,6 @@ def test_every_commented_config_is_listed():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert re.findall(r"\(\.\./configs/commented/([\w.]+)\)", page) == [
         *("mesh.yaml", "pipeline.yaml", "mesh_and_pipeline.yaml", "long_sequences.yaml", "fp8.yaml"),
-        *("automatic.yaml", "float16.yaml", "host_optimizer.yaml", "trainer.yaml"),
+        *("automatic.yaml", "float16.yaml", "host_optimizer.yaml", "muon.yaml", "trainer.yaml"),
     ]
-    assert len(COMMENTED) == 9
+    assert len(COMMENTED) == 10

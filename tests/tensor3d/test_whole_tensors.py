@@ -30,20 +30,14 @@ MAX_NORM = 0.5
 CUT = OwnedShards(cut="a mesh")
 
 
-class Lars(torch.optim.Optimizer):
+class Lars(torch.optim.SGD):
     """An unknown optimizer that scales each tensor's step by norms of the whole tensor."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    rate = group["lr"] * parameter.norm() / parameter.grad.norm()
-                    moment = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                    parameter.sub_(moment.mul_(0.9).add_(parameter.grad * rate))
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(parameter.norm() / parameter.grad.norm())
+        return super().step(closure)
 
 
 def matrices(model):
@@ -65,7 +59,7 @@ OPTIMIZERS = {
         everything(model), lr=2e-3, scale_parameter=False, relative_step=False, beta1=0.9
     ),
     "relative Adafactor": lambda model: TransformersAdafactor(everything(model)),
-    "LARS": lambda model: Lars(everything(model)),
+    "LARS": lambda model: Lars(everything(model), lr=1e-2, momentum=0.9),
 }
 
 

@@ -131,15 +131,20 @@ def check_optimizer(
     return rule
 
 
-def check_named(name: Any, owned: OwnedShards) -> None:
-    """Reject optimizers in DeepSpeed's config that need full tensors, before they are constructed.
+def check_named(section: Mapping[str, Any], owned: OwnedShards) -> None:
+    """Reject an ``optimizer`` section of DeepSpeed's config that can't train, before the optimizer is constructed.
 
     Raises:
         OptimizerError: as :func:`check_optimizer`.
     """
-    why = _NAMED.get(name.lower()) if isinstance(name, str) else None
-    if why is not None and owned.flat:
-        raise _needs_whole(name, why, owned)
+    name = section.get("type")
+    if (section.get("params") or {}).get("per_head_muon"):
+        raise OptimizerError(
+            "optimizer.params.per_head_muon has no effect with zero_optimization.stage 0, where DeepSpeed steps whole "
+            "matrices, and Muon needs that stage here; leave it out"
+        )
+    if isinstance(name, str) and name.lower() in _NAMED and owned.flat:
+        raise _needs_whole(name, _NAMED[name.lower()], owned)
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards, *, wraps: bool) -> None:
