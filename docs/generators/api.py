@@ -19,7 +19,7 @@ GROUPS = {
         *("from_pretrained", "from_config", "shard", "scope", "save_pretrained", "full_state_dict", "full_gradients"),
         *("mesh_of", "local_hook"),
     ),
-    "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin"),
+    "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin", "prepare_optimizer"),
     "Callbacks of the Trainer": ("InterruptCallback", "MetricsCallback", "LossGuardCallback"),
     "Config": ("load_config", "split_config", "parse_config", "CuboidConfig"),
     "Mesh": ("MeshShape", "Topology", "Mesh"),

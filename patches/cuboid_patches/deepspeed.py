@@ -40,7 +40,7 @@ from cuboid.integrations.handoff import (
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
-from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer
+from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer, is_muon
 from cuboid.optim.param_groups import GroupNames
 from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Checkpointing, Origin
@@ -165,6 +165,10 @@ def _initialize_sharded(
         engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
     if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
         rule = run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
+    if arguments.get("optimizer") is None and is_muon(framework_config.get("optimizer")):
+        # DeepSpeed has made two groups of each: one for Muon, one for Adam.
+        made = engine.basic_optimizer
+        names = run_on_all_ranks(lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.changed_weights = ChangedWeights(engine.optimizer)

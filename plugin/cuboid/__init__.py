@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
     from cuboid.integrations.callbacks.metrics import MetricsCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
+    from cuboid.integrations.handoff import prepare_optimizer
     from cuboid.integrations.trainer import CuboidTrainer
     from cuboid.models.pipeline.training_pipeline import Pipeline
     from cuboid.models.sharded.customizations import local_hook
@@ -50,6 +51,7 @@ __all__ = [
     "local_hook",
     "mesh_of",
     "parse_config",
+    "prepare_optimizer",
     "register",
     "save_pretrained",
     "scope",
@@ -67,6 +69,7 @@ _NAMES_OF = {
     "cuboid.integrations.callbacks.loss_guard": ("LossGuardCallback",),
     "cuboid.integrations.callbacks.metrics": ("MetricsCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
+    "cuboid.integrations.handoff": ("prepare_optimizer",),
     "cuboid.integrations.trainer": ("CuboidTrainer",),
     "cuboid.models.pipeline.training_pipeline": ("Pipeline",),
     "cuboid.models.sharded.customizations": ("local_hook",),

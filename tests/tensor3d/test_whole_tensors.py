@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.optimization import Adafactor as TransformersAdafactor
@@ -52,6 +53,15 @@ def everything(model):
     ]
 
 
+def by_muon(model):
+    chosen = matrices(model)
+    rest = [p for p in model.parameters() if all(p is not other for other in chosen)]
+    return [
+        {"params": chosen, "lr": 2e-2, "use_muon": True, "ns_method": "standard"},
+        {"params": rest, "lr": 1e-3, "use_muon": False},
+    ]
+
+
 OPTIMIZERS = {
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=2e-2),
     "Adafactor": lambda model: torch.optim.Adafactor(everything(model), lr=2e-2, weight_decay=0.1),
@@ -60,6 +70,14 @@ OPTIMIZERS = {
     ),
     "relative Adafactor": lambda model: TransformersAdafactor(everything(model)),
     "LARS": lambda model: Lars(everything(model), lr=1e-2, momentum=0.9),
+    "DeepSpeed's Muon": lambda model: MuonWithAuxAdam(by_muon(model), torch.optim.AdamW),
+}
+#: The same in a config.
+SECTIONS = {
+    "DeepSpeed's Muon": {
+        "type": "Muon",
+        "params": {"lr": 2e-2, "adam_lr": 1e-3, "ns_method": "standard", "torch_adam": True},
+    }
 }
 
 
@@ -87,6 +105,29 @@ def alone(model, make):
     with KeepFloat64():
         train(model, make(model), lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
     return model
+
+
+def test_a_script_may_have_muon_for_matrices_and_another_optimizer_for_the_rest():
+    model = llama()
+
+    def pair(model):
+        chosen = matrices(model)
+        rest = [p for p in model.parameters() if all(p is not other for other in chosen)]
+        return torch.optim.Muon(chosen, lr=2e-2), torch.optim.AdamW(rest, lr=1e-3)
+
+    def steps(model, optimizers):
+        for step in range(3):
+            model(**batch_of(step), use_cache=False).loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    threaded = Threaded(model, "1x2x2")
+    threaded.run(lambda model: steps(model, [cuboid.prepare_optimizer(model, one) for one in pair(model)]))
+    expected = copy.deepcopy(model)
+    with KeepFloat64():
+        steps(expected, pair(expected))
+    assert largest_difference(threaded, expected) <= 1e-9
 
 
 def on_mesh(model, mesh, make, steps=range(STEPS)):
@@ -132,6 +173,7 @@ QUICK = {("Muon", "2x2x2"), ("Adafactor", "2x1x1"), ("transformers' Adafactor", 
     [
         pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow)
         for name in OPTIMIZERS
+        if name not in SECTIONS
         for mesh in MESHES
     ],
 )
@@ -196,15 +238,16 @@ def halving(optimizer):
 
 def engine_steps(name, config, options, steps, folder, *, resume=False):
     """All weights after steps of an engine; unless it has resumed, it saves a checkpoint."""
+    # DeepSpeed compiles its Muon.
+    torch.compiler.set_stance("force_eager")
     accelerator = get_accelerator()
     dtypes = [*accelerator.supported_dtypes(), torch.float64]
     # DeepSpeed asserts that gradients are of a dtype in this list.
     with KeepFloat64(), mock.patch.object(accelerator, "supported_dtypes", return_value=dtypes):
         model = llama(**options)
-        optimizer = OPTIMIZERS[name](model)
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, lr_scheduler=halving(optimizer)
-        )
+        optimizer = None if name in SECTIONS else OPTIMIZERS[name](model)
+        config = {**config, "optimizer": SECTIONS[name]} if name in SECTIONS else config
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=halving)
         if resume:
             engine.load_checkpoint(folder)
         for step in steps:
@@ -225,6 +268,7 @@ def engine_steps(name, config, options, steps, folder, *, resume=False):
 def plain_steps(name, options):
     """Weights of one process after all steps."""
     model = llama(**dict(options))
+    torch.compiler.set_stance("force_eager")
     with KeepFloat64():
         optimizer = OPTIMIZERS[name](model)
         schedule = halving(optimizer)
@@ -233,7 +277,8 @@ def plain_steps(name, options):
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad()
+            # All of them, as engines do: Muon doesn't have them all.
+            model.zero_grad()
     return model.state_dict()
 
 
@@ -241,6 +286,7 @@ def plain_steps(name, options):
     ("name", "first", "second", "options"),
     [
         ("Adafactor", ("1x2x1", None), ("1x1x1", 2), {"tie_word_embeddings": True}),
+        ("DeepSpeed's Muon", ("1x1x1", 2), ("1x1x2", None), {}),
         pytest.param("Muon", ("1x1x2", 2), ("1x2x1", None), {}, marks=pytest.mark.slow),
         pytest.param("transformers' Adafactor", ("2x1x1", 2), ("2x1x1", None), {}, marks=pytest.mark.slow),
         pytest.param("LARS", ("1x1x1", 2), ("2x1x2", None), {}, marks=pytest.mark.slow),

@@ -21,6 +21,7 @@ from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_
 from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
+from cuboid.optim.elementwise import OwnedShards, check_optimizer
 from cuboid.optim.param_groups import GroupNames, align_groups
 from cuboid.optim.whole_tensors import WholeRule, WholeTensors
 from cuboid.weights.api import shard
@@ -96,6 +97,33 @@ def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not is_fresh(optimizer):
             raise OptimizerError("the optimizer has state for whole parameters; make it after the model is sharded")
         fill_state(optimizer)
+
+
+def prepare_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let an optimizer step a sharded model in a loop of torch's alone, without a framework. Collective.
+
+    DeepSpeed, the Trainer and ColossalAI do this by themselves. The loop clips by the norm over all ranks, if it does,
+    and reduces gradients over replicas.
+
+    Args:
+        model: sharded, with its process groups' backend initialised.
+        optimizer: of its parameters, as they are or as they were before it was sharded; fresh, changed in place. A
+            script may have several, such as ``torch.optim.Muon`` of the matrices and AdamW of the rest.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        OptimizerError: it can't step so, or isn't of this model.
+    """
+    inner: Any = unwrap(model)
+    mesh = mesh_of(inner)
+    mesh.connect()
+    adopt_optimizer(inner, optimizer)
+    rule = check_optimizer(optimizer, OwnedShards.of(mesh))
+    if rule is not None:
+        step_whole(inner, OptimizerAdapter.direct(optimizer, stored_names(inner)), rule)
+    return optimizer
 
 
 def step_whole(model: nn.Module, adapter: OptimizerAdapter, rule: WholeRule) -> WholeStates:

@@ -131,6 +131,11 @@ def check_optimizer(
     return rule
 
 
+def is_muon(section: Any) -> bool:
+    """Whether an ``optimizer`` section of DeepSpeed's config names its Muon."""
+    return isinstance(section, Mapping) and str(section.get("type")).lower() == "muon"
+
+
 def check_named(section: Mapping[str, Any], owned: OwnedShards) -> None:
     """Reject an ``optimizer`` section of DeepSpeed's config that can't train, before the optimizer is constructed.
 
