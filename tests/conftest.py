@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from cuboid.verify import SmallModel, WorkerPool
 from fork_server import start_fork_server
+from threaded import ThreadWorld
 
 # No deadline per example: machines are shared and slow at times.
 settings.register_profile("no deadline", deadline=None)
@@ -79,6 +80,12 @@ def pool() -> Iterator[WorkerPool]:
     """Eight processes, started when first used."""
     with WorkerPool(8) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def threads() -> ThreadWorld:
+    """In the place of ``pool``, ranks that are threads of this process; see there for what may run on them."""
+    return ThreadWorld()
 
 
 @pytest.fixture

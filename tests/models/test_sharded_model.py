@@ -1,4 +1,4 @@
-"""What a sharded model holds, saves and sends, on real ranks."""
+"""What a sharded model holds, saves and sends."""
 
 import os
 from pathlib import Path
@@ -67,10 +67,10 @@ def bytes_of_one_layer(small, mesh):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 @pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
-def test_counted_bytes_are_the_formula(pool, mesh, small):
+def test_counted_bytes_are_the_formula(threads, mesh, small):
     shape = MeshShape.parse(mesh)
     expected = layer_bytes(block_sizes(describe_modules(built(small)), shape), shape, BATCH, LENGTH, element_bytes=4)
-    for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
+    for counted in threads.run(shape.size, bytes_of_one_layer, small, mesh):
         assert counted.keys() == expected.keys()
         for axes, count in counted.items():
             # Each collective's share is rounded to a whole byte.
@@ -80,11 +80,11 @@ def test_counted_bytes_are_the_formula(pool, mesh, small):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("kv_heads", "mesh"), [(2, "1x2x4"), (1, "2x2x2"), (4, "1x8x1")])
 @pytest.mark.parametrize("bias", [False, True])
-def test_counted_bytes_are_the_formula_with_few_key_value_heads(pool, kv_heads, mesh, bias):
+def test_counted_bytes_are_the_formula_with_few_key_value_heads(threads, kv_heads, mesh, bias):
     small = SmallModel("llama", heads=8, kv_heads=kv_heads, bias=bias)
     shape = MeshShape.parse(mesh)
     expected = layer_bytes(block_sizes(describe_modules(built(small)), shape), shape, BATCH, LENGTH, element_bytes=4)
-    for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
+    for counted in threads.run(shape.size, bytes_of_one_layer, small, mesh):
         assert counted == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 
 
@@ -97,11 +97,11 @@ def parameter_sizes(small, mesh):
 
 
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
-def test_every_parameter_is_an_exact_fraction(pool, mesh):
+def test_every_parameter_is_an_exact_fraction(threads, mesh):
     small = SmallModel("llama", heads=24, kv_heads=24, head_dim=4, vocabulary=144)
     sizes = {name: p.numel() for name, p in built(small).named_parameters()}
     ranks = MeshShape.parse(mesh).size
-    for held in pool.run(ranks, parameter_sizes, small, mesh):
+    for held in threads.run(ranks, parameter_sizes, small, mesh):
         assert held == {name: (size // ranks, size // ranks) for name, size in sizes.items()}
 
 
@@ -123,12 +123,12 @@ def saved_for_backward(small, mesh):
     return sum(dict(kept).values())
 
 
-def test_saved_activations_are_sharded(pool):
+def test_saved_activations_are_sharded(threads):
     # One KV head for each query head, so that attention saves nothing twice.
     small = SmallModel("llama", heads=16, kv_heads=16, head_dim=4, vocabulary=144)
-    (alone,) = pool.run(1, saved_for_backward, small, "1x1x1")
+    (alone,) = threads.run(1, saved_for_backward, small, "1x1x1")
     for mesh in ("2x2x2", "1x4x2", "8x1x1"):
-        for rank_saves in pool.run(8, saved_for_backward, small, mesh):
+        for rank_saves in threads.run(8, saved_for_backward, small, mesh):
             # An eighth, and what isn't an activation: gathered norm weights, statistics, rotary tables.
             assert rank_saves < alone / 8 * 1.25, mesh
 
@@ -147,9 +147,9 @@ def collectives_over_sequence(small, mesh):
     return after - before
 
 
-def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
+def test_one_gather_of_the_sequence_for_all_projections_of_a_block(threads):
     # The gather of the input, and the scatter of the output projection.
-    assert pool.run(2, collectives_over_sequence, WIDE, "1x2x1") == [2, 2]
+    assert threads.run(2, collectives_over_sequence, WIDE, "1x2x1") == [2, 2]
 
 
 def sharded_states(small, mesh):
@@ -181,9 +181,9 @@ def sharded_states(small, mesh):
     return seen, states
 
 
-def test_weights_are_prefetched_one_layer_ahead_and_resharded_at_once(pool):
+def test_weights_are_prefetched_one_layer_ahead_and_resharded_at_once(threads):
     sharded_, unsharding = ShardedState.SHARDED, ShardedState.UNSHARDING
-    for seen, after in pool.run(2, sharded_states, WIDE, "2x1x1"):
+    for seen, after in threads.run(2, sharded_states, WIDE, "2x1x1"):
         # The first layer's "up" has been multiplied, the second's is on its way.
         assert seen["forward"] == [sharded_, unsharding]
         assert seen["backward"] == [unsharding, unsharding]
@@ -207,9 +207,9 @@ def logits_by_mode(small, mesh, gather_logits):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", ["auto", True, False])
-def test_whole_unpadded_logits_where_they_are_wanted(pool, setting):
+def test_whole_unpadded_logits_where_they_are_wanted(threads, setting):
     full_shape = (BATCH, 13, WIDE.vocabulary)
-    for shapes in pool.run(6, logits_by_mode, WIDE, "1x2x3", setting):
+    for shapes in threads.run(6, logits_by_mode, WIDE, "1x2x3", setting):
         assert shapes["train", False] == shapes["eval", False] == full_shape
         assert shapes["train", True] == (full_shape if setting is True else None)
         assert shapes["eval", True] == (None if setting is False else full_shape)
@@ -239,8 +239,8 @@ def refusals(small, mesh):
     return messages
 
 
-def test_arguments_without_a_rule_are_refused_by_name(pool):
-    for messages in pool.run(2, refusals, WIDE, "2x1x1"):
+def test_arguments_without_a_rule_are_refused_by_name(threads):
+    for messages in threads.run(2, refusals, WIDE, "2x1x1"):
         for name in ("use_cache", "token_type_ids", "inputs_embeds", "output_attentions", "logits_to_keep"):
             assert messages[name].startswith(name)
         assert messages["attention_mask"] == "attention_mask is [8, 25], but input_ids is [8, 24]"
@@ -290,9 +290,9 @@ def autocast_loss(mesh):
     return loss.item(), norm, {p.grad.dtype for p in model.parameters()}
 
 
-def test_autocast_gives_what_it_gives_alone(pool):
-    ((loss, norm, _),) = pool.run(1, autocast_loss, None)
-    ranks = pool.run(4, autocast_loss, "2x2x1")
+def test_autocast_gives_what_it_gives_alone(threads):
+    ((loss, norm, _),) = threads.run(1, autocast_loss, None)
+    ranks = threads.run(4, autocast_loss, "2x2x1")
     for sharded_loss, _, dtypes in ranks:
         assert sharded_loss == pytest.approx(loss, rel=1e-3)
         assert dtypes == {torch.float32}
@@ -316,9 +316,9 @@ def loss_with(mesh, implementation, sliding_window):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("sliding_window", [None, 5])
-def test_masks_are_right_for_each_attention_implementation(pool, implementation, sliding_window):
-    (alone,) = pool.run(1, loss_with, None, implementation, sliding_window)
-    for loss in pool.run(4, loss_with, "1x2x2", implementation, sliding_window):
+def test_masks_are_right_for_each_attention_implementation(threads, implementation, sliding_window):
+    (alone,) = threads.run(1, loss_with, None, implementation, sliding_window)
+    for loss in threads.run(4, loss_with, "1x2x2", implementation, sliding_window):
         assert loss == pytest.approx(alone, rel=1e-6)
 
 

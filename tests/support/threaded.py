@@ -1,17 +1,79 @@
 """Models on all ranks of a mesh, whose ranks are threads of this process."""
 
 import copy
+import os
+from collections import Counter
+from contextvars import ContextVar
+from unittest import mock
 
 import torch
 
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.thread_ranks import ThreadRanks
-from cuboid.distributed.topology import MeshShape
+from cuboid.distributed import mesh as mesh_module
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.thread_ranks import ThreadRanks, _connect
+from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
+from cuboid.weights import save
+
+#: In a thread of a :class:`ThreadWorld`, the rank that it is.
+_rank = ContextVar("rank", default=0)
+
+
+class ThreadWorld:
+    """In the place of a pool of processes: :meth:`run` calls a function on each rank, and the ranks are threads.
+
+    What the function shards is on a mesh of them. It must not use ``torch.distributed`` itself, an engine or an
+    optimizer, nor replace what all threads share; and all threads draw from one generator.
+    """
+
+    def run(self, ranks, function, *arguments):
+        """What ``function(*arguments)`` returns on each rank."""
+        if ranks == 1:
+            return [function(*arguments)]
+        threads = ThreadRanks(MeshShape(ranks, 1, 1))
+        connected, groups = Counter(), {}
+
+        def connect(mesh):
+            """Connect a rank's n-th mesh with the n-th ones of the others."""
+            if mesh._connected:
+                return
+            key = connected[mesh.rank], mesh.shape
+            connected[mesh.rank] += 1
+            if key not in groups:
+                every = [Mesh(mesh.shape, rank=rank, world_size=ranks) for rank in range(ranks)]
+                threads._meetings += _connect(every, threads._turn)
+                groups[key] = [other._groups for other in every]
+            mesh.connect_threads(groups[key][mesh.rank])
+
+        def on_rank(mesh):
+            _rank.set(mesh.rank)
+            return function(*arguments)
+
+        with (
+            mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)),
+            mock.patch.object(mesh_module, "current_rank", _rank.get),
+            mock.patch.object(Mesh, "connect", connect),
+            mock.patch.object(save, "_collect", _collect),
+        ):
+            return threads.run(on_rank)
+
+
+def _collect(value, spec, mesh):
+    """The full tensor on the first rank, as what it stands for."""
+    pieces = [value.detach().clone()] if spec is None else mesh.along(*AXES).process_group._exchange(value)
+    if mesh.rank > 0:
+        return None
+    if spec is None:
+        return pieces[0]
+    full = value.new_empty(spec.shape)
+    for rank, piece in enumerate(pieces):
+        put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
+    return full
 
 
 class Threaded:

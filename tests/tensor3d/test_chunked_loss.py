@@ -71,10 +71,10 @@ def taken(model):
     return gradients
 
 
-def on_ranks(pool, mesh, job, *arguments):
+def on_ranks(threads, mesh, job, *arguments):
     """What rank 0 returned."""
     ranks = 1 if mesh is ALONE else MeshShape.parse(mesh).size
-    return pool.run(ranks, job, *arguments, timeout_s=TIMEOUT_S)[0]
+    return threads.run(ranks, job, *arguments)[0]
 
 
 def assert_same(actual, expected, way, tolerance=1e-12):
@@ -125,13 +125,13 @@ def numbers(small, mesh, head_bias):
 
 
 @pytest.fixture(scope="module")
-def alone(pool):
+def alone(threads):
     """What plain transformers computes, once for each model."""
     kept = {}
 
     def of(small, head_bias=False):
         if (small, head_bias) not in kept:
-            kept[small, head_bias] = on_ranks(pool, ALONE, numbers, small, ALONE, head_bias)
+            kept[small, head_bias] = on_ranks(threads, ALONE, numbers, small, ALONE, head_bias)
         return kept[small, head_bias]
 
     return of
@@ -140,16 +140,16 @@ def alone(pool):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x3", "3x1x2", "2x2x1"])
 @pytest.mark.parametrize("small", [LLAMA, TIED, GPT2], ids=["llama", "llama-tied", "gpt2"])
-def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small, mesh):
-    by_way = on_ranks(pool, mesh, numbers, small, mesh, False)
+def test_loss_and_every_gradient_are_those_of_the_model_alone(threads, alone, small, mesh):
+    by_way = on_ranks(threads, mesh, numbers, small, mesh, False)
     for name, expected in alone(small).items():
         assert_same(by_way[name], expected, name)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x3", "3x1x2", "2x2x1"])
-def test_a_head_with_a_bias(pool, alone, mesh):
-    by_way = on_ranks(pool, mesh, numbers, LLAMA, mesh, True)
+def test_a_head_with_a_bias(threads, alone, mesh):
+    by_way = on_ranks(threads, mesh, numbers, LLAMA, mesh, True)
     for name, expected in alone(LLAMA, True).items():
         assert "lm_head.bias" in expected or name == "without gradients"
         assert_same(by_way[name], expected, name)
@@ -163,8 +163,8 @@ def without_labels(mesh):
 
 
 @pytest.mark.parametrize("mesh", [ALONE, "1x2x1"])
-def test_a_batch_without_any_label_has_no_loss_and_changes_nothing(pool, mesh):
-    loss, gradients = on_ranks(pool, mesh, without_labels, mesh)
+def test_a_batch_without_any_label_has_no_loss_and_changes_nothing(threads, mesh):
+    loss, gradients = on_ranks(threads, mesh, without_labels, mesh)
     assert math.isnan(loss)
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -199,8 +199,8 @@ def backward_in_ways(mesh):
     return by_way
 
 
-def test_backward_may_come_twice_or_through_a_recomputation(pool):
-    by_way = on_ranks(pool, "1x2x2", backward_in_ways, "1x2x2")
+def test_backward_may_come_twice_or_through_a_recomputation(threads):
+    by_way = on_ranks(threads, "1x2x2", backward_in_ways, "1x2x2")
     expected = by_way.pop("once")
     for way, gradients in by_way.items():
         assert_same(gradients, expected, way, 1e-6)
@@ -216,8 +216,8 @@ def frozen(mesh, what):
 
 
 @pytest.mark.parametrize("what", ["head", "base"])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(pool, what):
-    expected, actual = (on_ranks(pool, mesh, frozen, mesh, what) for mesh in (ALONE, "2x1x2"))
+def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(threads, what):
+    expected, actual = (on_ranks(threads, mesh, frozen, mesh, what) for mesh in (ALONE, "2x1x2"))
     assert ("lm_head.weight" in actual) == (what == "base")
     assert_same(actual, expected, what)
 
@@ -236,8 +236,8 @@ def hook_calls(small, mesh):
 
 
 @pytest.mark.parametrize("small", [LLAMA, TIED], ids=["untied", "tied"])
-def test_each_parameter_accumulates_once(pool, small):
-    for calls, names, bases in pool.run(2, hook_calls, small, "1x2x1", timeout_s=TIMEOUT_S):
+def test_each_parameter_accumulates_once(threads, small):
+    for calls, names, bases in threads.run(2, hook_calls, small, "1x2x1"):
         assert sorted(calls) == sorted(names)
         assert bases == [7], "hooks on the base model see it run once, on all of the rank's positions"
 
@@ -267,11 +267,11 @@ def scaled_gradients(mesh, dtype, autocast, scale, gather_logits, chunk_bytes):
     ],
     ids=["bf16", "bf16-scaled", "autocast-bf16", "fp16-scaled", "autocast-fp16-scaled"],
 )
-def test_chunks_lose_nothing_in_low_precision(pool, dtype, autocast, scale):
+def test_chunks_lose_nothing_in_low_precision(threads, dtype, autocast, scale):
     """Against float64, no worse than logits that were whole."""
-    _, _, exact = on_ranks(pool, "1x2x1", scaled_gradients, "1x2x1", torch.float64, None, 1.0, True, FEW_BYTES)
+    _, _, exact = on_ranks(threads, "1x2x1", scaled_gradients, "1x2x1", torch.float64, None, 1.0, True, FEW_BYTES)
     gathered, chunks = (
-        on_ranks(pool, "1x2x1", scaled_gradients, "1x2x1", dtype, autocast, scale, gathers, FEW_BYTES)
+        on_ranks(threads, "1x2x1", scaled_gradients, "1x2x1", dtype, autocast, scale, gathers, FEW_BYTES)
         for gathers in (True, False)
     )
     assert chunks[0] == pytest.approx(gathered[0], rel=1e-5)
@@ -291,9 +291,9 @@ def underflowing(mesh):
     return model.lm_head.weight.grad.abs().max().item()
 
 
-def test_what_scales_a_float16_loss_keeps_its_gradients_from_underflow(pool):
+def test_what_scales_a_float16_loss_keeps_its_gradients_from_underflow(threads):
     # One over a million is beyond float16 before it is scaled.
-    assert all(largest > 0 for largest in pool.run(2, underflowing, "2x1x1", timeout_s=TIMEOUT_S))
+    assert all(largest > 0 for largest in threads.run(2, underflowing, "2x1x1"))
 
 
 # --- what it takes -----------------------------------------------------------------------------------------------
@@ -346,9 +346,9 @@ def traffic(mesh, chunk_bytes, with_gradients):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("mesh", ["3x1x2", "2x2x1"])
-def test_chunks_send_nothing_more_over_batch(pool, mesh, with_gradients):
+def test_chunks_send_nothing_more_over_batch(threads, mesh, with_gradients):
     ranks = MeshShape.parse(mesh).size
-    many, one = (pool.run(ranks, traffic, mesh, size, with_gradients, timeout_s=TIMEOUT_S) for size in (1, 10**9))
+    many, one = (threads.run(ranks, traffic, mesh, size, with_gradients) for size in (1, 10**9))
     assert many == one
 
 
@@ -368,8 +368,8 @@ def own_loss(mesh, chunk_bytes):
     return loss.item() / model(**batch(LLAMA), use_cache=False).loss.item(), sizes, model.loss_function is ours
 
 
-def test_a_loss_function_of_ones_own_is_given_all_logits(pool):
-    for ratio, sizes, is_back in pool.run(2, own_loss, "1x2x1", FEW_BYTES, timeout_s=TIMEOUT_S):
+def test_a_loss_function_of_ones_own_is_given_all_logits(threads):
+    for ratio, sizes, is_back in threads.run(2, own_loss, "1x2x1", FEW_BYTES):
         assert ratio == pytest.approx(2)
         assert sizes == [13]
         assert is_back
@@ -424,18 +424,20 @@ def of_class(cls, mesh, chunk_bytes=FEW_BYTES):
     return {"loss": loss.detach(), **taken(model)}
 
 
-def test_caps_and_weights_are_the_models_own(pool):
-    assert_same(on_ranks(pool, "1x2x3", of_class, Capped, "1x2x3"), on_ranks(pool, ALONE, of_class, Capped, ALONE), "")
+def test_caps_and_weights_are_the_models_own(threads):
+    assert_same(
+        on_ranks(threads, "1x2x3", of_class, Capped, "1x2x3"), on_ranks(threads, ALONE, of_class, Capped, ALONE), ""
+    )
 
 
 @pytest.mark.parametrize("mesh", ["1x2x3", "2x1x1"])
-def test_a_forward_with_a_loss_of_its_own_gets_whole_logits(pool, mesh):
-    wanted = on_ranks(pool, ALONE, of_class, Careless, ALONE)
-    assert_same(on_ranks(pool, mesh, of_class, Careless, mesh), wanted, "")
+def test_a_forward_with_a_loss_of_its_own_gets_whole_logits(threads, mesh):
+    wanted = on_ranks(threads, ALONE, of_class, Careless, ALONE)
+    assert_same(on_ranks(threads, mesh, of_class, Careless, mesh), wanted, "")
 
 
-def test_a_head_that_reads_the_base_model_is_rejected(pool):
-    assert "computes with a parameter of its base model" in on_ranks(pool, "1x1x1", of_class, Reading, "1x1x1")
+def test_a_head_that_reads_the_base_model_is_rejected(threads):
+    assert "computes with a parameter of its base model" in on_ranks(threads, "1x1x1", of_class, Reading, "1x1x1")
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

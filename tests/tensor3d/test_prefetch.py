@@ -212,9 +212,9 @@ def test_the_formula_has_what_a_stages_layer_sends_in_a_step(path):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_weights_that_autocast_casts_are_kept_too(pool, path, autocast):
+def test_weights_that_autocast_casts_are_kept_too(threads, path, autocast):
     # A cast is a new tensor, but made of the same values.
-    modes = [pool.run(6, sent_in_backward, path, autocast, mode) for mode in ("layer", "step")]
+    modes = [threads.run(6, sent_in_backward, path, autocast, mode) for mode in ("layer", "step")]
     for (again, weights), (kept, _) in zip(*modes, strict=True):
         assert again - kept == pytest.approx(weights, rel=0.01)
 
