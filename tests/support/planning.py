@@ -1,5 +1,7 @@
 """Small models of architectures that the planner's tests describe, and a large one by its numbers alone."""
 
+import functools
+import json
 from collections.abc import Mapping
 
 import torch
@@ -38,4 +40,11 @@ def on_meta(config):
 
 def description_of(config):
     """The planner's description of a config's model, without certificates; a mapping is one as in a config.json."""
-    return describe_modules(on_meta(AutoConfig.for_model(**config) if isinstance(config, Mapping) else config))
+    made = AutoConfig.for_model(**config) if isinstance(config, Mapping) else config
+    return _description_of(type(made), made.to_json_string(use_diff=False))
+
+
+@functools.cache
+def _description_of(config_class, text):
+    """Made once for each config, and so is what the planner keeps for a description."""
+    return describe_modules(on_meta(config_class.from_dict(json.loads(text))))
