@@ -183,9 +183,9 @@ def test_a_router_that_needs_more_than_tokens_is_named_as_uncounted():
 
 def test_search_finds_what_going_through_all_layouts_finds():
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
-    every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 8)]
+    every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 4)]
     fastest = min((estimated for estimated in every if estimated.fits), key=lambda estimated: estimated.time.total_s)
-    result = search(model, cluster, 4096, 8)
+    result = search(model, cluster, 4096, 4)
     assert result.considered >= len(every)
     best = result.best[0]
     assert best.time.total_s <= fastest.time.total_s
@@ -193,7 +193,7 @@ def test_search_finds_what_going_through_all_layouts_finds():
     assert best.time.total_s == fastest.time.total_s or best.layout.schedule != "seq1f1b"
     assert estimate(model, best.layout, cluster, 4096).time == best.time
     smallest = min(estimated.memory_bytes for estimated in every)
-    assert search(model, cluster, 4096, 8, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
+    assert search(model, cluster, 4096, 4, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
 
 
 def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
