@@ -305,9 +305,8 @@ def found_later(path, axes):
 
 
 @pytest.mark.filterwarnings("ignore:compiling was asked for")
-@pytest.mark.parametrize("axes", [(1, 1, 1), pytest.param((2, 1, 1), marks=pytest.mark.slow)], ids=str)
-def test_layers_that_are_found_to_be_no_graph_later_go_on_uncompiled(pool, path, axes):
-    ranks = pool.run(MeshShape(*axes).size, found_later, path, axes, timeout_s=TIMEOUT_S)
+def test_layers_that_are_found_to_be_no_graph_later_go_on_uncompiled(pool, path):
+    ranks = pool.run(2, found_later, path, (2, 1, 1), timeout_s=TIMEOUT_S)
     for (drawing, copied, hooked), called, _ in ranks:
         assert drawing.startswith("LlamaDecoderLayer isn't one graph")
         assert copied is None
