@@ -27,6 +27,7 @@ SAVE_EVERY ?=
 KEEP_LAST ?=
 RESUME ?=
 TEXT ?=
+FINETUNE_CONFIG := $(if $(filter command line,$(origin CONFIG)),$(CONFIG),configs/lora_1x2x2.json)
 BOOSTER_RANKS := $(if $(filter command line,$(origin RANKS)),$(RANKS),4)
 BOOSTER_CONFIG := $(if $(filter command line,$(origin CONFIG)),$(CONFIG),configs/colossalai_2_stages_1x1x2.yaml)
 
@@ -38,7 +39,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train colossalai test test-slow test-versions gpu bench docs site lint clean
+.PHONY: help install train finetune colossalai test test-slow test-versions gpu bench docs site lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +79,18 @@ train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \
 		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),$(if $(filter 1 yes true,$(RESUME)),--resume,$(if $(filter auto,$(RESUME)),--resume auto,--resume-from "$(RESUME)")))
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
+
+finetune: install ## Fine-tune with LoRA on 4 ranks, and check it with plain PEFT: MODEL=… TEXT=… CONFIG=… STEPS=…
+	@# The base is the model of `make train`, if it has run; else one that is trained for a minute.
+	@test -n "$(MODEL)" || test -f runs/stdlib/model/config.json || test -f runs/finetune/base/model/config.json || \
+		$(MAKE) --no-print-directory train NAME=finetune/base RANKS=1 SEQUENCE=128 STEPS=60 RESUME= OMP_NUM_THREADS=2 \
+		CONFIG=configs/llama_1_rank.json
+	@for model in $(if $(MODEL),"$(MODEL)",runs/stdlib/model runs/finetune/base/model); do \
+		test -f "$$model/config.json" && break; done; \
+	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/deepspeed --quiet --num_accelerators 4 --master_port "$$($(FREE_PORT))" \
+		docs/examples/adapt.py "$$model" runs/finetune --config "$(FINETUNE_CONFIG)" $(if $(TEXT),--text "$(TEXT)") \
+		$(if $(STEPS),--steps $(STEPS))
+	@$(BIN)/python -W ignore::FutureWarning docs/examples/check_adapter.py runs/finetune
 
 colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 ranks: MODEL=… TEXT=… CONFIG=… RANKS=…
 	@test -n "$(MODEL)" || test -d runs/colossalai/start || $(BIN)/python -m cuboid.cli prepare --out runs/colossalai

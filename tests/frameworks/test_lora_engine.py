@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cuboid
 from cuboid.verify import SmallModel
-from launching import BIN, ROOT, alone, world
+from launching import BIN, ROOT, alone, free_port, run, world
+from tiny_text import write_model_and_text
 from training import _batches, ranks_of, settings, train
+from warm_python import warm_python
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -226,6 +229,30 @@ def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, sta
         assert float(model(input_ids=ids, labels=ids).loss) == pytest.approx(losses[0], rel=1e-4)
         adapted = PeftModel.from_pretrained(model, out)
         assert float(adapted(input_ids=ids, labels=ids).loss) < losses[0] - 0.1
+
+
+def test_an_adapter_is_trained_by_the_launcher_writes_before_and_after_and_is_checked_by_plain_peft(tmp_path):
+    """What ``make finetune`` runs, with a smaller model and fewer steps."""
+    torch.manual_seed(0)
+    write_model_and_text(tmp_path, 2)
+    config = json.loads((ROOT / "configs/lora_1x2x2.json").read_text())
+    assert config["tensor_parallel"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 2}
+    # The model has two heads, of which four ranks can't each have one.
+    config["tensor_parallel"]["mesh"] = {"batch": 2, "sequence": 2, "hidden": 1}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    launcher = (BIN / "deepspeed", "--quiet", "--num_accelerators", 4, "--master_port", free_port())
+    options = ("--config", tmp_path / "ds_config.json", "--steps", 20)
+    script, out = ROOT / "docs/examples/adapt.py", tmp_path / "out"
+    status, output = run(warm_python(), *launcher, script, tmp_path / "model", out, *options)
+    assert status == 0, output
+    assert output.count("it writes: 'One day") == 2
+    status, output = run(sys.executable, ROOT / "docs/examples/check_adapter.py", out)
+    assert status == 0, output
+    assert "the texts are the same, token for token" in output
+    report = json.loads((out / "report.json").read_text())
+    assert report["after"]["loss"] < report["before"]["loss"]
+    assert report["before"]["tokens"] != report["after"]["tokens"]
+    assert report["trained_parameters"]["model"] == 4 * report["trained_parameters"]["rank"]
 
 
 TRAINER = """

@@ -345,9 +345,10 @@ def test_other_modules_that_are_trained_whole_are_refused_by_name(name):
 
 
 def test_other_kinds_of_adapters_are_refused_by_name():
-    from peft import IA3Config, PromptTuningConfig
+    from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
 
     model = Threaded(built("llama", kv_heads=2), "1x2x1").models[0]
-    for config in (IA3Config(task_type="CAUSAL_LM"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)):
+    tokens = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    for config in (IA3Config(task_type="CAUSAL_LM"), PromptTuningConfig(**tokens), PrefixTuningConfig(**tokens)):
         with pytest.raises(UnsupportedModelError, match=type(config).__name__):
             get_peft_model(model, config)
