@@ -111,7 +111,15 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         guard = LossGuard(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
         guard.watch(engine)
         checkpoints, history = RunCheckpoints(
-            *(engine, job, tokens.meta, global_batch, started, progress, metrics, lock, guard)
+            engine=engine,
+            job=job,
+            data=tokens.meta,
+            global_batch=global_batch,
+            started=started,
+            progress=progress,
+            metrics=metrics,
+            lock=lock,
+            guard=guard,
         ).begin()
         if world.is_first and options.max_time_s is not None:
             interrupts.is_late = functools.partial(_is_late, options.max_time_s, history)
@@ -255,8 +263,17 @@ def _loop(
         driver = PipelineDriver(engine, device, interrupts, job.accumulation)
     peak_step_s = None if metrics is None else _peak_step_s(job, share.replicas, device)
     return Loop(
-        *(engine, driver, interrupts, blocks, heldout, dict(zip(evaluated, others, strict=True)), shuffle, share),
-        *(job.accumulation, metrics, peak_step_s),
+        engine=engine,
+        driver=driver,
+        interrupts=interrupts,
+        blocks=blocks,
+        heldout=heldout,
+        evaluated=dict(zip(evaluated, others, strict=True)),
+        shuffle=shuffle,
+        share=share,
+        accumulation=job.accumulation,
+        metrics=metrics,
+        peak_step_s=peak_step_s,
     )
 
 
