@@ -101,6 +101,8 @@ class CuboidEngine(CheckpointedEngine):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         loss, steps = self.losses, self.is_gradient_accumulation_boundary()
+        # Set anew in each step: what was asked before may be gone by now.
+        self._skips_update = False
         if steps and self.before_update is not None:
             parts, self.loss_parts = self.loss_parts, []
             self._skips_update = not self.before_update(parts)
