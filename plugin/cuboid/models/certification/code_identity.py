@@ -15,8 +15,10 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import logging
+import operator
 import os
 import re
 import sys
@@ -86,62 +88,67 @@ _MADE = frozenset({"__doc__", "__dict__", "__weakref__", "__module__", "__qualna
 _MOST_OBJECTS = 20_000
 
 
-@dataclass
 class Seen:
-    """What a walk saw, laid flat: a loop without calls tells in 0.1 ms whether it would see the same again.
+    """What a walk saw. Comparing it with the present, in every forward, runs no Python code for each object."""
 
-    Args:
-        names: of modules, classes and registries: what looks them up, and their values.
-        sizes: how many names classes and registries have.
-        functions: with their code and defaults.
-        cells: of closures, with the functions and classes in them.
-    """
-
-    names: list[tuple[Callable[..., Any], Any, Any]] = field(default_factory=list)
-    sizes: list[tuple[Mapping[Any, Any], int]] = field(default_factory=list)
-    functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(default_factory=list)
-    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        #: Of each module, class and registry: what looks names up, the names, and their values.
+        self._names: dict[int, tuple[Callable[..., Any], list[Any], list[Any]]] = {}
+        #: Classes and registries, and how many names they have.
+        self._mappings: list[Mapping[Any, Any]] = []
+        self._sizes: list[int] = []
+        #: Functions, and one after the other what each is made of.
+        self._functions: list[FunctionType] = []
+        self._parts: list[Any] = []
+        #: Cells of closures, with the functions and classes in them.
+        self._cells: list[types.CellType] = []
+        self._contents: list[Any] = []
 
     def add_function(self, function: FunctionType) -> None:
-        """Note a function."""
-        keywords = function.__kwdefaults__
-        self.functions.append((function, function.__code__, function.__defaults__, keywords))
-        if keywords is not None:
-            self.names += [(keywords.get, name, value) for name, value in keywords.items()]
+        """Note a function, with its code and defaults."""
+        self._functions.append(function)
+        self._parts += _parts_of(function)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self.add_name(function.__kwdefaults__, name, value, is_library=True)
         contents = _closure(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if callable(contents.get(name)):
-                self.cells.append((cell, contents[name]))
+                self._cells.append(cell)
+                self._contents.append(contents[name])
 
-    def add_mapping(self, mapping: Mapping[Any, Any], *, is_library: bool) -> None:
-        """Note the entries of a registry, or the attributes of a class."""
-        items = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
-        # A registry's own `get` may be code of Python.
-        get = dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get
-        for name, value in items:
+    def add_mapping(self, mapping: Mapping[Any, Any], entries: Mapping[Any, Any], *, is_library: bool) -> None:
+        """Note entries of a registry, or attributes of a class, and how many it has in all."""
+        for name, value in entries.items():
             if name not in _NO_PART:
-                self.add_name(get, name, value, is_library=is_library)
-        self.sizes.append((mapping, len(mapping)))
+                self.add_name(mapping, name, value, is_library=is_library)
+        self._mappings.append(mapping)
+        self._sizes.append(len(mapping))
 
-    def add_name(self, get: Callable[..., Any], name: Any, value: Any, *, is_library: bool) -> None:
+    def add_name(self, mapping: Mapping[Any, Any], name: Any, value: Any, *, is_library: bool) -> None:
         """Note a name, unless it is a script's constant: scripts count steps in such."""
         if is_library or not isinstance(value, _CONSTANTS):
-            self.names.append((get, name, value))
+            # A registry's own `get` may be code of Python.
+            get = dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get
+            _, names, values = self._names.setdefault(id(mapping), (get, [], []))
+            names.append(name)
+            values.append(value)
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
+        # Pairs of objects go through `map` from one function of C to the next.
         return (
-            all(get(name, _ABSENT) is value for get, name, value in self.names)
-            and all(len(mapping) == size for mapping, size in self.sizes)
-            and all(
-                function.__code__ is code and function.__defaults__ is defaults and function.__kwdefaults__ is keywords
-                for function, code, defaults, keywords in self.functions
+            all(
+                all(map(operator.is_, map(get, names, itertools.repeat(_ABSENT)), values))
+                for get, names, values in self._names.values()
             )
-            and all(cell.cell_contents is value for cell, value in self.cells)
+            and all(map(operator.eq, map(len, self._mappings), self._sizes))
+            and all(map(operator.is_, itertools.chain.from_iterable(map(_parts_of, self._functions)), self._parts))
+            and all(map(operator.is_, map(operator.attrgetter("cell_contents"), self._cells), self._contents))
         )
 
 
 _ABSENT = object()
+_parts_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 @dataclass(frozen=True)
@@ -284,8 +291,10 @@ class _Walk:
         text = "\n".join(sorted([*self.parts, *files, *self.changes, *named]))
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
         is_stock = not (self.is_foreign or self.changes or self.unknown)
-        for cls in self._by_name:
-            self._watched.add_mapping(vars(cls), is_library=_root(cls.__module__) in ("transformers", "torch"))
+        for cls, visited in self._by_name.items():
+            # Another value of a name that no code uses would give the same identity again.
+            used = {name: value for name, value in vars(cls).items() if name in visited}
+            self._watched.add_mapping(vars(cls), used, is_library=_root(cls.__module__) in ("transformers", "torch"))
         changes, unknown = tuple(sorted(self.changes)), tuple(sorted(self.unknown))
         return CodeIdentity(digest, self.files, changes, unknown, is_stock, self._watched, tuple(self._held))
 
@@ -306,7 +315,7 @@ class _Walk:
     def _binding(self, home: ModuleType, name: str, value: Any, names: Set[str] = frozenset()) -> None:
         """A name of a module that some code uses."""
         if isinstance(value, ModuleType):
-            self._watched.add_name(vars(home).get, name, value, is_library=_is_library(home))
+            self._watched.add_name(vars(home), name, value, is_library=_is_library(home))
             is_imported = _root(home.__name__) != "transformers" or _is_imported(home, name, value)
             if not is_imported:
                 self._change(f"{home.__name__}.{name}", value)
@@ -318,7 +327,7 @@ class _Walk:
         if key in self._bound or _has_no_part(home.__name__):
             return
         self._bound.add(key)
-        self._watched.add_name(vars(home).get, name, value, is_library=_is_library(home))
+        self._watched.add_name(vars(home), name, value, is_library=_is_library(home))
         root, place = _root(home.__name__), f"{home.__name__.removeprefix('transformers.models.')}.{name}"
         if root in ("transformers", "torch"):
             self._library_name(home, name, value, place)
@@ -384,7 +393,7 @@ class _Walk:
         source = source_of(home.__name__)
         written = None if source is None else source.table(name, scope)
         entries = _entries(value)
-        self._watched.add_mapping(entries, is_library=True)
+        self._watched.add_mapping(entries, dict(dict.items(entries)), is_library=True)
         if not isinstance(value, dict):
             self._value(type(value), place)
         # Reading some makes instances.
