@@ -30,11 +30,11 @@ from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.trials import relative_error
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
-from cuboid.verify.compare import relative_error
 from cuboid.weights.state_dict_map import sharding_specs
 
 _SEED = 0

@@ -15,8 +15,9 @@ from cuboid import CuboidError, MeshShape
 from cuboid.distributed.topology import Topology
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.certification.trials import relative_error
 from cuboid.verify import PassReport, Plan, Report, SmallModel
-from cuboid.verify.compare import ALL, Check, allow_rounding, compare, first_difference, relative_error
+from cuboid.verify.compare import ALL, Check, allow_rounding, compare, first_difference
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import tokens_of
 from cuboid.verify.probe import assemble, residual_part

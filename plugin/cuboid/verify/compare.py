@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from cuboid.models.certification.trials import LEAST_SHARE, magnitude, relative_error
 from cuboid.verify.training import RunOutcome, Tensors
 
 ComparedKind = Literal[
@@ -23,9 +24,6 @@ KINDS: tuple[ComparedKind, ...] = tuple(kind for kind in get_args(ComparedKind) 
 #: Name of a check on all parameters.
 ALL = "all parameters together"
 
-#: Tensors far smaller than the largest of their kind are rounding noise (such as a gradient that is zero in exact
-#: arithmetic): their errors are relative to at least this fraction of the largest one.
-FLOOR = 1e-6
 #: In multiples of the dtype's epsilon, times the largest value of a kind. If all of a tensor's values are smaller, on
 #: both sides, the tensor is only rounding noise, such as the gradient of a key bias without rotary embeddings.
 _NOISE = 16
@@ -149,19 +147,6 @@ def own_checks(outcome: RunOutcome) -> list[Check]:
     ]
 
 
-def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest absolute difference over largest absolute value of ``reference`` (at least ``floor``)."""
-    if reference.shape != other.shape:
-        return math.inf
-    if reference.numel() == 0:
-        return 0.0
-    difference = (reference.double() - other.double()).abs().max().item()
-    if not math.isfinite(difference):
-        return math.inf
-    scale = max(_magnitude(reference), floor)
-    return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
-
-
 def first_difference(checks: Sequence[Check]) -> str | None:
     """Where the two sides begin to differ, as a sentence; None if they don't.
 
@@ -191,19 +176,19 @@ def first_difference(checks: Sequence[Check]) -> str | None:
 def _compare_tensors(
     kind: ComparedKind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
 ) -> Iterator[Check]:
-    largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
+    largest = max((magnitude(tensor) for tensor in reference.values()), default=0.0)
     for name, tensor in reference.items():
         counterpart = other.get(name)
-        floor = FLOOR * largest
+        floor = LEAST_SHARE * largest
         if counterpart is not None and tensor.is_floating_point():
             noise = _NOISE * torch.finfo(tensor.dtype).eps * largest
-            floor = largest if max(_magnitude(tensor), _magnitude(counterpart)) <= noise else floor
+            floor = largest if max(magnitude(tensor), magnitude(counterpart)) <= noise else floor
         error = math.inf if counterpart is None else relative_error(tensor, counterpart, floor)
-        yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
+        yield Check(kind, name, error, magnitude(tensor), tolerance, step)
     for name, counterpart in other.items():
         if name not in reference:
             # A parameter that no loss depends on has no gradient or moments on one side, and zeros on another.
-            error = 0.0 if kind in ("gradient", "moment") and not _magnitude(counterpart) else math.inf
+            error = 0.0 if kind in ("gradient", "moment") and not magnitude(counterpart) else math.inf
             yield Check(kind, name, error, 0.0, tolerance, step)
 
 
@@ -211,10 +196,6 @@ def _compare_steps(kind: ComparedKind, reference: list[float], other: list[float
     for step, (expected, actual) in enumerate(zip(reference, other, strict=True), start=1):
         error = relative_error(torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64))
         yield Check(kind, f"step {step}", error, abs(expected), tolerance)
-
-
-def _magnitude(tensor: torch.Tensor) -> float:
-    return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
 def _zero_padding(tensors: Tensors, padding: Sequence[torch.Tensor]) -> Tensors:

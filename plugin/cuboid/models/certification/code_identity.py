@@ -108,8 +108,9 @@ class Seen:
         """Note a function, with its code and defaults."""
         self._functions.append(function)
         self._parts += _parts_of(function)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self.add_name(function.__kwdefaults__, name, value, is_library=True)
+        if (keywords := function.__kwdefaults__) is not None:
+            for name, value in keywords.items():
+                self.add_name(keywords, name, value, is_library=True)
         contents = _closure(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if callable(contents.get(name)):

@@ -1,12 +1,15 @@
 """What verdicts rest on: the micro-batches of a small model, what it computes itself, and comparisons with that.
 
-:mod:`cuboid.verify` runs steps by :func:`run_backward` too; it compares more, and in processes.
+:mod:`cuboid.verify` runs steps by :func:`run_backward` and measures differences by :func:`relative_error` too. It
+compares more, in processes and by checkpoints, and by a tensor's largest element, where a verdict has the norm: an
+error in one element has to be seen there, but doesn't decide whether an architecture is right.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.probe_rows import CannotProbe
 
+#: Tensors far smaller than the largest of their kind are rounding noise (such as a gradient that is zero in exact
+#: arithmetic): their errors are relative to at least this fraction of the largest one.
+LEAST_SHARE = 1e-6
 #: What the rows of a micro-batch are.
 Cases = tuple[tuple[BatchKind, Case], ...]
 #: Of a micro-batch and what is expected of it, the largest error of a side and where it is. It may raise.
@@ -240,16 +246,47 @@ def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
 
 
 def largest_error(actual: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
-    """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
-    errors = {"the loss": float((actual.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
-    norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
-    floor = 1e-6 * max(norms.values(), default=1.0)
-    for name, norm in norms.items():
-        gradient = actual.gradients.get(name)
-        difference = norm if gradient is None else float((gradient - expected.gradients[name]).norm())
-        errors[name] = difference / max(norm, floor)
-    for name in actual.gradients.keys() - norms.keys():
-        errors[name] = float(actual.gradients[name].norm()) / floor
-    # NaN compares unequal to itself, and counts as infinite.
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst
+    """The largest relative error of loss and gradients, by their norms, and of which."""
+    errors = {"the loss": relative_error(expected.loss, actual.loss, LEAST_SHARE, norm)}
+    floor = LEAST_SHARE * max(map(norm, expected.gradients.values()), default=1.0)
+    for name in dict.fromkeys([*expected.gradients, *actual.gradients]):
+        gradients = [outcome.gradients.get(name) for outcome in (expected, actual)]
+        # A gradient that one side lacks is zero.
+        known = next(gradient for gradient in gradients if gradient is not None)
+        right, other = (torch.zeros_like(known) if gradient is None else gradient for gradient in gradients)
+        errors[name] = relative_error(right, other, floor, norm)
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute value; 0 if there is none."""
+    return tensor.double().abs().max().item() if tensor.numel() else 0.0
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The root of the sum of squares."""
+    return tensor.double().norm().item()
+
+
+def relative_error(
+    reference: torch.Tensor,
+    other: torch.Tensor,
+    floor: float = 0.0,
+    size_of: Callable[[torch.Tensor], float] = magnitude,
+) -> float:
+    """The size of a difference over that of ``reference`` (at least ``floor``).
+
+    Args:
+        reference: what is right.
+        other: with another shape, or with numbers that aren't finite, its error is infinite.
+        floor: the least size that a difference is relative to.
+        size_of: :func:`magnitude` or :func:`norm`.
+    """
+    if reference.shape != other.shape:
+        return math.inf
+    difference = size_of(reference.double() - other.double())
+    if not math.isfinite(difference):
+        return math.inf
+    scale = max(size_of(reference), floor)
+    return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
