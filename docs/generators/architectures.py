@@ -38,6 +38,7 @@ from cuboid.models.certification.certificates import (
     entry_of,
     features_of,
     find_out,
+    plan_digests,
 )
 from cuboid.models.certification.check import small_for_probe
 from cuboid.models.certification.code_identity import code_of
@@ -194,8 +195,8 @@ def probe(model_types: list[str]) -> None:
     write_sources(files, known)
 
 
-def write_sources(files: Sequence[Mapping[str, str]], known: Mapping[str, str]) -> None:
-    """Write down with which files of transformers the tables' entries were found.
+def write_sources(files: Sequence[Mapping[str, str | None]], known: Mapping[str, str]) -> None:
+    """Write down with which files of transformers, and which plans of Cuboid's, the tables' entries were found.
 
     Args:
         files: digests by file, for each case that was probed.
@@ -205,14 +206,17 @@ def write_sources(files: Sequence[Mapping[str, str]], known: Mapping[str, str]) 
         ValueError: some of these have other digests now, so that their cases must be probed, too.
     """
     digests = {name: digest for of_case in files for name, digest in of_case.items()}
-    stale = sorted(name for name, digest in digests.items() if known.get(name, digest) != digest)
+    # A plan is of one type, all of whose cases are probed together.
+    files_of_code = {name: digest for name, digest in digests.items() if not name.startswith("plans/")}
+    stale = sorted(name for name, digest in files_of_code.items() if known.get(name, digest) != digest)
     if stale:
         raise ValueError(f"{', '.join(stale)} changed since the other architectures were probed: probe all")
-    content = json.dumps({**known, **digests}, indent=1, sort_keys=True)
+    present = {name: digest for name, digest in {**known, **digests}.items() if digest is not None}
+    content = json.dumps(present, indent=1, sort_keys=True)
     SOURCES_TABLE.write_text(content + "\n", encoding="utf-8")
 
 
-def _sources_of(case: tuple[str, str]) -> Mapping[str, str]:
+def _sources_of(case: tuple[str, str]) -> Mapping[str, str | None]:
     """Digests of the files whose code a case runs; none if no small model can be made."""
     try:
         cls, config = config_of(*case)
@@ -221,14 +225,14 @@ def _sources_of(case: tuple[str, str]) -> Mapping[str, str]:
         return {}
 
 
-def _sources_of_head(case: tuple[str, str]) -> Mapping[str, str]:
+def _sources_of_head(case: tuple[str, str]) -> Mapping[str, str | None]:
     return _checked_sources(*head_of(case))
 
 
-def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str]:
+def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str | None]:
     code = code_of(cls, small_for_probe(cls, config))
     # What a process patches must not get into the tables.
-    return code.files if code.is_stock else {}
+    return {**code.files, **plan_digests(config)} if code.is_stock else {}
 
 
 def head_cases(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import capture_outputs
 import cuboid
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict, Verdict
+from cuboid.models.architectures.plans import PLANS
 from cuboid.models.certification import certificates, mesh_certificates
 from cuboid.models.certification.code_identity import code_of
 from cuboid.models.certification.small_config import small_config
@@ -249,6 +250,20 @@ def test_a_table_does_not_speak_for_a_file_that_was_edited(monkeypatch):
     files = {**certificates.certified_files(), "models/llama/modeling_llama": "another"}
     monkeypatch.setattr(certificates, "certified_files", lambda: files)
     assert question.known(certificates.TABLE) is None
+    assert question.known(mesh_certificates.MESH_TABLE) is None
+
+
+@pytest.mark.parametrize("plan", [{"h.*.mlp.c_proj": "rowwise"}, {}])
+def test_a_table_does_not_speak_for_a_plan_that_was_changed(monkeypatch, plan):
+    question = certificates.Question.of(transformers.GPT2LMHeadModel, transformers.GPT2Config())
+    assert question.known(mesh_certificates.MESH_TABLE) is not None
+    monkeypatch.setitem(PLANS, "gpt2", plan)
+    assert question.known(mesh_certificates.MESH_TABLE) is None
+
+
+def test_a_table_does_not_speak_for_a_type_that_was_given_a_plan(monkeypatch):
+    question = certificates.Question.of(LLAMA, transformers.LlamaConfig())
+    monkeypatch.setitem(PLANS, "llama", {"layers.*.mlp.up_proj": "colwise"})
     assert question.known(mesh_certificates.MESH_TABLE) is None
 
 

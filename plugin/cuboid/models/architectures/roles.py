@@ -439,14 +439,23 @@ def _projections(roles: Mapping[str, Role]) -> set[str]:
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several text configs
-        text = config
     plans = [
-        PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {}) for part in (text, config)
+        PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {}) for part in _parts(config)
     ]
     return {pattern: style for plan in plans for pattern, style in plan.items()}
+
+
+def own_plans(config: PretrainedConfig) -> dict[str, dict[str, str]]:
+    """Cuboid's plan for each of the model types in a config; empty for those that have none."""
+    return {part.model_type: PLANS.get(part.model_type, {}) for part in _parts(config)}
+
+
+def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, PretrainedConfig]:
+    """The text model's config, and the whole model's."""
+    try:
+        return config.get_text_config(), config
+    except ValueError:  # several text configs
+        return config, config
 
 
 def _owns(module: nn.Module) -> bool:

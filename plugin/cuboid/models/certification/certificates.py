@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
+from cuboid.models.architectures.roles import own_plans
 from cuboid.models.certification.check import check, check_head, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
 from cuboid.models.certification.small_config import fields_read, meaningful_fields
@@ -32,7 +33,7 @@ from cuboid.models.kinds.registry import kind_of, kind_of_class
 
 T = TypeVar("T")
 TABLE = Path(__file__).with_name("certified.json")
-#: Digests of transformers' files whose code the tables' entries were found with.
+#: Digests of transformers' files whose code the tables' entries were found with, and of Cuboid's plans.
 SOURCES_TABLE = Path(__file__).with_name("certified_sources.json")
 FOLDER = "certificates"
 #: Sources that results depend on. They are part of the cache's keys, but not of the table's, which the tests check.
@@ -114,7 +115,9 @@ class Question:
     def known(self, table: Path) -> Any:
         """What a table that ships with Cuboid has about it; None if it has nothing about this code."""
         certified = certified_files()
-        is_certified = all(certified.get(name) == digest for name, digest in self.code.files.items())
+        # A type without a plan has no digest, in the table neither.
+        files = {**self.code.files, **plan_digests(self.config)}
+        is_certified = all(certified.get(name) == digest for name, digest in files.items())
         return entries_of(table).get(self.key) if self.code.is_stock and is_certified else None
 
     def answer(self, find: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], dict[str, Any]]) -> T:
@@ -238,9 +241,14 @@ def entries_of(file: Path) -> Mapping[str, Any]:
     return {key: entry for group in table["architectures"].values() for key, entry in group.items()}
 
 
+def plan_digests(config: PretrainedConfig) -> dict[str, str | None]:
+    """Digests of Cuboid's plans for a config's model types, by names like those of files; None for types without."""
+    return {f"plans/{name}": digest_of(plan) if plan else None for name, plan in own_plans(config).items()}
+
+
 @cache
 def certified_files() -> Mapping[str, str]:
-    """Digests of the files of transformers that the tables that ship with Cuboid hold for."""
+    """Digests of the files of transformers, and of Cuboid's plans, that the tables that ship with Cuboid hold for."""
     files: dict[str, str] = json.loads(SOURCES_TABLE.read_text(encoding="utf-8"))
     return files
 
