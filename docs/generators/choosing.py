@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from transformers import AutoConfig
+
 from cuboid.config.schema import require_config
 from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.meta_model import describe
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import Estimate, estimate, layout_of_config
 from cuboid.planner.search import config_of, search
 from generators.marked import DOCS, table
-from generators.planner_rows import CONFIGS, described
+from generators.planner_rows import CONFIGS
 
 RECIPES = DOCS.parent / "configs" / "recipes"
 GIB = 2**30
@@ -97,7 +100,7 @@ class Case:
 
 @cache
 def _described(model: str) -> ModelDescription:
-    return described(MODELS[model])
+    return describe(AutoConfig.for_model(**MODELS[model]))
 
 
 def cases() -> Iterator[Case]:

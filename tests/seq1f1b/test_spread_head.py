@@ -307,22 +307,17 @@ def outlined(auto, config):
     return model, draw_outline(type(model), config)
 
 
-def mesh(shape="1x1x1"):
-    parsed = MeshShape.parse(shape)
-    return Mesh(parsed, pipe=2, rank=0, world_size=2 * parsed.size)
-
-
 def test_heads_that_are_refused_by_name():
     model, outline = outlined(AutoModelForCausalLM, SmallModel("llama").config())
-    check_spread_head(model, outline, mesh())
-    check_spread_head(model, outline, mesh("1x2x2"))
+    check_spread_head(model, outline, 2, 1)
+    check_spread_head(model, outline, 2, 2)
     with pytest.raises(UnsupportedModelError, match="outputs for 2 stages × 1024 parts"):
-        check_spread_head(model, outline, mesh("1x1024x1"))
+        check_spread_head(model, outline, 2, 1024)
     bert = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=40)
     with pytest.raises(UnsupportedModelError, match="its head isn't one"):
-        check_spread_head(*outlined(AutoModelForMaskedLM, bert), mesh())
+        check_spread_head(*outlined(AutoModelForMaskedLM, bert), 2, 1)
     with pytest.raises(UnsupportedModelError, match="its own forward computes the loss"):
-        check_spread_head(*outlined(AutoModelForSequenceClassification, bert), mesh())
+        check_spread_head(*outlined(AutoModelForSequenceClassification, bert), 2, 1)
 
 
 def test_a_head_whose_logits_depend_on_one_another_is_refused():
@@ -338,7 +333,7 @@ def test_a_head_whose_logits_depend_on_one_another_is_refused():
     model.__class__ = Normed
     before = model.lm_head
     with pytest.raises(UnsupportedModelError, match="depend on others"):
-        check_spread_head(model, outline, mesh())
+        check_spread_head(model, outline, 2, 1)
     assert model.lm_head is before
 
 

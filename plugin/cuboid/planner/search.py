@@ -195,18 +195,25 @@ def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: in
 
 
 def _on_fewest(
-    model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int, **rates: bool
+    model: ModelDescription,
+    cluster: Cluster,
+    length: int,
+    global_batch: int,
+    count: int,
+    *,
+    compiled: bool,
+    fp8: bool,
 ) -> SearchResult:
     """The fastest layouts on the smallest part of the cluster on which any fits."""
     parts = [replace(cluster, nodes=1, gpus_per_node=gpus) for gpus in divisors(cluster.gpus_per_node)]
     parts += [replace(cluster, nodes=nodes) for nodes in divisors(cluster.nodes) if nodes > 1]
     for part in parts[:-1]:
         try:
-            return search(model, part, length, global_batch, count=count, **rates)
+            return search(model, part, length, global_batch, count=count, compiled=compiled, fp8=fp8)
         except ConfigError:
             continue
     # The whole cluster: if nothing fits here either, its error is the one to raise.
-    return search(model, parts[-1], length, global_batch, count=count, **rates)
+    return search(model, parts[-1], length, global_batch, count=count, compiled=compiled, fp8=fp8)
 
 
 def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> SearchResult:
