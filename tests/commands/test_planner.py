@@ -244,7 +244,7 @@ def test_compiled_layers_and_fp8_take_less_time():
     assert config["tensor_parallel"]["compile"] is True
     assert config["tensor_parallel"]["fp8"] == {"recipe": "rowwise_with_gw_hp"}
     assert layout_of_config(*split_config(config), model, cluster, length) == fp8.layout
-    with pytest.raises(ConfigError, match="A100-80GB has no products in fp8"):
+    with pytest.raises(ConfigError, match="A100-80GB: this GPU has no products in fp8"):
         estimate(model, fp8.layout, Cluster.parse("8xA100-80GB"), length)
     with pytest.raises(ConfigError, match="mixtral has experts; leave fp8 out"):
         search(description_of(small("mixtral")), cluster, 64, 8, fp8=True)

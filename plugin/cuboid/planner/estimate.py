@@ -224,7 +224,7 @@ def check_fp8(model: ModelDescription, cluster: Cluster) -> None:
     """
     if cluster.gpu.fp8_speed <= 1:
         raise ConfigError(
-            f"a {cluster.gpu.name} has no products in fp8 with a scale for each row, or none that are faster "
+            f"{cluster.gpu.name}: this GPU has no products in fp8 with a scale for each row, or none that are faster "
             "(gpu.fp8_speed); leave fp8 out, or take an H100 or a later one"
         )
     if any(layer.experts is not None for layer in model.kinds):
