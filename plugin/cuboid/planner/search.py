@@ -129,19 +129,19 @@ def _with_less_bubble(
     pipelines: Sequence[Layout], cost_of: Callable[[Layout], StepCost], limit: StepTime
 ) -> list[Estimate]:
     """Estimates of other schedules for some pipelines, of those that may take less time than ``limit``."""
-    found: list[Estimate] = []
+    others: list[Estimate] = []
 
     def shortest_s(pipeline: Layout, schedules: Iterable[tuple[str, int]]) -> float:
         """The time of the fastest of some schedules that fits."""
         tried = [cost_of(layout) for one in schedules for layout in _scheduled(pipeline, *one, cost_of(pipeline).model)]
         estimates = [Estimate.of(cost) for cost in tried if cost.least_s() < limit.total_s]
-        found.extend(estimates)
+        others.extend(estimates)
         return min((one.time.total_s for one in estimates if one.fits), default=math.inf)
 
     times_s = {pipeline: shortest_s(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
     for pipeline in sorted(pipelines, key=times_s.__getitem__)[:_FASTEST_PIPELINES]:
         shortest_s(pipeline, _SCHEDULES[1:])
-    return found
+    return others
 
 
 def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layout]:
