@@ -306,7 +306,7 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
 
     # There is no time for more than a step.
     more = ("--resume", f"--steps={step + 3}")
-    arguments = train_arguments(job, tmp_path, "alone", *more, "--max-time=1s")[1:]
+    arguments = train_arguments(job, tmp_path, "alone", *more, "--max-time=0.1s")[1:]
     ((status, output),) = as_ranks(1, BIN / "cuboid", *arguments)
     assert status == 124, output
     assert f"stopped by --max-time after step {step + 1} of {step + 3}; --resume" in output

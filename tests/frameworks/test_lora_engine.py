@@ -174,7 +174,8 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
         assert saved.keys() == load_file(Path(adapter) / "adapter_model.safetensors").keys()
         for name, value in state.items():
             key = name.replace("vector.default.weight", "vector").replace(".default.", ".")
-            torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=1e-6, msg=name)
+            # AdamW divides by the gradient's own size, and so enlarges the rounding of one that is almost zero.
+            torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=1e-5, msg=name)
         assert not list(folder.glob("model*.safetensors"))
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[1])
     assert plain.peft_config["default"].base_model_name_or_path == path

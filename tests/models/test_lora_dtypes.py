@@ -69,7 +69,8 @@ class Expected:
         assert distance(gradients, self.exact_gradients) < 1.6 * error
         assert distance(gradients, self.gradients) < 1.6 * error
         if same_operations:
-            assert float(loss) == pytest.approx(self.loss, rel=2e-7)
+            # A CPU's kernels may sum fewer rows in another order.
+            assert float(loss) == pytest.approx(self.loss, rel=0.01 * error)
         else:
             assert float(loss) == pytest.approx(self.exact_loss, rel=0.1 * error)
 

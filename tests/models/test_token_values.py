@@ -34,8 +34,9 @@ def built():
     model = AutoModelForCausalLM.from_config(SMALL.config(), dtype=torch.float64).eval()
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
-        # The last two words have equal logits, the largest of all wherever the best word's is positive.
-        weight[-2:] = 3 * weight[logits_of(model, ids_of(LENGTHS[0])).argmax(-1).mode().values.mode().values]
+        # The last two words have equal logits in any order of summing, the largest where a feature is positive.
+        weight[-2:] = 0
+        weight[-2:, 0] = 20
     return model
 
 

@@ -146,19 +146,15 @@ class CodeCheck:
         # Frameworks and scripts change options later, such as `use_cache`, which don't matter here.
         self._cls, self._config = cls, copy.deepcopy(config)
         #: Of the code when it was looked at last; None if nothing says what the code is.
-        self._seen: Seen | None = None
+        self.seen: Seen | None = None
         # Where no small model can be made, the user has verified the model.
         with suppress(CannotProbe):
             code = Question.of(cls, self._config).code
-            self._changes, self._seen = {*code.changes}, code.seen
+            self._changes, self.seen = {*code.changes}, code.seen
 
     def __deepcopy__(self, _: dict[int, Any]) -> CodeCheck:
         # A copy of the model runs the same code.
         return self
-
-    def is_current(self) -> bool:
-        """Whether nothing was replaced since the code was looked at last."""
-        return self._seen is None or self._seen.is_current()
 
     def check(self) -> None:
         """Look at the code again.
@@ -174,7 +170,7 @@ class CodeCheck:
                 f"the code of {self._cls.__name__} isn't what was certified when it was sharded"
                 f"{words_of_changes(changes)}; replace code before the model is sharded, so that it is certified too"
             )
-        self._seen = code.seen
+        self.seen = code.seen
 
 
 def _is_of_framework(change: str) -> bool:

@@ -92,8 +92,10 @@ class Seen:
     """What a walk saw. Comparing it with the present, in every forward, runs no Python code for each object."""
 
     def __init__(self) -> None:
-        #: Of each module, class and registry: what looks names up, the names, and their values.
-        self._names: dict[int, tuple[Callable[..., Any], list[Any], list[Any]]] = {}
+        #: Of each name in a module, class or registry: what looks names up there, the name, and its value.
+        self._lookups: list[Callable[..., Any]] = []
+        self._names: list[Any] = []
+        self._values: list[Any] = []
         #: Classes and registries, and how many names they have.
         self._mappings: list[Mapping[Any, Any]] = []
         self._sizes: list[int] = []
@@ -129,19 +131,16 @@ class Seen:
         """Note a name, unless it is a script's constant: scripts count steps in such."""
         if is_library or not isinstance(value, _CONSTANTS):
             # A registry's own `get` may be code of Python.
-            get = dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get
-            _, names, values = self._names.setdefault(id(mapping), (get, [], []))
-            names.append(name)
-            values.append(value)
+            self._lookups.append(dict.get.__get__(mapping) if isinstance(mapping, dict) else mapping.get)
+            self._names.append(name)
+            self._values.append(value)
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
         # Pairs of objects go through `map` from one function of C to the next.
+        present = map(operator.call, self._lookups, self._names, itertools.repeat(_ABSENT))
         return (
-            all(
-                all(map(operator.is_, map(get, names, itertools.repeat(_ABSENT)), values))
-                for get, names, values in self._names.values()
-            )
+            all(map(operator.is_, present, self._values))
             and all(map(operator.eq, map(len, self._mappings), self._sizes))
             and all(map(operator.is_, itertools.chain.from_iterable(map(_parts_of, self._functions)), self._parts))
             and all(map(operator.is_, map(operator.attrgetter("cell_contents"), self._cells), self._contents))

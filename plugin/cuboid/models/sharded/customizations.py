@@ -376,11 +376,19 @@ def _words_of(hook: Any) -> str:
 # --- after sharding -------------------------------------------------------------------------------------------------
 
 
-class WatchedCode(Protocol):
-    """The code that was certified, and what it was when that was found out; see ``CodeCheck`` in the certification."""
+class SeenCode(Protocol):
+    """What code was at a look; see ``Seen`` in the certification."""
 
     def is_current(self) -> bool:
-        """Whether nothing was replaced since the last look, in 0.1 ms."""
+        """Whether nothing was replaced since, in 0.1 ms."""
+
+
+class WatchedCode(Protocol):
+    """The code that was certified; see ``CodeCheck`` in the certification."""
+
+    @property
+    def seen(self) -> SeenCode | None:
+        """What it was at the last look; None if nothing says that."""
 
     def check(self) -> None:
         """Raise an error if code that has a name was replaced since; else look at all of it anew."""
@@ -462,7 +470,7 @@ class AsSharded:
                 or (part.stays_causal and attributes.get("is_causal") is not True)
             ):
                 self._check_part(model, module, part)
-        if self.code is not None and not self.code.is_current():
+        if self.code is not None and self.code.seen is not None and not self.code.seen.is_current():
             self.code.check()
         if not self.is_cut:
             return
