@@ -197,6 +197,17 @@ def test_search_finds_what_going_through_all_layouts_finds():
     assert search(model, cluster, 4096, 4, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
 
 
+def test_the_optimizer_is_planned_in_host_memory_where_nothing_else_fits():
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("1xH200-141GB")
+    best = search(model, cluster, 8192, 16, count=1).best[0]
+    assert best.layout.optimizer_on_host
+    assert best.fits
+    config = config_of(best.layout)
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert layout_of_config(*split_config(config), model, cluster, 8192) == best.layout
+    check_framework_config(*require_config(config), 1, is_complete=True)
+
+
 def test_other_schedules_are_tried_on_pipelines_that_fit():
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse("2x4xA100-40GB")
     best = search(model, cluster, 2**16, 1).best[0]
@@ -252,12 +263,13 @@ def test_compiled_layers_and_fp8_take_less_time():
 
 def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
     model = description_of(LLAMA_8B)
-    best = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
+    best = search(model, Cluster.parse("4x8xV100-16GB"), 4096, 32, goal="fewest").best[0]
     used = best.cost.cluster
-    assert (used.nodes, used.gpus_per_node) == (1, 8)
+    assert (used.nodes, used.gpus_per_node) == (1, 4)
+    assert best.layout.optimizer_on_host
     assert best.time == search(model, used, 4096, 32).best[0].time
     with pytest.raises(ConfigError, match="no layout fits"):
-        search(model, Cluster.parse("2xA100-40GB"), 4096, 32)
+        search(model, Cluster.parse("2xV100-16GB"), 4096, 32)
 
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
@@ -305,6 +317,7 @@ def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
     tried = list(layouts(model, cluster, length, 2))
     tried += [replace(layout, on_host=True) for layout in tried if layout.recomputes]
+    tried += [replace(layout, optimizer_on_host=True) for layout in tried if layout.stages == 1 and layout.zero_stage]
     every = [estimate(model, layout, cluster, length) for layout in tried]
     least = min(estimated.memory_bytes for estimated in every)
     assert least > every[0].limit_bytes

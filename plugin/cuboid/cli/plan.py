@@ -35,8 +35,8 @@ def plan(
         typer.Option(
             metavar="A B",
             help="Compare two layouts term by term instead, such as 1x8x1 and 2x2x1,stages=2,segments=4,rows=2. "
-            "Further keys: zero, checkpointing (none, layers, attention), kept (device, host), gather (layer, step), "
-            "sync (unit, step), schedule and chunks.",
+            "Further keys: zero, checkpointing (none, layers, attention), kept and optimizer (device, host), gather "
+            "(layer, step), sync (unit, step), schedule and chunks.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -117,12 +117,19 @@ def search(
 def _on_device_or_host(
     costs: list[StepCost], cost_of: Callable[[Layout], StepCost], what: str, goal: Goal, count: int
 ) -> SearchResult:
-    """The best layouts; if none fits, of those whose layers keep what they keep in host memory."""
+    """The best layouts; if none fits, of those with what layers keep, then the optimizer, in host memory."""
+    tried = list(costs)
     try:
-        return best_of(costs, what, goal=goal, count=count)
+        return best_of(tried, what, goal=goal, count=count)
     except ConfigError:
-        on_host = [cost_of(replace(cost.layout, on_host=True)) for cost in costs if cost.layout.recomputes]
-        return best_of([*costs, *on_host], what, goal=goal, count=count)
+        tried += [cost_of(replace(cost.layout, on_host=True)) for cost in costs if cost.layout.recomputes]
+    try:
+        return best_of(tried, what, goal=goal, count=count)
+    except ConfigError:
+        # DeepSpeed's ZeRO moves the optimizer, and stages have none.
+        movable = [cost.layout for cost in tried if cost.layout.stages == 1 and cost.layout.zero_stage]
+        tried += [cost_of(replace(layout, optimizer_on_host=True)) for layout in movable]
+        return best_of(tried, what, goal=goal, count=count)
 
 
 def _with_less_bubble(
@@ -376,7 +383,10 @@ def config_of(layout: Layout) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.micro_batches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": layout.zero_stage},
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            **({"offload_optimizer": {"device": "cpu"}} if layout.optimizer_on_host else {}),
+        },
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
@@ -440,6 +450,7 @@ def parse_layout(
         "zero": "1",
         "checkpointing": "none",
         "kept": "device",
+        "optimizer": "device",
         "gather": "layer",
         "sync": "unit",
         "schedule": "seq1f1b",
@@ -463,6 +474,8 @@ def parse_layout(
         )
     if values["kept"] not in ("device", "host") or (values["kept"] == "host" and checkpointing == "none"):
         raise ConfigError(f"layout {text!r}: kept is device, or with checkpointing=layers or =attention host")
+    if values["optimizer"] not in ("device", "host") or (values["optimizer"] == "host" and numbers["stages"] > 1):
+        raise ConfigError(f"layout {text!r}: optimizer is device, or without stages host")
     if sync == "step" and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
     if numbers["segments"] > 1 and numbers["stages"] == 1:
@@ -483,7 +496,7 @@ def parse_layout(
     layout = Layout(
         mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
         zero_stage=numbers["zero"], checkpointing=_CHECKPOINTING[checkpointing],
-        on_host=values["kept"] == "host",
+        on_host=values["kept"] == "host", optimizer_on_host=values["optimizer"] == "host",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
         schedule=schedule, chunks=chunks, compiled=compiled, fp8_least=_FP8_LEAST if fp8 else None,
