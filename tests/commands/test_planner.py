@@ -235,7 +235,7 @@ def test_compiled_layers_and_fp8_take_less_time():
     eager, compiled, fp8 = (
         estimate(model, one, cluster, length)
         for one in (
-            layout, replace(layout, compiled=True), replace(layout, compiled=True, fp8_least=2048)
+            layout, replace(layout, compiled=True), replace(layout, compiled=True, fp8_min_dimension=2048)
         )
     )  # fmt: skip
     # Nearly as on one H100, where two layers took 1.07 and 1.13 times as long.
@@ -244,7 +244,9 @@ def test_compiled_layers_and_fp8_take_less_time():
     assert compiled.memory_bytes == fp8.memory_bytes == eager.memory_bytes
     # On eight ranks of `hidden` blocks are too small for 8 bits.
     narrow = Layout(MeshShape(1, 1, 8), 1, 1, 2)
-    sixteen, eight = (estimate(model, one, cluster, length) for one in (narrow, replace(narrow, fp8_least=2048)))
+    sixteen, eight = (
+        estimate(model, one, cluster, length) for one in (narrow, replace(narrow, fp8_min_dimension=2048))
+    )
     assert sixteen.time == eight.time
     # A split backward isn't compiled.
     split = Layout(MeshShape(2, 1, 1), 4, 2, 4, segments=4, schedule="zero_bubble")

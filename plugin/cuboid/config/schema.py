@@ -139,7 +139,7 @@ class TensorParallelConfig(Section):
         return self
 
     @property
-    def fp8_least(self) -> int | None:
+    def fp8_min_dimension(self) -> int | None:
         """The fewest rows and columns of a block of weights that is multiplied in fp8; None if none is."""
         return None if self.fp8 is None else self.fp8.min_dimension
 

@@ -239,7 +239,9 @@ def _try(
             if difference is not None:
                 # If it is given whole tensors, each rank has some of them; what is laid end to end stays so.
                 spread = owned if owned.flat else OwnedShards(spread=owned.reason)
-                _raise_difference(optimizer, _difference(trial, full, ranks, spread), owned)
+                of_whole = _difference(trial, full, ranks, spread)
+                if of_whole is not None:
+                    raise _needs_whole(type(optimizer).__name__, of_whole, owned)
         except OptimizerError:
             raise
         except Exception as error:
@@ -268,11 +270,6 @@ def _difference(
     except _DifferenceError as error:
         return str(error)
     return None
-
-
-def _raise_difference(optimizer: torch.optim.Optimizer, difference: str | None, owned: OwnedShards) -> None:
-    if difference is not None:
-        raise _needs_whole(type(optimizer).__name__, difference, owned)
 
 
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:

@@ -28,7 +28,7 @@ from cuboid.distributed.comm_counter import axes_label
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import OptimizerError
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, shard_boxes
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
 def newton_schulz_cost(shape: Sequence[int]) -> int:
@@ -240,11 +240,8 @@ class WholeTensors:
         """A rank's shard of an owned tensor, padding included, flattened."""
         assert tensor.key is not None
         assert tensor.spec is not None
-        full = tensor.key.detach()
-        shard = full.new_zeros(tensor.spec.shard_shape(self._mesh.shape))
-        for in_shard, in_full in shard_boxes(tensor.spec, self._mesh.shape, self._mesh.topology.coordinate(rank)):
-            shard[in_shard] = full[in_full]
-        return shard.view(-1)
+        at = self._mesh.topology.coordinate(rank)
+        return take_shard(tensor.key.detach(), tensor.spec, self._mesh, at).view(-1)
 
     def _cut(self, tensors: Sequence[_Tensor]) -> dict[torch.dtype, list[_Tensor]]:
         """The tensors that have to be put together, by dtype, in the same order on all ranks."""

@@ -127,7 +127,7 @@ def segment_choice(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
         weight_gather=config.tensor_parallel.weight_gather, gradient_sync=config.tensor_parallel.gradient_sync,
         checkpointing=_mode(config) or "none", on_host=config.keeps_on_host,
-        compiled=config.tensor_parallel.compile, fp8_least=config.tensor_parallel.fp8_least,
+        compiled=config.tensor_parallel.compile, fp8_min_dimension=config.tensor_parallel.fp8_min_dimension,
     )  # fmt: skip
     return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
 
@@ -222,7 +222,7 @@ def _layouts(
             layout = Layout(
                 mesh, config.stages, rows, steps, replicas, zero_stage=config.framework.zero_stage or 0,
                 weight_gather=settings.weight_gather, gradient_sync=settings.gradient_sync,
-                compiled=settings.compile, fp8_least=settings.fp8_least,
+                compiled=settings.compile, fp8_min_dimension=settings.fp8_min_dimension,
             )  # fmt: skip
             if pipeline is None:
                 yield layout

@@ -212,7 +212,7 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
         )
     check_length(length, model.positions or None, "the sequence length")
     model.limits.check(model.name, layout.mesh, layout.stages, layout.segments)
-    if layout.fp8_least is not None:
+    if layout.fp8_min_dimension is not None:
         check_fp8(model, cluster)
 
 
@@ -316,7 +316,7 @@ def layout_of_config(
         weight_gather=config.tensor_parallel.weight_gather,
         gradient_sync=config.tensor_parallel.gradient_sync,
         compiled=config.tensor_parallel.compile,
-        fp8_least=config.tensor_parallel.fp8_least,
+        fp8_min_dimension=config.tensor_parallel.fp8_min_dimension,
     )
     if config.tensor_parallel.gather_logits is True:
         raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 from cuboid.config.compatibility import check_framework_config
@@ -38,7 +39,7 @@ _FOUND = 10
 _CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layers", "attention": "attention"}
 _ALONE = Layout(MeshShape())
 #: The config's own default of ``tensor_parallel.fp8.min_dimension``.
-_FP8_LEAST: int = Fp8Config.model_fields["min_dimension"].default
+_FP8_MIN_DIMENSION: int = Fp8Config.model_fields["min_dimension"].default
 #: How many layouts are compared to name the smallest one when nothing fits.
 _COMPARED = 32
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
@@ -98,7 +99,7 @@ def search(
     def cost_of(layout: Layout) -> StepCost:
         return StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
 
-    like = replace(_ALONE, compiled=compiled, fp8_least=_FP8_LEAST if fp8 else None)
+    like = replace(_ALONE, compiled=compiled, fp8_min_dimension=_FP8_MIN_DIMENSION if fp8 else None)
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch, like)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
@@ -110,7 +111,7 @@ def search(
         raise ConfigError(f"{error}. Left out was what training rejects: {refused}") from None
     if goal == "smallest":
         return result
-    more = _with_less_bubble(_pipelines(result.best, costs), cost_of, result.best[:count][-1].time)
+    more = _with_less_bubble(_pipelines(result.best, costs), model, cost_of, result.best[:count][-1].time)
     return SearchResult(tuple(_improved(result.best, more, count)), result.considered + len(more))
 
 
@@ -133,22 +134,20 @@ def _on_device_or_host(
 
 
 def _with_less_bubble(
-    pipelines: Sequence[Layout], cost_of: Callable[[Layout], StepCost], limit: StepTime
+    pipelines: Sequence[Layout], model: ModelDescription, cost_of: Callable[[Layout], StepCost], limit: StepTime
 ) -> list[Estimate]:
     """Estimates of other schedules for some pipelines, of those that may take less time than ``limit``."""
-    others: list[Estimate] = []
 
-    def shortest_s(pipeline: Layout, schedules: Iterable[tuple[str, int]]) -> float:
-        """The time of the fastest of some schedules that fits."""
-        tried = [cost_of(layout) for one in schedules for layout in _scheduled(pipeline, *one, cost_of(pipeline).model)]
-        estimates = [Estimate.of(cost) for cost in tried if cost.least_s() < limit.total_s]
-        others.extend(estimates)
-        return min((one.time.total_s for one in estimates if one.fits), default=math.inf)
+    def estimates(pipeline: Layout, schedules: Sequence[tuple[str, int]]) -> list[Estimate]:
+        costs = map(cost_of, _scheduled(pipeline, schedules, model))
+        return [Estimate.of(cost) for cost in costs if cost.least_s() < limit.total_s]
 
-    times_s = {pipeline: shortest_s(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
-    for pipeline in sorted(pipelines, key=times_s.__getitem__)[:_FASTEST_PIPELINES]:
-        shortest_s(pipeline, _SCHEDULES[1:])
-    return others
+    def shortest_s(pipeline: Layout) -> float:
+        return min((one.time.total_s for one in of_first[pipeline] if one.fits), default=math.inf)
+
+    of_first = {pipeline: estimates(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
+    fastest = sorted(pipelines, key=shortest_s)[:_FASTEST_PIPELINES]
+    return [*chain(*of_first.values()), *chain(*(estimates(pipeline, _SCHEDULES[1:]) for pipeline in fastest))]
 
 
 def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layout]:
@@ -181,15 +180,16 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
     return list(chosen.values())
 
 
-def _scheduled(pipeline: Layout, schedule: str, chunks: int, model: ModelDescription) -> Iterator[Layout]:
-    """A pipeline under another schedule, with the head on its last stage, and on all of them if that is possible."""
-    if pipeline.stages * chunks > len(model.layers):
-        return
-    layout = replace(pipeline, schedule=schedule, chunks=chunks)
-    yield layout
+def _scheduled(pipeline: Layout, schedules: Iterable[tuple[str, int]], model: ModelDescription) -> Iterator[Layout]:
+    """A pipeline under other schedules, with the head on its last stage, and on all of them if that is possible."""
     stages, pieces = model.limits.stages, pipeline.mesh.sequence
-    if layout.may_split and not layout.moves and stages is not None and stages.can_spread_head(layout.stages, pieces):
-        yield replace(layout, spreads_head=True)
+    spreads = stages is not None and not pipeline.moves and stages.can_spread_head(pipeline.stages, pieces)
+    for schedule, chunks in schedules:
+        if pipeline.stages * chunks <= len(model.layers):
+            layout = replace(pipeline, schedule=schedule, chunks=chunks)
+            yield layout
+            if spreads and layout.may_split:
+                yield replace(layout, spreads_head=True)
 
 
 def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: int) -> list[Estimate]:
@@ -397,7 +397,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "weight_gather": layout.weight_gather,
             **({"gradient_sync": "step"} if layout.gradient_sync == "step" else {}),
             **({"compile": True} if layout.compiled else {}),
-            **({} if layout.fp8_least is None else {"fp8": fp8_section(layout.fp8_least)}),
+            **({} if layout.fp8_min_dimension is None else {"fp8": fp8_section(layout.fp8_min_dimension)}),
         },
     }
     if layout.recomputes:
@@ -418,7 +418,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
 
 def fp8_section(least: int) -> dict[str, Any]:
     """The config's ``fp8`` for blocks with at least so many rows and columns."""
-    return {"recipe": "rowwise_with_gw_hp", **({} if least == _FP8_LEAST else {"min_dimension": least})}
+    return {"recipe": "rowwise_with_gw_hp", **({} if least == _FP8_MIN_DIMENSION else {"min_dimension": least})}
 
 
 def checkpointing_section(layout: Layout) -> dict[str, Any]:
@@ -499,7 +499,7 @@ def parse_layout(
         on_host=values["kept"] == "host", optimizer_on_host=values["optimizer"] == "host",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
-        schedule=schedule, chunks=chunks, compiled=compiled, fp8_least=_FP8_LEAST if fp8 else None,
+        schedule=schedule, chunks=chunks, compiled=compiled, fp8_min_dimension=_FP8_MIN_DIMENSION if fp8 else None,
     )  # fmt: skip
     # What no config accepts can't be trained, so its time would mislead.
     try:

@@ -174,14 +174,9 @@ class CodeIdentity:
     held: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
-    def is_current(self) -> bool:
-        """Whether all of it is still as it was; False also if that isn't known."""
-        return self.seen is not None and self.seen.is_current()
-
-    @property
     def is_current_stock(self) -> bool:
-        """Whether it is the libraries' own code, and still as it was."""
-        return self.is_stock and self.is_current
+        """Whether it is the libraries' own code, and still as it was; False also if that isn't known."""
+        return self.is_stock and self.seen is not None and self.seen.is_current()
 
 
 def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:

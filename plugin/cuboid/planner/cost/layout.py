@@ -46,7 +46,8 @@ class Layout:
         optimizer_on_host: whether masters and moments are in host memory, which the optimizer updates them in.
         offload: fraction of the activations that is offloaded to the host's memory (in layouts of other frameworks).
         compiled: whether layers are compiled, as far as its schedule lets them be.
-        fp8_least: the fewest rows and columns of a block of weights that is multiplied in 8 bits; None for 16 bits.
+        fp8_min_dimension: the fewest rows and columns of a block of weights that is multiplied in 8 bits; None for 16
+            bits.
     """
 
     mesh: MeshShape
@@ -72,7 +73,7 @@ class Layout:
     optimizer_on_host: bool = False
     offload: float = 0.0
     compiled: bool = False
-    fp8_least: int | None = None
+    fp8_min_dimension: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -154,7 +155,7 @@ class Layout:
         parts += ["weights kept"] if self.weight_gather == "step" else []
         parts += ["gradients reduced once"] if self.gradient_sync == "step" else []
         parts += ["compiled"] if self.compiled else []
-        parts += ["fp8"] if self.fp8_least is not None else []
+        parts += ["fp8"] if self.fp8_min_dimension is not None else []
         return ", ".join(parts)
 
 

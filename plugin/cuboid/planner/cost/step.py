@@ -153,7 +153,7 @@ class StepCost:
         adds = layout.micro_batches * layout.segments > 1
         rest = layout.micro_batch, layout.checkpointing, layout.moves, layout.context, layout.expert_ranks
         weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync, layout.may_split
-        rates = layout.fp8_least, self.software.is_eager, self.software.gradient_bytes
+        rates = layout.fp8_min_dimension, self.software.is_eager, self.software.gradient_bytes
         return self._known.setdefault((layout.mesh, rest, weights, adds, rates), {})
 
     def _layer(self, kind: int, start: int, stop: int) -> LayerTimes:

@@ -206,9 +206,10 @@ class UnitTimes:
         elif kind == "from latent":
             outputs /= self._ranks
         grouped = layout.splits_experts and kind in ("up", "down")
-        # The gradients of weights are products of 16 bits.
-        fp8 = layout.fp8_least is not None and not of_weights and kind not in ("router", "whole")
-        fp8 = fp8 and min(outputs, inputs) >= (layout.fp8_least or 0)
+        least = layout.fp8_min_dimension
+        # The recipe computes gradients of weights in 16 bits.
+        in_16_bits = of_weights or kind in ("router", "whole")
+        fp8 = least is not None and not in_16_bits and min(outputs, inputs) >= least
         return self.kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped, fp8=fp8)
 
     @staticmethod

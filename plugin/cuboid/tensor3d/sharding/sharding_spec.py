@@ -116,10 +116,10 @@ def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interv
         offset += high - low
 
 
-def take_shard(full: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
-    """Copy this rank's shard out of a whole tensor, padding included."""
+def take_shard(full: torch.Tensor, spec: ShardingSpec, mesh: Mesh, at: Coordinate | None = None) -> torch.Tensor:
+    """Copy the shard of the rank at ``at``, by default this one, out of a whole tensor, padding included."""
     shard = full.new_zeros(spec.shard_shape(mesh.shape))
-    for in_shard, in_full in shard_boxes(spec, mesh.shape, mesh.coordinate):
+    for in_shard, in_full in shard_boxes(spec, mesh.shape, mesh.coordinate if at is None else at):
         shard[in_shard] = full[in_full]
     return shard
 
