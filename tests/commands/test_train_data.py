@@ -31,7 +31,6 @@ from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.data.tokens import TokenFolder, TokensMeta, fingerprint, tokenize
 from cuboid.train.figures import pipeline_figures
 from cuboid.train.job import TrainOptions, check_size, plan
-from cuboid.train.loop import History
 from cuboid.train.process import World, run_at_length
 from cuboid.train.reporting.curve import draw, smooth
 from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
@@ -533,8 +532,6 @@ def test_cuda_is_told_to_load_kernels_at_once_and_to_let_segments_grow_unless_th
 
 
 def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):
-    history = History(losses=[3.0, 2.0, 1.0], step_s=[9.0, 1.0, 2.0])
-    assert history.mean_step_s == 1.5
     report = TrainReport(
         model="model",
         data="data",
@@ -556,7 +553,7 @@ def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):
             RankFigures(stage=0, parameters=10, peak_memory_bytes=peak, sent_bytes_per_step={"sequence": 7})
             for peak in (100, 90)
         ],
-        train_losses=history.losses,
+        train_losses=[3.0, 2.0, 1.0],
         heldout_losses=[HeldoutPoint(step=0, loss=3.0), HeldoutPoint(step=3, loss=1.5)],
         config={},
         versions={},

@@ -30,15 +30,14 @@ from cuboid.cli import app
 from cuboid.cli.limits import duration, named_path
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
+from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.deepspeed.training_step import evaluate, train_step
 from cuboid.train import run_lock
-from cuboid.train.data.batches import HeldoutBatch
-from cuboid.train.driver import MicroBatchDriver
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import History, RunLength
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
-from cuboid.train.run import _is_late
 from launching import ROOT, end, finish, start
 from tiny_text import write_model_and_text
 
@@ -589,10 +588,32 @@ def test_a_run_is_finished_when_its_last_step_is_evaluated():
     assert goal.is_reached(History([1.0, 1.0], [first, last]))
 
 
-def test_the_mean_step_time_is_that_since_the_run_was_resumed():
-    assert History([1.0] * 5, [], [9.0, 1.0, 2.0], earlier_step_s=7.0).mean_step_s == 1.5
-    assert History([1.0] * 5, [], [9.0], earlier_step_s=7.0).mean_step_s == 9.0
-    assert History([1.0] * 5, [], [], earlier_step_s=7.0).mean_step_s == 7.0
+def timed(monkeypatch, seconds, **arguments):
+    """The clock of a run whose steps took these seconds, with a second between them."""
+    ticks = [0.0]
+    monkeypatch.setattr("cuboid.integrations.callbacks.step_times.time.perf_counter", lambda: ticks[0])
+    times = StepTimes(**arguments)
+    for one in seconds:
+        ticks[0] += 1
+        times.begin()
+        ticks[0] += one
+        times.end()
+    return times
+
+
+def test_the_mean_step_time_is_that_since_the_run_was_resumed(monkeypatch):
+    assert timed(monkeypatch, [9.0, 1.0, 2.0], earlier_s=7.0).mean_s == 1.5
+    assert timed(monkeypatch, [9.0], earlier_s=7.0).mean_s == 9.0
+    assert timed(monkeypatch, [], earlier_s=7.0).mean_s == 7.0
+
+
+def test_rates_are_those_since_the_last_line(monkeypatch):
+    times = timed(monkeypatch, [9.0, 1.0, 3.0])
+    rates = times.rates(10, tokens=26, flops=13.0, peak_flops=4.0)
+    assert {**rates, "memory_bytes": None} == pytest.approx(
+        {"step_s": 13 / 3, "tokens_per_s": 2, "memory_bytes": None, "left_s": 20, "mfu": 0.25, "idle_share": 3 / 16}
+    )
+    assert times.rates(10, tokens=0, flops=None, peak_flops=4.0).keys() == {"memory_bytes", "left_s", "idle_share"}
 
 
 # --- signals -------------------------------------------------------------------------------------------------------
@@ -699,15 +720,20 @@ def test_the_third_ctrl_c_kills_all_processes(shielded):
 
 
 class _Engine(torch.nn.Module):
-    """Notes whether each forward is one of training."""
+    """Notes whether each forward is one of training, whose loss is the first token of the batch."""
+
+    device = torch.device("cpu")
 
     def __init__(self):
         super().__init__()
         self.modes = []
 
+    def gradient_accumulation_steps(self):
+        return 2
+
     def forward(self, input_ids, labels):
         self.modes.append(self.training)
-        return SimpleNamespace(loss=torch.zeros(()))
+        return SimpleNamespace(loss=input_ids[0, 0].double() / (labels[0, 0] != -100))
 
     def backward(self, loss):
         """Nothing to compute."""
@@ -716,23 +742,34 @@ class _Engine(torch.nn.Module):
         """Nothing to update."""
 
 
-def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_before_its_first_step(monkeypatch):
-    monkeypatch.setattr("cuboid.train.driver.total", lambda values, _: values)
-    engine, rows = _Engine().eval(), torch.zeros(1, 4, dtype=torch.long)
-    driver = MicroBatchDriver(engine, torch.device("cpu"), Interrupts())
-    driver.train([rows])
-    driver.evaluate([HeldoutBatch(rows, rows, 3)])
-    driver.train([rows])
-    assert engine.modes == [True, False, True]
+def rows_of(first, label=0):
+    return {"input_ids": torch.full((1, 4), first), "labels": torch.full((1, 4), label)}
+
+
+def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_before_its_first_step():
+    engine, rows = _Engine().eval(), rows_of(0)
+    train_step(engine, iter([rows] * 3))
+    evaluate(engine, [(rows, 3)])
+    train_step(engine, iter([rows] * 2))
+    assert engine.modes == [True, True, False, True, True]
+
+
+def test_an_evaluation_is_the_mean_over_tokens_and_batches_without_any_count_for_nothing():
+    mean = evaluate(_Engine(), [(rows_of(6), 1), (rows_of(2), 3), (rows_of(5, label=-100), 0)])
+    assert mean.over_ranks([4.0]) == (3.0, [4.0])
+    nothing, _ = evaluate(_Engine(), []).over_ranks()
+    assert math.isnan(nothing)
 
 
 def test_a_run_is_late_if_another_step_and_a_save_would_end_too_late(monkeypatch):
-    monkeypatch.setattr("cuboid.train.run.time.time", lambda: psutil.Process().create_time() + 100)
-    history = History([1.0] * 3, step_s=[30.0, 5.0, 7.0], longest_save_s=4.0)
-    assert not _is_late(109.5, history)  # at least one step is made
-    history.has_begun = True
-    assert _is_late(109.5, history)
-    assert not _is_late(110.5, history)
+    monkeypatch.setattr(
+        "cuboid.integrations.callbacks.step_times.time.time", lambda: psutil.Process().create_time() + 100
+    )
+    assert not timed(monkeypatch, [], earlier_s=50.0).is_late(1)  # at least one step is made
+    times = timed(monkeypatch, [30.0, 5.0, 7.0])
+    times.saved(began=times._begun + 3.0)
+    assert times.is_late(109.5)
+    assert not times.is_late(110.5)
     with Interrupts() as interrupts:
         interrupts.is_late = lambda: True
         assert interrupts.own() == [0, 0, 1]

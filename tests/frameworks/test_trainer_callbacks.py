@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import ConfigError, LossGuardCallback, MetricsCallback
 from cuboid.distributed.topology import MeshShape, Topology
-from cuboid.integrations.callbacks import bad_loss, loss_guard
-from cuboid.integrations.callbacks.bad_loss import LossGuard
+from cuboid.integrations.callbacks import loss_guard
 from launching import as_ranks, world
 
 #: The embedding of this token is NaN.
@@ -203,10 +202,10 @@ def guarding(monkeypatch, losses_of_steps, replicas=1, **options):
     topology = Topology(MeshShape(hidden=2), 2 * replicas)
     mesh = SimpleNamespace(topology=topology, rank=0)
     said = []
-    guard = LossGuard("skip", say=said.append, **options)
+    guard = LossGuardCallback("skip", say=said.append, **options)
     guard._engine = SimpleNamespace(global_steps=0)
-    monkeypatch.setattr(bad_loss, "mesh_of", lambda _: mesh)
-    monkeypatch.setattr(bad_loss, "unwrap", lambda engine: engine)
+    monkeypatch.setattr(loss_guard, "mesh_of", lambda _: mesh)
+    monkeypatch.setattr(loss_guard, "unwrap", lambda engine: engine)
     monkeypatch.setattr(guard, "_of_replicas", lambda parts: parts)
     decisions = []
     for losses in losses_of_steps:
@@ -237,7 +236,7 @@ def test_the_replica_of_a_loss_that_is_no_number_is_named_and_skips_have_an_end(
     _, decisions, said = guarding(monkeypatch, [good, bad, bad], replicas=2)
     assert decisions == [True, False, False]
     assert said[0].startswith("the loss is nan at step 2, in micro-batch 1 of replica 1 (ranks 2, 3), micro-batch 2 of")
-    monkeypatch.setattr(bad_loss, "run_on_all_ranks", lambda action, *_, **__: action())
+    monkeypatch.setattr(loss_guard, "run_on_all_ranks", lambda action, *_, **__: action())
     with pytest.raises(Exception, match=r"step 4, in .*, and 2 updates before it were skipped; a lower learning rate"):
         guarding(monkeypatch, [good, bad, bad, bad], replicas=2, most_skips=2)
 
@@ -245,14 +244,14 @@ def test_the_replica_of_a_loss_that_is_no_number_is_named_and_skips_have_an_end(
 def test_a_guard_that_is_resumed_knows_the_losses_before(monkeypatch):
     steps = [[[1.0 + 0.01 * (n % 3)]] for n in range(8)]
     guard, _, _ = guarding(monkeypatch, steps, spike=6, window=8)
-    saved = {"LossGuardCallback": {"args": {}, "attributes": guard.state()}}
+    saved = {"LossGuardCallback": guard.state()}
     state = SimpleNamespace(stateful_callbacks=json.loads(json.dumps(saved)))
     resumed = LossGuardCallback("skip", spike=6, window=8)
     engine = SimpleNamespace(before_update=None)
     monkeypatch.setattr(loss_guard, "engine_of", lambda _: engine)
     resumed.on_train_begin(None, state, None)
-    assert resumed.state()["attributes"] == guard.state()
-    assert len(guard.state()["recent"]) == 8
+    assert resumed.state()["attributes"] == guard.state()["attributes"]
+    assert len(guard.state()["attributes"]["recent"]) == 8
     assert engine.before_update is not None
     resumed.on_train_end(None, state, None)
     assert engine.before_update is None

@@ -157,3 +157,11 @@ def _exchange(
     peers = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(recv_buffers[rank], group=group, group_src=rank) for rank in peers]
     return works + [dist.isend(send_buffers[rank], group=group, group_dst=rank) for rank in peers]
+
+
+def sum_over_ranks(numbers: Sequence[float] | torch.Tensor, device: torch.device) -> Any:
+    """The sum of each number over all ranks, as a list in the shape of ``numbers``; collective over the world."""
+    sums = torch.as_tensor(numbers, dtype=torch.float64, device=device).clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    return sums.tolist()

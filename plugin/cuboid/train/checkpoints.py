@@ -10,9 +10,9 @@ from typing import Any
 
 import cuboid
 from cuboid.errors import CheckpointError, DamagedCheckpointError
-from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.integrations.callbacks.bad_loss import LossGuard
+from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
+from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
@@ -34,11 +34,11 @@ class RunCheckpoints:
     #: When this process began, by ``time.perf_counter``.
     started: float
     progress: TrainProgress
-    #: Of the run; None on all ranks but the first.
-    metrics: MetricsFile | None
+    #: Of the run, which the first rank writes.
+    metrics: MetricsFile
     #: On the run's folder; None on all ranks but the first.
     lock: RunLock | None
-    guard: LossGuard
+    guard: LossGuardCallback
 
     @property
     def resumed_after(self) -> list[int]:
@@ -66,7 +66,7 @@ class RunCheckpoints:
         if self.job.resumed is None:
             if self.job.options.resume:
                 self.progress.say(f"nothing to resume from in {self.job.options.out}; beginning a new run")
-            self._begin_metrics(0)
+            self.metrics.begin(0)
             return self, History()
         path, state = self.job.resumed.path, self.job.resumed.state
         try:
@@ -81,8 +81,8 @@ class RunCheckpoints:
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
         self.guard.restore(state.loss_guard or {})
         losses = self._losses_before(state)
-        self._begin_metrics(state.step)
-        return self, History(losses, list(state.heldout_losses), earlier_step_s=state.step_s)
+        self.metrics.begin(state.step)
+        return self, History(losses, list(state.heldout_losses), StepTimes(state.step_s))
 
     def check_lock(self) -> None:
         """Raise an error on the first rank if another run has taken over the run's folder."""
@@ -105,7 +105,7 @@ class RunCheckpoints:
             return None
         with self.progress.aside():
             saved = self.engine.save_checkpoint(root, tag=tag, client_state=self._state(history).model_dump())
-        history.longest_save_s = max(history.longest_save_s, time.perf_counter() - began)
+        history.times.saved(began)
         if not saved:
             return None
         begun = cuboid.parse_config(self.job.config).checkpoint.asynchronous
@@ -123,27 +123,13 @@ class RunCheckpoints:
             return [math.nan] * state.step
         return losses
 
-    def _begin_metrics(self, step: int) -> None:
-        """Cut the metrics back to a step; collective."""
-
-        def begin() -> None:
-            if self.metrics is not None:
-                self.metrics.begin(step)
-
-        run_on_all_ranks(begin, cuboid.mesh_of(self.engine), what="start of the metrics")
-
     def _sync_metrics(self) -> bool:
         """Bring the run's metrics up to date on their device; collective.
 
         Returns False if they can't be written and the config lets training continue; else that is an error.
         """
-
-        def sync() -> None:
-            if self.metrics is not None:
-                self.metrics.sync()
-
         try:
-            run_on_all_ranks(sync, cuboid.mesh_of(self.engine), what="save of the metrics")
+            self.metrics.sync()
         except CheckpointError as error:
             if cuboid.parse_config(self.job.config).checkpoint.on_failure == "raise":
                 raise
@@ -164,8 +150,8 @@ class RunCheckpoints:
             data_fingerprint=self.data.data_sha256,
             losses_digest=digest_of(history.losses),
             heldout_losses=history.heldout,
-            loss_guard=self.guard.state(),
-            step_s=history.mean_step_s,
+            loss_guard=self.guard.state()["attributes"],
+            step_s=history.times.mean_s,
             wall_s=self.wall_s,
             resumed_after=self.resumed_after,
         )

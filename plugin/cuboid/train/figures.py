@@ -42,7 +42,7 @@ def make_report(
         mesh=MeshSizes(
             batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
         ),
-        pipeline=pipeline_figures(job, loop.engine, len(history.step_s)) if job.has_pipeline else None,
+        pipeline=pipeline_figures(job, loop.engine, history.times.count) if job.has_pipeline else None,
         steps=job.steps,
         resumed_after=checkpoints.resumed_after,
         seed=options.seed,
@@ -57,8 +57,8 @@ def make_report(
         ),
         speed=Speed(
             tokens=loop.tokens_per_step * job.steps,
-            tokens_per_s=loop.tokens_per_step / history.mean_step_s,
-            step_s=history.mean_step_s,
+            tokens_per_s=loop.tokens_per_step / history.times.mean_s,
+            step_s=history.times.mean_s,
             wall_s=checkpoints.wall_s,
         ),
         # Tied parameters are counted on the first stage only.

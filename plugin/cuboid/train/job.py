@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output, check_output_file
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
-from cuboid.integrations.callbacks.bad_loss import Policy
+from cuboid.integrations.callbacks.loss_guard import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.check import shifts_labels

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 import cuboid
 from cuboid.failures.interrupts import Interrupts
-from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.metrics_file import MetricsFile
+from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.deepspeed.engine import CuboidEngine
+from cuboid.integrations.deepspeed.training_step import evaluate, train_step
+from cuboid.integrations.loss_mean import LossMean
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
-from cuboid.train.driver import Driver
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import HeldoutPoint
 
@@ -27,33 +27,19 @@ class History:
     Attributes:
         losses: of each optimizer step, in nats per token, mean over all replicas; NaN where a resumed run has lost it.
         heldout: held-out losses, the first before any step.
-        step_s: seconds of each optimizer step of this process, without evaluations.
-        earlier_step_s: mean seconds of a step before the run was resumed; None if it wasn't.
+        times: of the steps of this process.
         sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
-        longest_save_s: seconds of this process's longest save of a checkpoint.
-        has_begun: whether this process has begun a step.
     """
 
     losses: list[float] = field(default_factory=list)
     heldout: list[HeldoutPoint] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    earlier_step_s: float | None = None
+    times: StepTimes = field(default_factory=StepTimes)
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    longest_save_s: float = 0.0
-    has_begun: bool = False
 
     @property
     def step(self) -> int:
         """Optimizer steps so far."""
         return len(self.losses)
-
-    @property
-    def mean_step_s(self) -> float:
-        """Mean seconds of a step, without the first one, which includes warm-up."""
-        counted = self.step_s[1:] or self.step_s
-        if counted:
-            return sum(counted) / len(counted)
-        return self.earlier_step_s or 0.0
 
 
 @dataclass(frozen=True)
@@ -90,8 +76,7 @@ class RunLength:
 class Loop:
     """Trains an engine on one replica's share of the data."""
 
-    engine: Any
-    driver: Driver
+    engine: CuboidEngine
     interrupts: Interrupts
     #: The training data, and its order.
     blocks: Blocks
@@ -102,10 +87,11 @@ class Loop:
     share: Share
     #: Micro-batches of one optimizer step.
     accumulation: int
-    #: Of the run; None on all ranks but the first.
-    metrics: MetricsFile | None
-    #: Seconds of a step at the devices' peak, without recomputation: an MFU of 1. None where that isn't known.
-    peak_step_s: float | None
+    #: Of the run, which the first rank writes.
+    metrics: MetricsFile
+    #: Of a step's forwards and backwards, and FLOP/s of all devices together; None where that isn't known.
+    step_flops: float | None
+    peak_flops: float | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -132,43 +118,45 @@ class Loop:
                 run_length.save(history)
 
     def _step(self, history: History) -> None:
-        started, step = time.perf_counter(), history.step + 1
-        history.has_begun = True
+        step = history.step + 1
+        history.times.begin()
         traffic = cuboid.mesh_of(self.engine).comm_counter
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        loss = self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
-        history.losses.append(loss)
-        history.step_s.append(time.perf_counter() - started)
+        batches = (self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
+        mean = LossMean(self.engine.device)
+        mean.add(train_step(self.engine, ({"input_ids": ids, "labels": ids} for ids in batches)), 1)
+        history.losses.append(self._agreed(mean))
+        history.times.end()
         history.sent_bytes = traffic.snapshot()
+
+    def _agreed(self, mean: LossMean) -> float:
+        """A mean over all ranks, which in the same all-reduce agree on whether to stop; collective."""
+        loss, votes = mean.over_ranks(self.interrupts.own())
+        self.interrupts.agree(votes)
+        return loss
 
     def _show(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Show the last step, and add it to the metrics."""
-        loss, memory_bytes = history.losses[-1], memory_use.now_bytes()
-        left_s = (run_length.steps - history.step) * history.mean_step_s
-        progress.step(history.step, loss, self.tokens_per_step / history.mean_step_s, memory_bytes, left_s)
-        if self.metrics is None:
-            return
-        seconds, norm = history.step_s[-1], self.engine.get_global_grad_norm()
-        figures: dict[str, float | None] = {
-            "loss": loss,
-            "learning_rate": float(self.engine.get_lr()[0]),
-            "grad_norm": None if norm is None else float(norm),
-            "step_s": seconds,
-            "tokens_per_s": self.tokens_per_step / seconds,
-            "memory_bytes": memory_bytes,
-            "left_s": left_s,
-        }
-        if self.peak_step_s is not None:
-            figures["mfu"] = self.peak_step_s / seconds
-        self._record(history.step, figures)
+        loss, tokens = history.losses[-1], self.tokens_per_step
+        rates = history.times.rates(
+            run_length.steps - history.step, tokens=tokens, flops=self.step_flops, peak_flops=self.peak_flops
+        )
+        memory_bytes, left_s = int(rates["memory_bytes"]), rates["left_s"]
+        progress.step(history.step, loss, tokens / history.times.mean_s, memory_bytes, left_s)
+        if self.metrics.is_written:
+            norm = self.engine.get_global_grad_norm()
+            figures = {
+                "loss": loss,
+                "learning_rate": float(self.engine.get_lr()[0]),
+                "grad_norm": None if norm is None else float(norm),
+            }
+            self._record(history.step, {**figures, **rates})
 
     def _record(self, step: int, figures: dict[str, float | None]) -> None:
         """Add figures to the metrics, and give them to the loggers that the config names (``tensorboard``, …)."""
-        if self.metrics is None:
-            return
         self.metrics.add(step, figures)
-        if self.engine.monitor.enabled:
+        if self.metrics.is_written and self.engine.monitor.enabled:
             known = [(name, value) for name, value in figures.items() if value is not None and math.isfinite(value)]
             # By the number of samples, as DeepSpeed's own figures are.
             samples = self.engine.global_samples
@@ -178,12 +166,15 @@ class Loop:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
         is_evaluated = bool(history.heldout) and history.heldout[-1].step == history.step
         if run_length.evaluates_after(history.step) and not is_evaluated:
-            loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
-            others = {
-                name: self.driver.evaluate(heldout_batches(blocks, self.share))
-                for name, blocks in self.evaluated.items()
-            }
+            loss = self._heldout_loss(self.heldout)
+            others = {name: self._heldout_loss(blocks) for name, blocks in self.evaluated.items()}
             more = "".join(f", {name} {other:.4f}" for name, other in others.items())
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}{more}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss, others=others))
             self._record(history.step, {"heldout_loss": loss, **{f"{name}_loss": x for name, x in others.items()}})
+
+    def _heldout_loss(self, blocks: Tensor) -> float:
+        """The mean loss per predicted token of some blocks, of which each replica evaluates its share; collective."""
+        batches = heldout_batches(blocks, self.share)
+        inputs = (({"input_ids": batch.input_ids, "labels": batch.labels}, batch.tokens) for batch in batches)
+        return self._agreed(evaluate(self.engine, inputs))

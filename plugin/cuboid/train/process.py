@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,10 +162,3 @@ def gather(item: T, world: World) -> list[T]:
     items: list[Any] = [None] * world.size
     dist.all_gather_object(items, item)
     return items
-
-
-def total(values: Sequence[float], device: torch.device) -> list[float]:
-    """Sum each of the numbers over all ranks; collective."""
-    sums = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return sums.tolist()

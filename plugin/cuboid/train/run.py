@@ -13,24 +13,22 @@ from pathlib import Path
 
 import deepspeed
 import numpy as np
-import psutil
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
 from cuboid.failures.interrupts import Interrupts, StopCause
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.integrations.callbacks.bad_loss import LossGuard
+from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
-from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
+from cuboid.integrations.callbacks.utilization import peak_of_all_ranks, step_flops
+from cuboid.integrations.deepspeed.engine import CuboidEngine
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.data.corpus import Corpus, all_held_out, read_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
-from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
 from cuboid.train.figures import make_report
 from cuboid.train.job import (
     TrainJob,
@@ -105,10 +103,10 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
     done = 0 if job.resumed is None else job.resumed.state.step
     with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
-        metrics = MetricsFile(options.out / METRICS, progress.say) if world.is_first else None
+        metrics = MetricsFile(options.out / METRICS, progress.say, mesh, is_written=world.is_first)
         loop = _loop(job, engine, interrupts, tokens, evaluated, share, device, metrics)
         _say_hosts(mesh, progress)
-        guard = LossGuard(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
+        guard = LossGuardCallback(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
         guard.watch(engine)
         checkpoints, history = RunCheckpoints(
             engine=engine,
@@ -122,7 +120,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
             guard=guard,
         ).begin()
         if world.is_first and options.max_time_s is not None:
-            interrupts.is_late = functools.partial(_is_late, options.max_time_s, history)
+            interrupts.is_late = functools.partial(history.times.is_late, options.max_time_s)
         interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
         run_length = RunLength(job.steps, options.evaluations, options.save_every or 0, checkpoints.save)
         loop.run(run_length, history, progress)
@@ -154,15 +152,6 @@ def _say_hosts(mesh: cuboid.Mesh, progress: TrainProgress) -> None:
         crossing, staying = mesh.topology.axes_between(mesh.nodes)
         inside = f"; {', '.join(staying)} stay inside" if staying else ""
         progress.say(f"{count} hosts: {', '.join(crossing)} cross them{inside}")
-
-
-def _is_late(max_time_s: float, history: History) -> bool:
-    """Whether another step and the save after it would end later than so many seconds after the process began.
-
-    Not before its first step: else a run that is started again and again would never get further.
-    """
-    elapsed_s = time.time() - psutil.Process().create_time()
-    return history.has_begun and elapsed_s + history.mean_step_s + history.longest_save_s > max_time_s
 
 
 def _check_resumed_alike(job: TrainJob, world: World) -> None:
@@ -243,13 +232,13 @@ def _tokenize_into(
 
 def _loop(
     job: TrainJob,
-    engine: object,
+    engine: CuboidEngine,
     interrupts: Interrupts,
     tokens: TokenFolder,
     evaluated: Mapping[str, TokenFolder],
     share: Share,
     device: torch.device,
-    metrics: MetricsFile | None,
+    metrics: MetricsFile,
 ) -> Loop:
     length = job.options.sequence_length
     blocks = Blocks(tokens.stream("train"), length)
@@ -258,13 +247,9 @@ def _loop(
         for folder in (tokens, *evaluated.values())
     )
     shuffle = Shuffle(len(blocks), job.options.seed)
-    driver: Driver = MicroBatchDriver(engine, device, interrupts)
-    if job.has_pipeline:
-        driver = PipelineDriver(engine, device, interrupts, job.accumulation)
-    peak_step_s = None if metrics is None else _peak_step_s(job, share.replicas, device)
+    peak = peak_of_all_ranks(device, job.dtype) if metrics.is_written else None
     return Loop(
         engine=engine,
-        driver=driver,
         interrupts=interrupts,
         blocks=blocks,
         heldout=heldout,
@@ -273,18 +258,16 @@ def _loop(
         share=share,
         accumulation=job.accumulation,
         metrics=metrics,
-        peak_step_s=peak_step_s,
+        # Describing the model takes a while, and only an MFU needs it.
+        step_flops=None if peak is None else _step_flops(job, share.replicas),
+        peak_flops=peak,
     )
 
 
-def _peak_step_s(job: TrainJob, replicas: int, device: torch.device) -> float | None:
-    """Seconds of a step at the devices' peak; None if the peak isn't known, or the model's operations."""
-    peak = peak_flops(device, job.dtype)
-    if peak is None:
-        return None
+def _step_flops(job: TrainJob, replicas: int) -> float | None:
+    """FLOPs of a step, without recomputation; None if the model's operations aren't known."""
     try:
         model = meta_model(job.model_config)
     except UnsupportedModelError:
         return None
-    flops = step_flops(model, job.options.sequence_length, job.global_batch(replicas))
-    return None if flops is None else flops / (peak * dist.get_world_size())
+    return step_flops(model, job.options.sequence_length, job.global_batch(replicas))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-import psutil
-import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from cuboid.distributed.collectives import sum_over_ranks
 from cuboid.errors import ConfigError
 from cuboid.failures.interrupts import Interrupts, StopCause, exit_status
+from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.callbacks.training_engine import engine_of
 
 
@@ -38,9 +39,8 @@ class InterruptCallback(TrainerCallback):
         self.stopped_by: StopCause | None = None
         self._max_time_s, self._exits = max_time_s, exits
         self._interrupts: Interrupts | None = None
-        self._step_s: list[float] = []
-        self._longest_save_s = 0.0
-        self._step_began = self._last_event = time.perf_counter()
+        self._times = StepTimes()
+        self._last_event = time.perf_counter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -49,11 +49,12 @@ class InterruptCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("InterruptCallback: signals come to the main thread alone; call train() there")
         self.stopped_by = None
-        self._step_s.clear()
+        longest_save_s, self._times = self._times.longest_save_s, StepTimes()
+        self._times.longest_save_s = longest_save_s
         self._interrupts = Interrupts()
         self._interrupts.__enter__()
         if state.is_world_process_zero and self._max_time_s is not None:
-            self._interrupts.is_late = self._is_late
+            self._interrupts.is_late = partial(self._times.is_late, self._max_time_s)
         is_first = state.is_world_process_zero
         self._interrupts.defer(lambda: self._announce() if is_first else None)
 
@@ -61,14 +62,14 @@ class InterruptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Note when a step begins."""
-        self._step_began = time.perf_counter()
+        self._times.begin()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Agree on whether to stop."""
         self._last_event = time.perf_counter()
-        self._step_s.append(self._last_event - self._step_began)
+        self._times.end()
         return self._stop_if_asked(args, control)
 
     def on_evaluate(
@@ -84,7 +85,7 @@ class InterruptCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save takes."""
-        self._longest_save_s = max(self._longest_save_s, time.perf_counter() - self._last_event)
+        self._times.saved(self._last_event)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -124,25 +125,13 @@ class InterruptCallback(TrainerCallback):
         interrupts = self._interrupts
         if interrupts is None or self.stopped_by is not None:
             return control
-        votes = torch.tensor(interrupts.own(), dtype=torch.float64, device=args.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(votes)
-        interrupts.agree(votes.tolist())
+        interrupts.agree(sum_over_ranks(interrupts.own(), args.device))
         self.stopped_by = interrupts.stop
         if self.stopped_by is not None:
             # An evaluation that is due now can wait for the resumed run, the checkpoint can't.
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
         return control
-
-    def _is_late(self) -> bool:
-        assert self._max_time_s is not None
-        if not self._step_s:
-            return False
-        # The first step, which includes warm-up, says little about the next one.
-        counted = self._step_s[1:] or self._step_s
-        elapsed_s = time.time() - psutil.Process().create_time()
-        return elapsed_s + sum(counted) / len(counted) + self._longest_save_s > self._max_time_s
 
     def _announce(self) -> None:
         print("stopping after this step; Ctrl-C once more ends it at once", file=sys.stderr, flush=True)

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.errors import CheckpointError
-from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
+from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.callbacks.training_engine import mesh_if_sharded
-from cuboid.integrations.callbacks.utilization import peak_flops
+from cuboid.integrations.callbacks.utilization import peak_of_all_ranks
 
 logger = logging.getLogger(__name__)
-
-
-class StepTimes:
-    """How long steps take, and how much of the time none runs."""
-
-    def __init__(self) -> None:
-        self._begun = self._since = time.perf_counter()
-        #: Since the last :meth:`take`.
-        self._steps, self._busy_s = 0, 0.0
-        self._first_s, self._later_s, self._later = 0.0, 0.0, 0
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._begun = time.perf_counter()
-
-    def end(self) -> None:
-        """It ends."""
-        seconds = time.perf_counter() - self._begun
-        if not self._first_s:
-            self._first_s = seconds
-        else:
-            self._later_s, self._later = self._later_s + seconds, self._later + 1
-        self._steps, self._busy_s = self._steps + 1, self._busy_s + seconds
-
-    @property
-    def mean_s(self) -> float:
-        """Mean seconds of a step, without the first one, which includes warm-up; 0 before there is one."""
-        return self._later_s / self._later if self._later else self._first_s
-
-    def take(self) -> tuple[int, float, float]:
-        """Since the last call: the number of steps, their seconds, and the share of the time in which none ran."""
-        now = time.perf_counter()
-        taken = self._steps, self._busy_s, 1 - self._busy_s / max(now - self._since, self._busy_s, 1e-9)
-        self._steps, self._busy_s, self._since = 0, 0.0, now
-        return taken
 
 
 class MetricsCallback(TrainerCallback):
@@ -82,16 +44,9 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         """Cut the file back to the step that training goes on after."""
         path = Path(args.output_dir if self._folder is None else self._folder) / METRICS
-        self._file = MetricsFile(path, logger.warning) if state.is_world_process_zero else None
-
-        def begin() -> None:
-            if self._file is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file.begin(state.global_step)
-
-        run_on_all_ranks(begin, mesh_if_sharded(model), what="start of the metrics")
-        peak = None if model is None else peak_flops(args.device, next(model.parameters()).dtype)
-        self._peak_flops = None if peak is None else peak * (dist.get_world_size() if dist.is_initialized() else 1)
+        self._file = MetricsFile(path, logger.warning, mesh_if_sharded(model), is_written=state.is_world_process_zero)
+        self._file.begin(state.global_step)
+        self._peak_flops = None if model is None else peak_of_all_ranks(args.device, next(model.parameters()).dtype)
         self._times = StepTimes()
         self._tokens, self._flops = state.num_input_tokens_seen, state.total_flos
 
@@ -107,20 +62,10 @@ class MetricsCallback(TrainerCallback):
 
     def rates(self, state: TrainerState) -> dict[str, float]:
         """The rates since the last line, which this ends: seconds of a step, tokens per second, memory, and others."""
-        steps, busy_s, idle_share = self._times.take()
         tokens, flops = int(state.num_input_tokens_seen) - self._tokens, state.total_flos - self._flops
         self._tokens, self._flops = int(state.num_input_tokens_seen), state.total_flos
-        rates: dict[str, float] = {}
-        if steps:
-            rates["step_s"] = busy_s / steps
-            if tokens:
-                rates["tokens_per_s"] = tokens / busy_s
-        rates["memory_bytes"] = memory_use.now_bytes()
-        rates["left_s"] = (state.max_steps - state.global_step) * self._times.mean_s
-        if steps and self._peak_flops is not None:
-            rates["mfu"] = flops / (busy_s * self._peak_flops)
-        rates["idle_share"] = idle_share
-        return rates
+        left = state.max_steps - state.global_step
+        return self._times.rates(left, tokens=tokens, flops=flops, peak_flops=self._peak_flops)
 
     def on_log(
         self,
@@ -152,4 +97,5 @@ class MetricsCallback(TrainerCallback):
             try:
                 self._file.sync()
             except CheckpointError as error:
-                logger.warning("%s", error)
+                if state.is_world_process_zero:
+                    logger.warning("%s", error)

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
+from cuboid.failures.rank_agreement import run_on_all_ranks
 
 #: Name of the file in a run's folder.
 METRICS = "metrics.jsonl"
@@ -70,23 +72,40 @@ class MetricsFile:
 
     If it can't be written, that is said once and training goes on; the lines wait for the next step. A checkpoint needs
     them: see :meth:`sync`.
+
+    Args:
+        path: of the file.
+        warn: called with a message.
+        mesh: of this rank, if there is one; the other ranks learn by it whether :meth:`begin` and :meth:`sync` failed.
+        is_written: whether this rank writes it, as one does.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
-        self._warn = warn
+    def __init__(
+        self, path: Path, warn: Callable[[str], object], mesh: Mesh | None = None, *, is_written: bool = True
+    ) -> None:
+        self.is_written = is_written
+        self._path, self._warn, self._mesh = path, warn, mesh
         self._waiting: list[str] = []
         self._has_warned = False
 
     def begin(self, step: int) -> None:
-        """Drop all lines of later steps than ``step``; at no time the earlier ones are missing.
+        """Drop all lines of later steps than ``step``; at no time the earlier ones are missing. Collective.
 
         Raises:
             CheckpointError: there is another file, or it can't be written.
         """
+
+        def begin() -> None:
+            if self.is_written:
+                self._cut_back(step)
+
+        run_on_all_ranks(begin, self._mesh, what="start of the metrics")
+
+    def _cut_back(self, step: int) -> None:
         check_metrics(self._path)
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("wb") as file:
                 if step and self._path.exists():
                     file.writelines(line for line, record in _records(self._path) if record["step"] <= step)
@@ -96,6 +115,8 @@ class MetricsFile:
 
     def add(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Append one line. What isn't known, or isn't a finite number, is null there."""
+        if not self.is_written:
+            return
         known = {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}
         self._waiting.append(json.dumps({"step": step, **known}) + "\n")
         try:
@@ -106,15 +127,20 @@ class MetricsFile:
             self._has_warned = True
 
     def sync(self) -> None:
-        """Bring the file up to date on its device.
+        """Bring the file up to date on its device; collective.
 
         Raises:
             CheckpointError: that isn't possible.
         """
-        try:
-            self._write(sync=True)
-        except OSError as error:
-            raise CheckpointError(f"{self._path} can't be written: {error.strerror}") from error
+
+        def sync() -> None:
+            try:
+                if self.is_written:
+                    self._write(sync=True)
+            except OSError as error:
+                raise CheckpointError(f"{self._path} can't be written: {error.strerror}") from error
+
+        run_on_all_ranks(sync, self._mesh, what="save of the metrics")
 
     def _write(self, *, sync: bool = False) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
 from cuboid.models.stages.model_costs import sizes_of
 
@@ -27,6 +28,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_of_all_ranks(device: torch.device, dtype: torch.dtype) -> float | None:
+    """:func:`peak_flops` of all ranks' devices together, which are alike."""
+    peak = peak_flops(device, dtype)
+    return None if peak is None else peak * current_world_size()
 
 
 def step_flops(full_model: PreTrainedModel, length: int, rows: int) -> float | None:

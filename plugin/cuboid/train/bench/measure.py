@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import deepspeed
 import torch
@@ -23,6 +23,7 @@ from cuboid.config.schema import require_config
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
+from cuboid.integrations.deepspeed.training_step import train_step
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import check_countable, describe_modules
@@ -91,12 +92,11 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
     batches = _batches(options, rows, full_model.config.get_text_config().vocab_size, mesh.coordinate.data, device)
-    step = _step_of(engine, batches, accumulation, has_pipeline=cuboid_config.pipeline is not None)
     for _ in range(options.warmup):
-        step()
+        train_step(engine, batches)
     counted = "" if memory_use.reset_peak() else ", since its start"
     mesh.comm_counter.reset()
-    times = [_timed(step) for _ in range(options.steps)]
+    times = [_timed(lambda: train_step(engine, batches)) for _ in range(options.steps)]
     figures = gather((times, mesh.comm_counter.snapshot(), memory_use.peak_bytes()), world)
     formula, formula_kept_bytes = None, None
     if cuboid_config.pipeline is None:
@@ -133,23 +133,7 @@ def _batches(
         yield {"input_ids": ids, "labels": ids}
 
 
-def _step_of(
-    engine: Any, batches: Iterator[dict[str, torch.Tensor]], accumulation: int, *, has_pipeline: bool
-) -> Callable[[], None]:
-    """A function that makes one optimizer step, as a training script does."""
-
-    def step() -> None:
-        if has_pipeline:
-            engine.train_batch(batches)
-            return
-        for _ in range(accumulation):
-            engine.backward(engine(**next(batches)).loss)
-            engine.step()
-
-    return step
-
-
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], object]) -> float:
     accelerator = get_accelerator()
     accelerator.synchronize()
     dist.barrier()
