@@ -19,7 +19,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from comparing import stored
 from cuboid.errors import UnsupportedModelError
-from launching import alone, world
+from launching import alone, as_ranks, world
 
 SCRIPT = """
     import json, sys
@@ -65,6 +65,33 @@ SCRIPT = """
 """
 
 
+EVALUATION = """
+    import json, sys
+    import cuboid
+    import torch
+    from transformers import AutoModelForCausalLM, TrainingArguments, logging
+
+    logging.set_verbosity_error()
+    path, out, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    ids = torch.randint(0, 67, (11, 9), generator=torch.Generator().manual_seed(3))
+    labels = ids.masked_fill(torch.arange(9) < torch.arange(11)[:, None] % 9, -100)
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
+    losses = []
+    for average in (True, False):
+        arguments = TrainingArguments(
+            out, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=1,
+            learning_rate=0.0, lr_scheduler_type="constant", per_device_train_batch_size=2,
+            per_device_eval_batch_size=2, average_tokens_across_devices=average,
+        )
+        model = AutoModelForCausalLM.from_pretrained(path)
+        trainer = cuboid.CuboidTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    print("RESULT" + json.dumps(losses), flush=True)
+    torch.distributed.destroy_process_group()
+"""
+
+
 def config_of(mesh):
     return {
         "train_micro_batch_size_per_gpu": "auto",
@@ -104,6 +131,21 @@ def resumes_on_another_mesh(paths, losses, evaluation):
     assert [entry["step"] for entry in rest] == [1, 2, 3]
     assert rest[-1]["loss"] == pytest.approx(losses[-1]["loss"], rel=1e-6)
     assert evaluated["eval_loss"] == pytest.approx(evaluation, rel=1e-6)
+
+
+def test_an_evaluation_counts_each_label_of_all_replicas_once(paths):
+    """Eleven rows in batches of two on two replicas: the last batch of the second one is filled up with a row."""
+    (paths / "evaluation.py").write_text(textwrap.dedent(EVALUATION))
+    endings = as_ranks(2, paths / "evaluation.py", paths / "start", paths / "evaluated", json.dumps(config_of({})))
+    ids = torch.randint(0, 67, (11, 9), generator=torch.Generator().manual_seed(3))
+    labels = ids.masked_fill(torch.arange(9) < torch.arange(11)[:, None] % 9, -100)
+    expected = LlamaForCausalLM.from_pretrained(paths / "start")(input_ids=ids, labels=labels).loss.item()
+    for status, output in endings:
+        assert status == 0, output
+        by_labels, by_batches = json.loads(output.partition("RESULT")[2].splitlines()[0])
+        assert by_labels == pytest.approx(expected, rel=1e-6)
+        # The Trainer's own mean, for which there is an argument.
+        assert by_batches != pytest.approx(expected, rel=1e-4)
 
 
 # Two ranks share one stream of data, whose last batch is short, and odd; of four ranks, two pairs have one stream each,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.metrics import MetricsCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
+from cuboid.integrations.evaluation_loss import EvaluationLoss
 from cuboid.integrations.handoff import check_schedule
 from cuboid.integrations.trainer_classes import trainer_of_trl
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
@@ -87,6 +89,7 @@ class CuboidTrainer(Trainer):
     deepspeed: Any
     optimizer: Any
     lr_scheduler: Any
+    model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Before TRL's trainers begin: they would make an engine, and run it, to compute these.
@@ -97,6 +100,8 @@ class CuboidTrainer(Trainer):
         config = _config_in(plugin)
         self._runs_pipeline = config is not None and config.pipeline is not None
         self._micro_batches: list[Any] = []
+        #: In an evaluation whose loss is the mean over labels.
+        self._evaluation: EvaluationLoss | None = None
         # Under DeepSpeed, ``train`` forgets what ``optimizers`` gave and makes its own.
         self._given_optimizer, self._given_schedule = self.optimizer, self.lr_scheduler
         if plugin is not None and config is not None:
@@ -211,16 +216,49 @@ class CuboidTrainer(Trainer):
         of_trl = trainer_of_trl(type(self))
         return of_trl is not None and of_trl.__name__ in _GIVEN_LOSS
 
-    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.evaluation_loop``, for the loss only; also works before training, without an engine."""
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As ``Trainer.evaluation_loop``, with a loss that is the mean over all labels; in a pipeline, the loss only.
+
+        In a pipeline it also works before training, without an engine.
+        """
+        arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if not self._evaluates_own_loss:
+            return self._evaluation_loop(*arguments)
+        evaluation = EvaluationLoss(self.model, self.accelerator, skips_non_finite=self.args.logging_nan_inf_filter)
+        # Each batch's loss is the mean over its own labels; otherwise the Trainer scales it by those of all processes.
+        accepts, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, False
+        self._evaluation = evaluation
+        try:
+            output = self._evaluation_loop(*arguments)
+        finally:
+            self._evaluation, self.model_accepts_loss_kwargs = None, accepts
+        name, mean = f"{metric_key_prefix}_loss", evaluation.over_ranks()
+        if name in output.metrics and not math.isnan(mean):
+            output.metrics[name] = mean
+        return output
+
+    def _evaluation_loop(self, *arguments: Any) -> Any:
         if not self._runs_pipeline or self.deepspeed is not None:
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+            return super().evaluation_loop(*arguments)
         # Without an engine, the Trainer would demand ZeRO-3 and make one; a loss needs neither.
         self.deepspeed = Pipeline(self.model.to(self.args.device))
         try:
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+            return super().evaluation_loop(*arguments)
         finally:
             self.deepspeed = None
+
+    @property
+    def _evaluates_own_loss(self) -> bool:
+        """Whether the loss of an evaluation is the model's own, and all its labels are to count alike."""
+        is_own = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
+        return is_own and self.args.average_tokens_across_devices and EvaluationLoss.is_known_of(self.model)
 
     def prediction_step(
         self,
@@ -229,11 +267,21 @@ class CuboidTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """The loss of an evaluation batch, without logits and labels.
+        """As ``Trainer.prediction_step``; in a pipeline, the loss of an evaluation batch, without logits and labels.
 
         Raises:
-            CuboidError: logits are asked for, or the batch has no labels.
+            CuboidError: in a pipeline, logits are asked for, or the batch has no labels.
         """
+        if self._evaluation is not None:
+            inputs = self._evaluation.counted_once(inputs)
+        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluation is not None and loss is not None:
+            self._evaluation.add(inputs, loss)
+        return loss, logits, labels
+
+    def _predict(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
         if not self._runs_pipeline:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if not prediction_loss_only:
