@@ -73,9 +73,13 @@ class CuboidTrainer(Trainer):
     Attributes:
         trains_compute_loss: whether to train what ``compute_loss`` returns. None: if it is of a known trainer of TRL.
 
-    Without a pipeline it is the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under which the
-    ``Trainer`` makes its own, and that checkpoints have no pickles: what the ``Trainer`` pickles beside the engine's
-    files is in these, and a run goes on to the same digits, dropout included.
+    On meshes too, the loss of an evaluation is the mean over all labels of all replicas, each counted once, in batches
+    of any size; with ``average_tokens_across_devices=False``, or a ``compute_loss`` of its own, it is the ``Trainer``'s
+    mean of batches.
+
+    Without a pipeline it is otherwise the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under
+    which the ``Trainer`` makes its own, and that checkpoints have no pickles: what the ``Trainer`` pickles beside the
+    engine's files is in these, and a run goes on to the same digits, dropout included.
 
     Raises:
         ConfigError: an argument or a base class asks for what a pipeline can't do, such as logits.

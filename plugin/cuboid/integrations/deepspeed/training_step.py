@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,10 @@ from torch import Tensor
 from cuboid.integrations.deepspeed.engine import CuboidEngine
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.loss_mean import LossMean
+from cuboid.models.batch.broadcast import MicroBatch
 
-Batch = Mapping[str, Tensor]
 
-
-def train_step(engine: CuboidEngine, batches: Iterator[Batch]) -> Tensor:
+def train_step(engine: CuboidEngine, batches: Iterator[MicroBatch]) -> Tensor:
     """One optimizer step on the next ``gradient_accumulation_steps`` micro-batches of each replica; collective.
 
     Returns:
@@ -37,7 +35,7 @@ def train_step(engine: CuboidEngine, batches: Iterator[Batch]) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(engine: CuboidEngine, batches: Iterable[tuple[Batch, int]]) -> LossMean:
+def evaluate(engine: CuboidEngine, batches: Iterable[tuple[MicroBatch, int]]) -> LossMean:
     """The mean loss over batches, each with the number of its label tokens; of this replica, or a pipeline's all.
 
     Collective; all replicas must have the same number of batches.
@@ -57,5 +55,5 @@ def evaluate(engine: CuboidEngine, batches: Iterable[tuple[Batch, int]]) -> Loss
     return mean
 
 
-def _placed(batch: Batch, engine: CuboidEngine) -> dict[str, Any]:
+def _placed(batch: MicroBatch, engine: CuboidEngine) -> MicroBatch:
     return {name: x.to(engine.device) for name, x in batch.items()}
