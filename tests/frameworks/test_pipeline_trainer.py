@@ -198,6 +198,68 @@ def test_a_checkpoint_resumes_where_it_was_saved(root):
     assert not all(torch.equal(reopened[name], started[name]) for name in started)
 
 
+HALF = """
+    import json, sys
+    from unittest import mock
+    import cuboid, deepspeed, torch
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, logging
+
+    logging.set_verbosity_error()
+    start, out, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    # A collective that would have to be compiled first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    class Sequential(cuboid.CuboidTrainer if "pipeline" in config else Trainer):
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
+    class Scales(TrainerCallback):
+        seen = []
+        def on_step_end(self, *args, **kwargs):
+            self.seen.append([float(trainer.deepspeed.optimizer.loss_scale), trainer.deepspeed.skipped_steps])
+
+    ids = torch.randint(0, 67, (28, 9), generator=torch.Generator().manual_seed(3))
+    rows = [{"input_ids": x, "labels": x} for x in ids]
+    # torch multiplies float16 on every CPU; DeepSpeed wants one that is fast at it.
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
+        arguments = TrainingArguments(
+            out, deepspeed=config, fp16=True, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=7, logging_steps=1, warmup_steps=2,
+            learning_rate=1e-3, lr_scheduler_type="linear", max_grad_norm=0.5, logging_nan_inf_filter=False,
+        )
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float16)
+        trainer = Sequential(
+            model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:3], callbacks=[Scales()]
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+    if arguments.process_index == 0:
+        logs = [one for one in trainer.state.log_history if "loss" in one]
+        print("RESULT" + json.dumps([[[one["loss"], one["learning_rate"]] for one in logs], Scales.seen, evaluated]))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_float16_scales_and_skips_in_a_pipeline_as_deepspeed_alone_does(root):
+    (root / "half.py").write_text(textwrap.dedent(HALF))
+    config = config_of(2, {}) | {
+        # The first two steps overflow, and the scale grows after every two that don't.
+        "fp16": {"enabled": "auto", "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
+    }
+    plain = {name: section for name, section in config.items() if name not in ("pipeline", "tensor_parallel")}
+    steps, scales, evaluated = result_of(
+        *world(1, root / "half.py", root / "untied", root / "half alone", json.dumps(plain))
+    )
+    piped = result_of(*world(2, root / "half.py", root / "untied", root / "half piped", json.dumps(config)))
+    assert [skipped for _, skipped in scales] == [1, 2, 2, 2, 2, 3, 3]
+    assert piped[1] == scales
+    assert piped[2] == pytest.approx(evaluated, rel=1e-4)
+    for step, expected in zip(piped[0], steps, strict=True):
+        assert step == pytest.approx(expected, rel=1e-4)
+
+
 REFUSALS = """
     import json, sys
     import torch
@@ -228,7 +290,7 @@ REFUSALS = """
             return str(error)
 
     values = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    names = ["torch_compile", "fp16", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"]
+    names = ["torch_compile", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"]
     messages = {name: message_of(arguments={name: values.get(name, True)}) for name in [*values, *names]}
     messages["compute_loss_func"] = message_of(compute_loss_func=lambda *_: None)
     messages["OwnLoss.compute_loss"] = message_of(OwnLoss)

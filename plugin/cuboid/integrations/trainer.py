@@ -34,7 +34,6 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import predicted
 _REFUSED = {
     "label_smoothing_factor": "the loss is computed in pieces on the last stage, and only there; leave it at 0",
     "torch_compile": 'stages are compiled when they are loaded; write "compile": true under tensor_parallel instead',
-    "fp16": "its loss scaling is untried with the Trainer; use bf16, or the engine itself (deepspeed.initialize)",
     "fp16_full_eval": "a stage is evaluated in the precision that it has",
     "bf16_full_eval": "a stage is evaluated in the precision that it has; use bf16",
     "neftune_noise_alpha": "its noise depends on the length of the sequence, but segments are embedded one by one",
