@@ -118,6 +118,7 @@ FAILING = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_answer_and_their_failures_are_told(tmp_path):
     status, output = finish(start(sys.executable, script(tmp_path, FAILING)), TIMEOUT_S)
     assert status == 0, output

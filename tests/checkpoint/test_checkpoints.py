@@ -265,8 +265,8 @@ def save_often(path, config, out):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_keep_last_keeps_the_newest(pool, checkpoint, tmp_path, asynchronous):
-    config = settings("1x1x2", stages=2, keep_last=2, asynchronous=asynchronous, max_file_bytes=60_000)
-    states = pool.run(4, save_often, checkpoint(LLAMA), config, str(tmp_path))[0]
+    config = settings("1x1x1", stages=2, keep_last=2, asynchronous=asynchronous, max_file_bytes=60_000)
+    states = pool.run(2, save_often, checkpoint(LLAMA), config, str(tmp_path))[0]
     assert {path.name for path in tmp_path.iterdir()} == {"global_step5", "global_step7", "latest"}
     for state, tag in zip(states[2:], ("global_step5", "global_step7"), strict=True):
         read = stored(tmp_path / tag)

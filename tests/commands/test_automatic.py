@@ -368,7 +368,7 @@ AUTOMATIC = """
     )
     ids = torch.randint(64, (8, 1024), generator=torch.Generator().manual_seed(0))
     config = {
-        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "cluster": "4xH100",
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "cluster": "RANKSxH100",
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
         "tensor_parallel": {"mode": "3d_tensor", "mesh": "auto"},
         **json.loads('SECTIONS'),
@@ -410,15 +410,19 @@ AUTOMATIC = """
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("sections", ['{"pipeline": {"engine": "seq1f1b", "stages": 2}}', "{}"], ids=["stages", "mesh"])
-def test_an_engine_trains_on_what_was_chosen(tmp_path, sections):
-    reports = reports_of(4, AUTOMATIC.replace("SECTIONS", sections), tmp_path)
-    assert len(reports) == 4
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [(2, "{}"), (4, "{}"), (4, '{"pipeline": {"engine": "seq1f1b", "stages": 2}}')],
+    ids=["2", "4", "4 in stages"],
+)
+def test_an_engine_trains_on_what_was_chosen(tmp_path, ranks, sections):
+    reports = reports_of(ranks, AUTOMATIC.replace("SECTIONS", sections).replace("RANKS", str(ranks)), tmp_path)
+    assert len(reports) == ranks
     shapes = {shape for shape, *_ in reports}
     assert len(shapes) == 1
     stages = 2 if "pipeline" in sections else 1
     for shape, rows, replicas, losses, expected, _ in reports:
-        assert MeshShape.parse(shape).size * replicas * stages == 4
+        assert MeshShape.parse(shape).size * replicas * stages == ranks
         assert rows * replicas == 4
         assert losses == pytest.approx(expected, rel=1e-5)
     spoken = [said for *_, said in reports if said]

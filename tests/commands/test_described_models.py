@@ -150,6 +150,7 @@ def test_every_certified_causal_architecture_is_described():
     assert refused == {}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["olmoe", "smollm3"])
 def test_what_no_table_of_the_planner_knew_is_planned(name):

@@ -705,7 +705,7 @@ def test_every_recipe_answers_a_question():
     assert len(RECIPES) > 20
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_accepted_and_fit(path):
     config, rest = require_config(path)

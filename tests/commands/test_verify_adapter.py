@@ -47,7 +47,11 @@ def causal(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "config",
-    [config_of("1x2x2"), config_of(stages=2, segments=3), config_of("2x1x1", stages=2, segments=2)],
+    [
+        pytest.param(config_of("1x2x2"), marks=pytest.mark.slow),
+        config_of(stages=2, segments=3),
+        config_of("2x1x1", stages=2, segments=2),
+    ],
     ids=["mesh", "stages", "both"],
 )
 def test_an_adapter_is_compared_with_plain_peft(pool, causal, config):

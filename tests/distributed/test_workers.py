@@ -164,6 +164,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_exit_when_their_parent_dies(tmp_path: Path) -> None:
     script, pids = tmp_path / "owner.py", tmp_path / "pids"
     script.write_text(OWNER)

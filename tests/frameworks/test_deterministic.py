@@ -122,7 +122,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_are_the_same_in_each_run(pool, dropping, checkpoint, tmp_path, layout):
     kind, replicas, config = LAYOUTS[layout]

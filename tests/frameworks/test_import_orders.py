@@ -168,7 +168,9 @@ WORKERS = """
 
 
 # A fork server's workers import the script as spawned ones do.
-@pytest.mark.parametrize("method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["spawn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fork", "forkserver"))]
+)
 def test_workers_are_patched_however_they_start(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(WORKERS))

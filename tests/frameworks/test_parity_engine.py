@@ -41,9 +41,9 @@ def zero(stage: int, clipping: float = 0.25) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mesh", "architecture", "stage", "data_parallel"),
     [
+        ("1x1x2", "gpt2", 1, 2),
         ("2x2x2", "llama", 1, 1),
         ("1x2x2", "llama", 0, 2),
-        ("1x1x2", "gpt2", 1, 2),
         ("2x1x2", "qwen2", 2, 2),
         ("1x1x1", "qwen3", 0, 2),
     ],
@@ -75,6 +75,7 @@ def test_without_clipping_and_sharded_in_memory(parity: Compare) -> None:
     parity("1x2x1", "mistral", zero(1, clipping=0), shard_in_memory=True)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(parity: Compare) -> None:
     parity("1x2x2", "llama", zero(1), checkpointing=True)
 
@@ -111,6 +112,7 @@ def _resumed(path: str, config: dict[str, Any], folder: str | None) -> list[floa
     return losses + train(engine, 2, skip=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("mesh", "data", "stage"), [("1x2x1", 1, 1), ("1x1x1", 2, 1), ("1x1x1", 2, 2)])
 def test_an_optimizer_on_the_host_trains_to_the_same_losses(
     pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path, mesh: str, data: int, stage: int
@@ -128,7 +130,7 @@ def test_an_optimizer_on_the_host_trains_to_the_same_losses(
 
 
 def test_bfloat16(parity: Compare) -> None:
-    parity("1x2x2", "llama", zero(1), data_parallel=2, dtype="bfloat16")
+    parity("1x2x1", "llama", zero(1), data_parallel=2, dtype="bfloat16")
 
 
 @pytest.mark.slow

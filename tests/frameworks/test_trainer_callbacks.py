@@ -147,7 +147,7 @@ def results_of(output):
     return [json.loads(line.removeprefix("RESULT")) for line in output.splitlines() if line.startswith("RESULT")]
 
 
-@pytest.mark.parametrize("kind", ["mesh", "pipeline"])
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("mesh", marks=pytest.mark.slow)])
 def test_a_bad_loss_is_named_and_its_update_skipped_to_the_last_bit(root, kind):
     status, output = world(2, root / "judge.py", plan_of(root, kind, kind, "start"))
     assert status == 0, output
@@ -165,7 +165,7 @@ def test_a_bad_loss_is_named_and_its_update_skipped_to_the_last_bit(root, kind):
     ]
 
 
-@pytest.mark.parametrize("kind", ["mesh", "pipeline"])
+@pytest.mark.parametrize("kind", ["mesh", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes_on_to_the_digit(root, kind):
     def lines_of(out):
         lines = map(json.loads, (root / out / "metrics.jsonl").read_text().splitlines())

@@ -82,7 +82,7 @@ def test_each_mode_computes_the_same_and_only_layers_runs_attention_again(runs):
 
 
 @pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_dropout_draws_the_same(runs, implementation):
     model = {"attention_dropout": 0.3, "implementation": implementation}
     model |= {"architecture": "gpt_neox", "hidden_dropout": 0.2}

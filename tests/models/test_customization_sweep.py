@@ -279,11 +279,11 @@ FEW = [
     ("entry", "layout", "moment"),
     [
         ("shard", "1x1x2", "later"),
-        ("load", "2 stages of 1x2x1", "engine"),
-        ("initialize", "2x1x1", "later"),
+        pytest.param("load", "2 stages of 1x2x1", "engine", marks=pytest.mark.slow),
+        pytest.param("initialize", "2x1x1", "later", marks=pytest.mark.slow),
         ("initialize", "2 stages", "engine"),
         ("booster", "1x2x1", "sharded"),
-        ("booster", "2 stages", "later"),
+        pytest.param("booster", "2 stages", "later", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_script_changes_is_right_or_refused(pool, paths, entry, layout, moment):

@@ -48,7 +48,7 @@ def prompts(rows=3):
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("architecture", TYPES)
 def test_a_mesh_generates_what_plain_transformers_does(architecture, mesh):
@@ -187,6 +187,7 @@ def test_log_probabilities_are_those_of_training():
         torch.testing.assert_close(generated, trained, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
 def test_encoder_decoders_run_whole_in_each_step(name):
     model = SmallModel(name)._model().double().eval()

@@ -387,9 +387,7 @@ def saved(on_layout, tmp_path_factory):
 @pytest.mark.parametrize(
     ("schedule", "source", "target"),
     [
-        ("one function", "stages", "stages"),
         ("functions", "uneven stages", "one process"),
-        ("one cycle", "one process", "stages"),
         ("cyclic", "mesh and stages", "stages and replicas"),
         *(
             pytest.param(schedule, source, target, marks=pytest.mark.slow)

@@ -101,7 +101,14 @@ def told(mesh, stages, segments, evaluates):
 
 @pytest.mark.parametrize(
     ("mesh", "stages", "segments", "evaluates"),
-    [("1x1x1", 2, 3, False), ("2x2x1", 1, 2, True), ("1x1x2", 2, 2, False), ("1x3x2", 1, 1, False)],
+    [
+        ("1x1x1", 2, 3, False),
+        ("1x2x1", 1, 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("2x2x1", 1, 2, True), ("1x1x2", 2, 2, False), ("1x3x2", 1, 1, False))
+        ),
+    ],
 )
 def test_values_are_those_of_all_logits_on_every_rank(pool, mesh, stages, segments, evaluates):
     model = built()

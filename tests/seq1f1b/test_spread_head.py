@@ -109,8 +109,8 @@ def test_in_the_engine(parity: Compare, small: SmallModel, changes: dict[str, An
 MESHES = {"2x1x1": "gpt2", "1x2x1": "gemma2", "1x1x2": "llama", "1x2x2": "qwen3", "2x1x2": "llama"}
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("tied", "mesh", "gather"), list(product((False, True), MESHES, ("layer", "step"))))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("tied", "mesh", "gather"), list(product((True, False), MESHES, ("step", "layer"))))
 def test_on_meshes(parity: Compare, mesh: str, tied: bool, gather: str) -> None:
     small = SmallModel(MESHES[mesh], layers=4, tied=tied)
     # Gradients of the head come once a step, whichever of them waits.
@@ -273,17 +273,19 @@ def resumed_by(path, config, root):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_training_resumes_on_another_layout_spread_or_not(pool, checkpoint, tmp_path, tied):
-    path = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=4, tied=tied))
-    spread = settings("1x1x1", 2, pipeline=SPREAD)
-    others = [
-        settings("1x1x1", 4, pipeline={**SPREAD, "segments": 3}),
+@pytest.mark.parametrize(
+    "other",
+    [
         settings("1x2x1", 2, pipeline={**SPREAD, "segments": 3}),
+        settings("1x1x1", 4, pipeline={**SPREAD, "segments": 3}),
         settings("1x2x1", 2),
-    ]
-    losses = pool.run(2, saved_by, path, spread, str(tmp_path))[0]
-    for config in others:
-        assert pool.run(4, resumed_by, path, config, str(tmp_path))[0] == pytest.approx(losses[2:], rel=2e-6)
+    ],
+    ids=["mesh", "more stages", "not spread"],
+)
+def test_training_resumes_on_another_layout_spread_or_not(pool, checkpoint, tmp_path, tied, other):
+    path = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=4, tied=tied))
+    losses = pool.run(2, saved_by, path, settings("1x1x1", 2, pipeline=SPREAD), str(tmp_path))[0]
+    assert pool.run(4, resumed_by, path, other, str(tmp_path))[0] == pytest.approx(losses[2:], rel=2e-6)
 
 
 # What is refused

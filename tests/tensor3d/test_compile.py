@@ -152,7 +152,7 @@ def train_compiled(path, axes, compiler, sections):
         # Among the steps of other lengths, too, and in every combination with sections.
         pytest.param((2, 1, 1), PARTITION_ONLY, {}, marks=pytest.mark.slow),
         ((2, 1, 1), PARTITION_ONLY, KEPT),
-        ((2, 1, 1), PARTITION_ONLY, LAYERS_AGAIN),
+        pytest.param((2, 1, 1), PARTITION_ONLY, LAYERS_AGAIN, marks=pytest.mark.slow),
         ((1, 1, 2), PARTITION_ONLY, ATTENTION_ONCE),
         *(
             pytest.param(axes, "inductor", sections, marks=pytest.mark.slow)

@@ -35,13 +35,13 @@ PADDED_EAGER = {
 FOR_EVERY_CHANGE = {
     "layers": {},
     "padded stage": {**COUNTED, **PADDED},
-    "stage on the host": COUNTED,
     "optimizer with ZeRO-1": {},
     "save": {},
 }
 SLOW = {
     # A stage's units go through the same.
     "layers on the host": {},
+    "stage on the host": COUNTED,
     "two chunks on the host": COUNTED,
     "experts": {},
     "last stage without a mesh": COUNTED,

@@ -314,7 +314,7 @@ def plain_steps(name, options):
     ("name", "first", "second", "options"),
     [
         ("Adafactor", ("1x2x1", None), ("1x1x1", 2), {"tie_word_embeddings": True}),
-        ("DeepSpeed's Muon", ("1x1x1", 2), ("1x1x2", None), {}),
+        pytest.param("DeepSpeed's Muon", ("1x1x1", 2), ("1x1x2", None), {}, marks=pytest.mark.slow),
         pytest.param("Muon", ("1x1x2", 2), ("1x2x1", None), {}, marks=pytest.mark.slow),
         pytest.param("transformers' Adafactor", ("2x1x1", 2), ("2x1x1", None), {}, marks=pytest.mark.slow),
         pytest.param("LARS", ("1x1x1", 2), ("2x1x2", None), {}, marks=pytest.mark.slow),

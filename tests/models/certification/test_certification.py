@@ -156,10 +156,10 @@ LLAMA4 = {
     ("architecture", "options", "segments", "padding"),
     [
         ("llama", {"rope_parameters": DYNAMIC}, 3, None),
-        ("llama", {"rope_parameters": LONG}, 3, "right"),
+        pytest.param("llama", {"rope_parameters": LONG}, 3, "right", marks=pytest.mark.slow),
         ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 12}, 2, None),
-        ("llama4_text", LLAMA4, 3, None),
-        ("opt", OPT, 1, "left"),
+        pytest.param("llama4_text", LLAMA4, 3, None, marks=pytest.mark.slow),
+        pytest.param("opt", OPT, 1, "left", marks=pytest.mark.slow),
         ("opt", OPT, 3, "left"),
     ],
 )

@@ -107,6 +107,7 @@ def test_a_recurrent_model_is_split_late_because_its_masks_are_cut_to_its_embedd
     assert verdict.error < 1e-9
 
 
+@pytest.mark.slow
 def test_stages_behind_the_first_make_masks_of_the_whole_length(monkeypatch):
     monkeypatch.setattr(LateSplit, "whole_shape", lambda self, part: part.shape)
     verdict = check_meshes(*cls_and_config("mamba2"))
