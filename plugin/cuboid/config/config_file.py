@@ -96,7 +96,27 @@ def checked_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: names the offending key.
     """
-    _check_values(config)
+    # An alias in YAML counts as often as it is used, since it could expand exponentially.
+    seen = 0
+    pending: list[tuple[tuple[str, ...], Any]] = [((), config)]
+    while pending:
+        keys, value = pending.pop()
+        seen += 1
+        if seen > _MOST_VALUES or len(keys) > _MOST_LEVELS:
+            what = f"{_MOST_VALUES:,} values" if seen > _MOST_VALUES else f"{_MOST_LEVELS} levels"
+            raise ConfigError(f"the config has more than {what}, below {keys[0]}; is an alias or a section repeated?")
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str):
+                    named = ".".join((*keys, str(key)))
+                    raise ConfigError(f"{named}: keys are strings, not {_kind(key)}; put it in quotes")
+            pending += [((*keys, str(key)), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [((*keys, str(index)), item) for index, item in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value) and (keys, value) != _NEVER_PRINTED:
+            raise ConfigError(f"{'.'.join(keys)} is {value}; no key takes a number that isn't finite")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{'.'.join(keys)} is a number of {value.bit_length()} bits; no key takes more than 64")
     return copy.deepcopy(dict(config))
 
 
@@ -147,27 +167,3 @@ class _Loader(yaml.SafeLoader):
         # "<<" merges another mapping, and may occur several times.
         _reject_duplicates((key, None) for key in names if key != "<<")
         return super().construct_mapping(node, deep)
-
-
-def _check_values(config: Mapping[str, Any]) -> None:
-    """Check every value. An alias in YAML counts as often as it is used, since it could expand exponentially."""
-    seen = 0
-    pending: list[tuple[tuple[str, ...], Any]] = [((), config)]
-    while pending:
-        keys, value = pending.pop()
-        seen += 1
-        if seen > _MOST_VALUES or len(keys) > _MOST_LEVELS:
-            what = f"{_MOST_VALUES:,} values" if seen > _MOST_VALUES else f"{_MOST_LEVELS} levels"
-            raise ConfigError(f"the config has more than {what}, below {keys[0]}; is an alias or a section repeated?")
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    named = ".".join((*keys, str(key)))
-                    raise ConfigError(f"{named}: keys are strings, not {_kind(key)}; put it in quotes")
-            pending += [((*keys, str(key)), item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            pending += [((*keys, str(index)), item) for index, item in enumerate(value)]
-        elif isinstance(value, float) and not math.isfinite(value) and (keys, value) != _NEVER_PRINTED:
-            raise ConfigError(f"{'.'.join(keys)} is {value}; no key takes a number that isn't finite")
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ConfigError(f"{'.'.join(keys)} is a number of {value.bit_length()} bits; no key takes more than 64")

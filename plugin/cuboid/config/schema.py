@@ -493,35 +493,23 @@ class CuboidConfig(Section):
     framework: SkipJsonSchema[FrameworkNumbers] = FrameworkNumbers()
 
     @model_validator(mode="after")
-    def _check_autotp_size(self) -> CuboidConfig:
+    def _check_together(self) -> CuboidConfig:
         autotp_size = self.tensor_parallel.autotp_size
         if autotp_size and autotp_size != self.ranks:
             raise ValueError(
                 f"autotp_size is {autotp_size}, but {self.ranks} ranks hold one copy of the model; leave autotp_size "
                 "out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rows(self) -> CuboidConfig:
         if not self.tensor_parallel.is_sized and self.framework.batch is None:
             raise ValueError(
                 '"mesh": "auto" needs "train_batch_size", the rows of a step, since it may leave ranks to data '
                 'parallelism; or "size", the ranks of the mesh'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_deterministic(self) -> CuboidConfig:
         if self.deterministic and self.pipeline is not None and self.pipeline.partition == "measured":
             raise ValueError(
                 'pipeline.partition is "measured", which cuts sequences by the times of this run, so that sums have '
                 'another order in each; with "deterministic": true take "flops", "even" or a list of lengths'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_gradient_sync(self) -> CuboidConfig:
         if self.tensor_parallel.gradient_sync == "step" and self.pipeline is None:
             raise ValueError(
                 'tensor_parallel.gradient_sync is "step", which is for the units of a pipeline, and there is none; '
@@ -590,10 +578,7 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
         ConfigError: it can't be read, or has an unknown key, a wrong type or inconsistent sizes.
     """
     config = read_config(source)
-    if _is_ours(config):
-        return _split(config)
-    _reject_lone_mode(config)
-    return None, copy.deepcopy(dict(config))
+    return own_config(config) or (None, copy.deepcopy(dict(config)))
 
 
 def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
@@ -610,22 +595,26 @@ def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
         if _names_us(source):
             raise
         return None
-    if _is_ours(config):
+    if any(_is_ours(name, section) for name, section in config.items()):
         return _split(config)
-    _reject_lone_mode(config)
+    section = config.get("activation_checkpointing")
+    if isinstance(section, Mapping) and section.get("mode") in get_args(ActivationCheckpointingMode):
+        # DeepSpeed would ignore it.
+        raise ConfigError(
+            'activation_checkpointing.mode is for models that Cuboid shards, and the config has no "tensor_parallel": '
+            '{"mode": "3d_tensor", "mesh": {…}} and no "pipeline": {"engine": "seq1f1b", …}; add one of them, or call '
+            "model.gradient_checkpointing_enable() instead"
+        )
     return None
 
 
 def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
     framework_config = checked_copy(config)
     sections = {}
-    if _has_any(framework_config.get("tensor_parallel"), _MODE_KEYS):
-        sections["tensor_parallel"] = framework_config.pop("tensor_parallel")
-    # Beside a mesh, a pipeline section can only be meant for Cuboid, even if its "engine" was forgotten.
-    if _has_any(framework_config.get("pipeline"), _ENGINE_KEYS) or (
-        "tensor_parallel" in sections and "pipeline" in framework_config
-    ):
-        sections["pipeline"] = framework_config.pop("pipeline")
+    for name in _KEYS_OF:
+        # Beside a mesh, a pipeline section can only be meant for Cuboid, even if its "engine" was forgotten.
+        if name in framework_config and ("tensor_parallel" in sections or _is_ours(name, framework_config[name])):
+            sections[name] = framework_config.pop(name)
     autotp = framework_config.get("tensor_parallel")
     if "pipeline" in sections and isinstance(autotp, Mapping) and list(autotp) == ["autotp_size"]:
         # Cuboid itself wrote this section, for accelerate.
@@ -648,7 +637,7 @@ def _check_sections(sections: dict[str, Any], framework_config: dict[str, Any]) 
         if name in ("tensor_parallel", "pipeline", "checkpoint", "activation_checkpointing"):
             if not isinstance(section, dict):
                 raise ConfigError(f"{name} is {section!r}; it is a section of keys, or left out")
-        elif _is_meant_for_us(name, section):
+        elif _is_ours(name, section):
             raise ConfigError(
                 f"{name} is not a section of Cuboid's: tensor_parallel has the mode 3d_tensor, and pipeline the engine "
                 f"seq1f1b; {suggestion(name, ['tensor_parallel', 'pipeline'])}"
@@ -707,22 +696,6 @@ def _take_activation_checkpointing(framework_config: dict[str, Any], sections: d
         framework_config.pop("activation_checkpointing")
 
 
-def _reject_lone_mode(config: Mapping[str, Any]) -> None:
-    """Reject Cuboid's key in a config that is DeepSpeed's alone, which would ignore it.
-
-    Raises:
-        ConfigError: it is there.
-    """
-    section = config.get("activation_checkpointing")
-    modes = get_args(ActivationCheckpointingMode)
-    if isinstance(section, Mapping) and section.get("mode") in modes:
-        raise ConfigError(
-            'activation_checkpointing.mode is for models that Cuboid shards, and the config has no "tensor_parallel": '
-            '{"mode": "3d_tensor", "mesh": {…}} and no "pipeline": {"engine": "seq1f1b", …}; add one of them, or call '
-            "model.gradient_checkpointing_enable() instead"
-        )
-
-
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     """Cuboid's part of :func:`require_config`; a config that has been parsed already is returned as it is.
 
@@ -753,49 +726,28 @@ _OWN_KEYS = ("cluster", "sequence_length", "deterministic")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
-#: forgotten or misspelt is diagnosed instead of being passed on.
-_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync", "fp8")
-# This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
-_ENGINE_KEYS = (
-    "engine",
-    "chunks",
-    "segments",
-    "stage_balance",
-    "schedule",
-    "memory_limit",
-    "kv_gradients",
-    "trace",
-    "trace_step",
-)
+#: forgotten or misspelt is diagnosed instead of being passed on. This matters for the pipeline section in particular, in
+#: which DeepSpeed silently ignores unknown keys.
+_KEYS_OF = {
+    "tensor_parallel": (
+        *("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync", "fp8"),
+    ),
+    "pipeline": (
+        *("engine", "chunks", "segments", "stage_balance", "schedule", "memory_limit", "kv_gradients", "trace"),
+        "trace_step",
+    ),
+}
 
 
-def _is_ours(config: Mapping[str, Any]) -> bool:
-    return (
-        _has_any(config.get("tensor_parallel"), _MODE_KEYS)
-        or _has_any(config.get("pipeline"), _ENGINE_KEYS)
-        or any(_is_meant_for_us(name, section) for name, section in config.items())
-    )
-
-
-def _has_any(section: object, keys: Sequence[str]) -> bool:
-    """Whether a section has one of Cuboid's keys, or one of the values that mark it as Cuboid's."""
-    return isinstance(section, Mapping) and (
-        any(key in section for key in keys) or any(_is_mark(value) for value in section.values())
-    )
-
-
-def _is_meant_for_us(name: object, section: object) -> bool:
-    """Whether a section under another name has Cuboid's mode or engine, as when the section's name is misspelt."""
+def _is_ours(name: object, section: object) -> bool:
+    """Whether a section is Cuboid's: by a key or a value, or as one of another name that has Cuboid's mode or engine."""
     if not isinstance(section, Mapping):
-        return _is_mark(section)
-    if name in ("tensor_parallel", "pipeline"):
-        return False
-    marked = [str(key) for key, value in section.items() if _is_mark(value)]
+        return isinstance(section, str) and section in _MARKS
+    marked = [str(key) for key, value in section.items() if isinstance(value, str) and value in _MARKS]
+    if name in _KEYS_OF:
+        return bool(marked) or any(key in section for key in _KEYS_OF[name])
+    # The name is misspelt.
     return any(difflib.get_close_matches(key, ("mode", "engine")) for key in marked)
-
-
-def _is_mark(value: object) -> bool:
-    return isinstance(value, str) and value in _MARKS
 
 
 def _names_us(source: Any) -> bool:
