@@ -53,9 +53,7 @@ def check_framework_config(
     if is_complete and rows == [None, None]:
         raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
     check_layout(config, framework_config, world_size)
-    _check_precision(config, part)
-    _check_pipeline(config, part)
-    _check_offloading(part)
+    _check_zero(config, part)
 
 
 def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
@@ -104,65 +102,69 @@ def _nearest(shape: MeshShape, world_size: int) -> list[MeshShape]:
     return sorted(meshes, key=difference)[:4]
 
 
-def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
-    if part.fp16 and part.zero_stage == 0:
-        raise ConfigError(
+def _check_zero(config: CuboidConfig, part: DeepSpeedPart) -> None:
+    """Reject combinations of ZeRO's stage, precisions, offloading and stages of a pipeline that have no rule."""
+    stage, pipeline = part.zero_stage, config.pipeline
+    one_or_two = "use stage 1" + ("" if pipeline else " or 2")
+    of_one_rank = config.tensor_parallel.is_sized and config.ranks == 1
+    reasons: list[tuple[object, str]] = [
+        (
+            part.fp16 and stage == 0,
             f"zero_optimization.stage 0 with fp16 has no rule with {_mode(config)}: whether gradients overflowed is "
-            "agreed on by the ranks of ZeRO's optimizer; use stage 1" + ("" if config.pipeline else " or 2")
-        )
-    if part.fp16 and config.tensor_parallel.fp8 is not None:
-        raise ConfigError("tensor_parallel.fp8 is for weights in bf16, and fp16 is enabled; enable bf16 instead")
-    if part.fp16_masters:
-        raise ConfigError(
+            f"agreed on by the ranks of ZeRO's optimizer; {one_or_two}",
+        ),
+        (
+            part.fp16 and config.tensor_parallel.fp8 is not None,
+            "tensor_parallel.fp8 is for weights in bf16, and fp16 is enabled; enable bf16 instead",
+        ),
+        (
+            part.fp16_masters,
             "fp16.fp16_master_weights_and_grads keeps the optimizer's weights in fp16, which checkpoints have no rule "
-            "for; leave it out"
-        )
-    if part.zero_stage == 3:
-        raise ConfigError(
-            "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
-            f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
-        )
-    if part.zero_stage == 0 and part.bf16 and config.pipeline and config.ranks == 1:
-        raise ConfigError(
+            "for; leave it out",
+        ),
+        (
+            stage == 3,
+            "zero_optimization.stage 3 would split parameters that the mesh splits already; "
+            f"{one_or_two}, and tensor_parallel.mesh.batch for what stage 3 does",
+        ),
+        (
+            stage == 0 and part.bf16 and pipeline and of_one_rank,
             "zero_optimization.stage 0 with bf16: DeepSpeed can't accumulate the gradients of a pipeline's units in "
-            "float32 there; use stage 1"
-        )
-    if part.zero_stage == 0 and part.bf16 and not (config.tensor_parallel.is_sized and config.ranks == 1):
-        raise ConfigError(
+            "float32 there; use stage 1",
+        ),
+        (
+            stage == 0 and part.bf16 and not of_one_rank,
             "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
-            "or pipeline parallelism, and clips by it; use stage 1" + ("" if config.pipeline else " or 2")
-        )
-
-
-def _check_pipeline(config: CuboidConfig, part: DeepSpeedPart) -> None:
-    if config.pipeline is None:
-        return
-    if part.zero_stage == 2:
-        raise ConfigError(
-            "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1"
-        )
-    for key in part.offloads:
-        raise ConfigError(
-            f"zero_optimization.{key} with pipeline.engine seq1f1b: DeepSpeed moves a gradient to the host when a "
-            "backward ends, and each of a pipeline's units has one; leave it out. A mesh without stages takes "
-            'offload_optimizer, and in a pipeline "activation_checkpointing": {"mode": "attention", '
-            '"cpu_checkpointing": true} moves what layers keep'
-        )
-
-
-def _check_offloading(part: DeepSpeedPart) -> None:
+            f"or pipeline parallelism, and clips by it; {one_or_two}",
+        ),
+        (
+            pipeline and stage == 2,
+            "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1",
+        ),
+    ]
     for key, device in part.offloads.items():
-        if key == "offload_param":
-            raise ConfigError(
+        reasons += [
+            (
+                pipeline,
+                f"zero_optimization.{key} with pipeline.engine seq1f1b: DeepSpeed moves a gradient to the host when a "
+                "backward ends, and each of a pipeline's units has one; leave it out. A mesh without stages takes "
+                'offload_optimizer, and in a pipeline "activation_checkpointing": {"mode": "attention", '
+                '"cpu_checkpointing": true} moves what layers keep',
+            ),
+            (
+                key == "offload_param",
                 "zero_optimization.offload_param is for stage 3, which a mesh takes the place of; leave it out. "
-                "offload_optimizer with stage 1 or 2 moves masters and moments"
-            )
-        if device != "cpu":
-            raise ConfigError(
-                f'zero_optimization.{key}.device is "{device}", which DeepSpeed has for stage 3 only; write "cpu"'
-            )
-        if part.zero_stage == 0:
-            raise ConfigError(f"zero_optimization.{key} needs a stage, and stage is 0; use stage 1 or 2")
+                "offload_optimizer with stage 1 or 2 moves masters and moments",
+            ),
+            (
+                device != "cpu",
+                f'zero_optimization.{key}.device is "{device}", which DeepSpeed has for stage 3 only; write "cpu"',
+            ),
+            (stage == 0, f"zero_optimization.{key} needs a stage, and stage is 0; use stage 1 or 2"),
+        ]
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(reason)
 
 
 def _mode(config: CuboidConfig) -> str:

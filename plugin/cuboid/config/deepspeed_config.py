@@ -108,8 +108,10 @@ class DeepSpeedPart:
             if device != "none":
                 self.offloads[name] = device
         self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
-        _check_optimizer(config.get("optimizer"), self.optimizer, on_cpu="offload_optimizer" in self.offloads)
-        _check_scheduler(config.get("scheduler"))
+        if config.get("optimizer") is not None:
+            _check_optimizer(config["optimizer"], self.optimizer, on_cpu="offload_optimizer" in self.offloads)
+        if config.get("scheduler") is not None:
+            _check_scheduler(config["scheduler"])
 
 
 def _check_scalars(config: dict[str, Any], *, is_complete: bool) -> None:
@@ -153,8 +155,8 @@ _UNION_MEMBERS = ("int", "float", "bool", "str", "none", "literal", "dict", "con
 class _Watched(dict[str, Any]):
     """A section that records which keys DeepSpeed looks up in it; others are unknown to DeepSpeed."""
 
-    def __init__(self, section: dict[str, Any], keys: tuple[str, ...] = ()) -> None:
-        super().__init__({key: _watch(value, (*keys, key)) for key, value in section.items()})
+    def __init__(self, section: dict[str, Any]) -> None:
+        super().__init__(section)
         self.looked_for: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -177,14 +179,11 @@ class _Watched(dict[str, Any]):
         return self
 
 
-def _watch(value: Any, keys: tuple[str, ...]) -> Any:
-    return _Watched(value, keys) if len(keys) == 1 and keys[0] in _FLAT_SECTIONS and isinstance(value, dict) else value
-
-
 def _parse(config: dict[str, Any]) -> Any:
     """Parse with DeepSpeed's own parser, without the batch sizes, which it would check against the world size."""
     values = {key: value for key, value in config.items() if key not in _BATCH_KEYS and not is_auto(value)}
-    watched = _Watched({**values, "train_micro_batch_size_per_gpu": 1})
+    flat = {key: _Watched(values[key]) for key in _FLAT_SECTIONS if isinstance(values.get(key), dict)}
+    watched = _Watched({**values, **flat, "train_micro_batch_size_per_gpu": 1})
     with _silence():
         try:
             parsed = deepspeed_config.DeepSpeedConfig(watched)
@@ -194,37 +193,39 @@ def _parse(config: dict[str, Any]) -> Any:
             # For most mistakes the parser has no error of its own, and fails somewhere with an arbitrary exception.
             key = ".".join(_section(watched, config))
             raise ConfigError(f"{key}: DeepSpeed can't read it: {type(error).__name__}: {error}") from None
-    _reject_unknown((), watched, [*watched.looked_for, *_READ_ELSEWHERE])
-    for name in _FLAT_SECTIONS:
-        if isinstance(section := dict.get(watched, name), _Watched):
-            _reject_unknown((name,), section, section.looked_for)
-    _reject_unknown_auto(values)
+    watched.looked_for += _READ_ELSEWHERE
+    for prefix, section in {"": watched, **{f"{name}.": section for name, section in flat.items()}}.items():
+        known = sorted(set(section.looked_for))
+        for key in dict.keys(section):
+            # JSON has no comments, so people write them as keys with such prefixes.
+            if key not in known and not key.startswith(("_", "#", "//")):
+                raise ConfigError(f"{prefix}{key} is not a key that DeepSpeed reads; {_advice(key, known)}")
+    for name, part in values.items():
+        if name not in ("optimizer", "scheduler") and isinstance(part, dict) and "auto" in part.values():
+            _reject_unknown_auto(name, part)
     return parsed
 
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _reject_unknown_auto(values: dict[str, Any]) -> None:
-    """Reject unknown keys whose value is "auto".
+def _reject_unknown_auto(name: str, section: dict[str, Any]) -> None:
+    """Reject a section's unknown keys whose value is "auto".
 
     DeepSpeed drops such keys before it validates a section, so the section is validated once more with None instead.
     """
-    for name, section in values.items():
-        if name in ("optimizer", "scheduler") or not isinstance(section, dict) or "auto" not in section.values():
-            continue
-        section_without_auto = {key: None if is_auto(value) else value for key, value in section.items()}
-        watched = _Watched({name: section_without_auto, "train_micro_batch_size_per_gpu": 1})
-        with _silence():
-            try:
-                deepspeed_config.DeepSpeedConfig(watched)
-            except ValidationError as error:
-                unknown = [item for item in error.errors() if item["type"] == "extra_forbidden"]
-                if unknown:
-                    raise ConfigError(_explain(unknown, (name,), _fields_of(error))) from None
-            except Exception:
-                # None isn't valid for a key; the section itself was parsed before.
-                continue
+    section_without_auto = {key: None if is_auto(value) else value for key, value in section.items()}
+    watched = _Watched({name: section_without_auto, "train_micro_batch_size_per_gpu": 1})
+    with _silence():
+        try:
+            deepspeed_config.DeepSpeedConfig(watched)
+        except ValidationError as error:
+            unknown = [item for item in error.errors() if item["type"] == "extra_forbidden"]
+            if unknown:
+                raise ConfigError(_explain(unknown, (name,), _fields_of(error))) from None
+        except Exception:
+            # None isn't valid for a key; the section itself was parsed before.
+            return
 
 
 @contextmanager
@@ -261,14 +262,6 @@ def _subclasses(kind: type[T]) -> Iterator[type[T]]:
         yield from _subclasses(inner)
 
 
-def _reject_unknown(keys: tuple[str, ...], section: dict[str, Any], known: Iterable[str]) -> None:
-    names = sorted(set(known))
-    for name in dict.keys(section):
-        # JSON has no comments, so people write them as keys with such prefixes.
-        if name not in names and not name.startswith(("_", "#", "//")):
-            raise ConfigError(f"{'.'.join([*keys, name])} is not a key that DeepSpeed reads; {_advice(name, names)}")
-
-
 def _advice(unknown: str, known: Sequence[str]) -> str:
     """What to write instead of an unknown key: a similar key, or the list of known keys unless it is long."""
     if len(known) > 20 and not difflib.get_close_matches(unknown, known, n=1):
@@ -278,8 +271,6 @@ def _advice(unknown: str, known: Sequence[str]) -> str:
 
 def _check_optimizer(section: Any, name: str | None, *, on_cpu: bool) -> None:
     """Reject an optimizer that DeepSpeed couldn't construct, with an error that names the key."""
-    if section is None:
-        return
     if name is None:
         if not is_auto(section.get("type")):
             raise ConfigError('optimizer.type is missing; write for example "AdamW"')
@@ -354,7 +345,7 @@ class _OptimizerParameters(BaseModel):
 
 def _check_scheduler(section: Any) -> None:
     """Reject a learning-rate schedule that DeepSpeed couldn't construct or step, with an error that names the key."""
-    if section is None or is_auto(section.get("type")):
+    if is_auto(section.get("type")):
         return
     name = section.get("type")
     if name is None:

@@ -620,8 +620,10 @@ def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
         # Cuboid itself wrote this section, for accelerate.
         sections["tensor_parallel"] = {**_NO_MESH, **framework_config.pop("tensor_parallel")}
     _check_sections(sections, framework_config)
-    _take_checkpoint(framework_config, sections)
-    _take_activation_checkpointing(framework_config, sections)
+    if "checkpoint" in framework_config:
+        _take_checkpoint(framework_config, sections)
+    if "activation_checkpointing" in framework_config:
+        _take_activation_checkpointing(framework_config, sections)
     try:
         own_values = {name: framework_config.pop(name) for name in _OWN_KEYS if name in framework_config}
         return CuboidConfig.model_validate(
@@ -654,9 +656,7 @@ def _take_checkpoint(framework_config: dict[str, Any], sections: dict[str, Any])
 
     A key of DeepSpeed's that doesn't apply to Cuboid's checkpoints is an error.
     """
-    section = framework_config.get("checkpoint")
-    if section is None:
-        return
+    section = framework_config["checkpoint"]
     for key, reason in _NO_CHECKPOINT_KEYS.items():
         if section.get(key):
             raise ConfigError(f"checkpoint.{key}: {reason}; leave it out")
@@ -673,9 +673,7 @@ def _take_activation_checkpointing(framework_config: dict[str, Any], sections: d
     Raises:
         ConfigError: a key isn't known, or is one of DeepSpeed's that would have no effect.
     """
-    section = framework_config.get("activation_checkpointing")
-    if section is None:
-        return
+    section = framework_config["activation_checkpointing"]
     known = [*ActivationCheckpointingConfig.model_fields, *_DEEPSPEED_CHECKPOINTING]
     for key, value in section.items():
         # JSON has no comments, so people write them as keys with such prefixes.
@@ -726,8 +724,8 @@ _OWN_KEYS = ("cluster", "sequence_length", "deterministic")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
-#: forgotten or misspelt is diagnosed instead of being passed on. This matters for the pipeline section in particular, in
-#: which DeepSpeed silently ignores unknown keys.
+#: forgotten or misspelt is diagnosed instead of being passed on. This matters for the pipeline section in particular:
+#: DeepSpeed silently ignores unknown keys there.
 _KEYS_OF = {
     "tensor_parallel": (
         *("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync", "fp8"),
@@ -740,7 +738,7 @@ _KEYS_OF = {
 
 
 def _is_ours(name: object, section: object) -> bool:
-    """Whether a section is Cuboid's: by a key or a value, or as one of another name that has Cuboid's mode or engine."""
+    """Whether a section is Cuboid's: by a key or value; under another name, by having Cuboid's mode or engine."""
     if not isinstance(section, Mapping):
         return isinstance(section, str) and section in _MARKS
     marked = [str(key) for key, value in section.items() if isinstance(value, str) and value in _MARKS]

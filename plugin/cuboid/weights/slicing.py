@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,26 +27,25 @@ def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None
 
     What can't be read in slices stays as it is: it is read in full and sliced later.
     """
-    made_by = _makers(model)
+    mapping = get_model_conversion_mapping(model)
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    # Those that may make a parameter out of a checkpoint's tensors: reversed, a converter reads what it makes.
+    reversed_converters = [converter.reverse_transform() for converter in converters]
     prefixes = {module: prefix for prefix, module in model.named_modules()}
     for module, name, spec in parallel_plan.parameters_of(model):
         if spec.ragged and "hidden" in spec.fsdp_axes:
             # No DTensor placement describes how the bias of a head is sharded.
             continue
-        if not all(_is_made_of_slices(maker, spec, mesh) for maker in made_by(f"{prefixes[module]}.{name}")):
+        made_by = [
+            converter
+            for converter, back in zip(converters, reversed_converters, strict=True)
+            if back.rename_source_key(f"{prefixes[module]}.{name}")[1] is not None
+        ]
+        if not all(_is_made_of_slices(converter, spec, mesh) for converter in made_by):
             continue
         parameter = getattr(module, name)
         marked = nn.Parameter(_placed(parameter, spec, mesh), requires_grad=parameter.requires_grad)
         module.register_parameter(name, marked)
-
-
-def _makers(model: Any) -> Callable[[str], list[WeightConverter]]:
-    """The converters of transformers that may make a parameter out of a checkpoint's tensors, by its name."""
-    mapping = get_model_conversion_mapping(model)
-    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
-    # Reversed, a converter reads what it makes.
-    pairs = [(converter, converter.reverse_transform()) for converter in converters]
-    return lambda name: [converter for converter, back in pairs if back.rename_source_key(name)[1] is not None]
 
 
 def _is_made_of_slices(converter: WeightConverter, spec: ShardingSpec, mesh: Mesh) -> bool:
@@ -87,37 +85,29 @@ def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> No
 
 
 def _placed(parameter: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> DTensor:
-    axes = list(_slicing(spec, mesh))
-    device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
-    intervals = spec.shard_intervals(mesh.shape, mesh.coordinate)
-    local = parameter.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
-    if local.numel() == 0 and _read_index(spec, mesh) != mesh.index(*spec.fsdp_axes):
-        # The shape of the shard that is read instead.
-        rows = spec.block_shape(mesh.shape)[0] - _read_index(spec, mesh) * spec.shard_shape(mesh.shape)[0]
-        local = local.new_empty([rows, *local.shape[1:]])
-    return DTensor.from_local(
-        local,
-        device_mesh,
-        [placement for _, _, placement in axes],
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _slicing(spec: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
-    """A spec as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement."""
-    storage = (mesh.size(*spec.fsdp_axes), _read_index(spec, mesh))
+    pieces, index = mesh.size(*spec.fsdp_axes), _read_index(spec, mesh)
+    # The spec as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement.
+    splits: list[tuple[int, int, Placement]] = [
+        (mesh.size(*axes), mesh.index(*axes), Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts))
+        for dim, (axes, parts) in enumerate(zip(spec.tp_axes, spec.parts, strict=True))
+    ]
     if spec.ragged:
         # Dim 0 is divided into all shards at once. Dividing it into blocks and these into shards would round the sizes
         # up twice, and give other boundaries.
-        pieces = (
-            mesh.size(*spec.tp_axes[0]) * storage[0],
-            mesh.index(*spec.tp_axes[0]) * storage[0] + storage[1],
-        )
-        first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
-        return first + [_cut(spec, mesh, dim) for dim in range(1, len(spec.shape))]
-    return [_cut(spec, mesh, dim) for dim in range(len(spec.shape))] + [(*storage, Shard(0))]
+        splits[0] = (splits[0][0] * pieces, splits[0][1] * pieces + index, Shard(0))
+    else:
+        splits.append((pieces, index, Shard(0)))
+    intervals = spec.shard_intervals(mesh.shape, mesh.coordinate)
+    local = parameter.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
+    if local.numel() == 0 and index != mesh.index(*spec.fsdp_axes):
+        # The shape of the shard that is read instead.
+        rows = spec.block_shape(mesh.shape)[0] - index * spec.shard_shape(mesh.shape)[0]
+        local = local.new_empty([rows, *local.shape[1:]])
+    sizes, at, placements = zip(*splits, strict=True)
+    device_mesh = _rank_of_slices(sizes, at)
+    return DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _read_index(spec: ShardingSpec, mesh: Mesh) -> int:
@@ -129,12 +119,6 @@ def _read_index(spec: ShardingSpec, mesh: Mesh) -> int:
     if spec.ragged or len(spec.shape) < _EXPERT_DIMS:
         return index
     return min(index, (spec.block_shape(mesh.shape)[0] - 1) // spec.shard_shape(mesh.shape)[0])
-
-
-def _cut(spec: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
-    axes, parts = spec.tp_axes[dim], spec.parts[dim]
-    placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-    return mesh.size(*axes), mesh.index(*axes), placement
 
 
 class _RankOfSlices(DeviceMesh):

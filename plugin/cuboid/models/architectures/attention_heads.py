@@ -79,14 +79,17 @@ def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) ->
     low = at.sequence * per_sequence // per_group
     high = ((at.sequence + 1) * per_sequence - 1) // per_group + 1
     by_sequence = counts.key_value % mesh.sequence == 0
-    keep, groups = _without_repeats(needed)
+    # One copy of a head if all are needed equally often, in order.
+    heads = sorted(set(needed))
+    groups, rest = divmod(len(needed), len(heads))
+    in_order = rest == 0 and needed == [head for head in heads for _ in range(groups)]
     return KeyValuePlan(
         scattered=False,
         split_by_sequence=by_sequence,
         first=0 if by_sequence else low,
         heads=high - low,
-        keep=tuple(head - low for head in keep),
-        groups=groups,
+        keep=tuple(head - low for head in (heads if in_order else needed)),
+        groups=groups if in_order else 1,
     )
 
 
@@ -103,12 +106,3 @@ def copies_of_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinat
 
     everywhere = Counter(head for at in product(range(mesh.sequence), range(mesh.hidden)) for head in kept(*at))
     return tuple(everywhere[head] for head in kept(at.sequence, at.hidden))
-
-
-def _without_repeats(needed: list[int]) -> tuple[list[int], int]:
-    """KV heads to keep, and query heads for each: one copy of a head if all are needed equally often, in order."""
-    heads = sorted(set(needed))
-    groups, rest = divmod(len(needed), len(heads))
-    if rest == 0 and needed == [head for head in heads for _ in range(groups)]:
-        return heads, groups
-    return needed, 1

@@ -23,42 +23,38 @@ def expert_form(module: nn.Module, per_token: int | None = None) -> ExpertForm |
         module: any module.
         per_token: number of experts for each token, if the model's config has it.
     """
-    if not all(isinstance(getattr(module, name, None), bool) for name in _FLAGS):
-        return _form_of_scaled(module, per_token)
-    flags: dict[str, bool] = {name: getattr(module, name) for name in _FLAGS}
-    if flags["has_post_expert_norm"]:
-        # That norm needs each expert's whole output, which no rank has.
+    flags = {name: getattr(module, name, None) for name in _FLAGS}
+    if all(isinstance(flag, bool) for flag in flags.values()):
+        if flags["has_post_expert_norm"]:
+            # That norm needs each expert's whole output, which no rank has.
+            return None
+        gated = bool(flags["has_gate"])
+        up, down = "gate_up_proj" if gated else "up_proj", "down_proj"
+        form = ExpertForm(
+            up=up,
+            down=down,
+            up_bias=f"{up}_bias" if flags["has_bias"] else None,
+            down_bias=f"{down}_bias" if flags["has_bias"] else None,
+            in_first=bool(flags["is_transposed"]),
+            gated=gated,
+            parts=2 if gated and flags["is_concatenated"] else 1,
+            activation="_apply_gate" if gated else "act_fn",
+        )
+    elif per_token is not None and hasattr(module, "act_fn") and len(inspect.signature(module.forward).parameters) == 1:
+        # Experts that are given all tokens. The probe finds out whether their code computes that.
+        form = ExpertForm(
+            up="gate_up_proj",
+            down="down_proj",
+            up_bias=None,
+            down_bias=None,
+            in_first=True,
+            gated=True,
+            parts=2,
+            activation="gate",
+            given_all=per_token,
+        )
+    else:
         return None
-    gated = flags["has_gate"]
-    up, down = "gate_up_proj" if gated else "up_proj", "down_proj"
-    form = ExpertForm(
-        up=up,
-        down=down,
-        up_bias=f"{up}_bias" if flags["has_bias"] else None,
-        down_bias=f"{down}_bias" if flags["has_bias"] else None,
-        in_first=flags["is_transposed"],
-        gated=gated,
-        parts=2 if gated and flags["is_concatenated"] else 1,
-        activation="_apply_gate" if gated else "act_fn",
-    )
-    return form if _is_of_form(module, form) else None
-
-
-def _form_of_scaled(module: nn.Module, per_token: int | None) -> ExpertForm | None:
-    """The form of experts that are given all tokens. The probe finds out whether their code computes that."""
-    if per_token is None or not hasattr(module, "act_fn") or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    form = ExpertForm(
-        up="gate_up_proj",
-        down="down_proj",
-        up_bias=None,
-        down_bias=None,
-        in_first=True,
-        gated=True,
-        parts=2,
-        activation="gate",
-        given_all=per_token,
-    )
     return form if _is_of_form(module, form) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,7 +66,11 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return None
-    for formula in _candidates(module, has_weight=weight is not None):
+    module_eps = [getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
+    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    offsets = _OFFSETS if weight is not None else (0.0,)
+    for eps, kind, offset in itertools.product((*module_eps, *_EPS_VALUES), kinds, offsets):
+        formula = NormFormula(kind, eps, offset)
         # Certification runs a model's float32 code in float64.
         if torch.allclose(expected.double(), formula(x, weight, bias).double(), atol=1e-5, rtol=1e-4):
             return formula
@@ -103,12 +108,3 @@ def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | 
         for name, parameter in probe.named_parameters():
             parameter.copy_(values[name])
         return probe(x)
-
-
-def _candidates(module: nn.Module, *, has_weight: bool) -> list[NormFormula]:
-    module_eps = [getattr(module, name) for name in EPS_NAMES if isinstance(getattr(module, name, None), float)]
-    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-    offsets = _OFFSETS if has_weight else (0.0,)
-    return [
-        NormFormula(kind, eps, offset) for eps in (*module_eps, *_EPS_VALUES) for kind in kinds for offset in offsets
-    ]

@@ -8,7 +8,7 @@ sequence × hidden gathers its input and its weights, which stay sharded in betw
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -145,7 +145,9 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     if takes_pixels(model):
         # The module that embeds patches is no table.
         return []
-    input_embeddings = _end_of(model.get_input_embeddings)
+    input_embeddings: nn.Module | None = None
+    with suppress(AttributeError):
+        input_embeddings = model.get_input_embeddings()
     if input_embeddings is None:
         return []
     embeddings = {input_embeddings: None}
@@ -163,12 +165,9 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
     """A language model's head; None for other models, and for a pipeline stage without the module that has the head."""
-    return _end_of(model.get_output_embeddings)
-
-
-def _end_of(find: Callable[[], nn.Module | None]) -> nn.Module | None:
     with suppress(AttributeError):
-        return find()
+        head: nn.Module | None = model.get_output_embeddings()
+        return head
     return None
 
 
@@ -183,10 +182,13 @@ class _Finder:
         self._model, self._whole_blocks, self._splits_late, self._head = model, whole_blocks, splits_late, head
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
+        plan: dict[str, str] = {}
+        for part in _parts(model.config):
+            plan |= PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {})
         # Plans name modules relative to the base model, which may have a prefix in the model.
         self._styles = [
             (re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+")), style)
-            for pattern, style in _plan(model.config).items()
+            for pattern, style in plan.items()
         ]
         self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
         self._ends[output_embeddings(model)] = "head"
@@ -196,7 +198,7 @@ class _Finder:
         """The modules that need a role, by the name of the block that is computed as one."""
         blocks: dict[str, list[str]] = {}
         for name, module in self._modules.items():
-            if _owns(module) or (may_normalize(module) and not _owns_any(module)):
+            if _owns(module) or (may_normalize(module) and not _owns(module, inside=True)):
                 blocks.setdefault(self.block_of(name), []).append(name)
         # Modules inside a layer that is a block belong to it, and those beside a pooler's linear layer to the pooler.
         outer = [block for block, members in blocks.items() if block in self._layers or block not in members]
@@ -230,7 +232,7 @@ class _Finder:
         """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""
         if not name.rpartition(".")[2].isdigit():
             return False
-        children = [module for module in self._modules[name].children() if _owns_any(module)]
+        children = [module for module in self._modules[name].children() if _owns(module, inside=True)]
         blocks = [module for module in children if not may_normalize(module)]
         return len(children) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
@@ -341,7 +343,8 @@ class _Finder:
 
     def _role(self, name: str, *, is_block: bool) -> Role | None:
         module = self._modules[name]
-        _check_table(name, module)
+        if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            raise UnsupportedModelError(f"{name!r}: no rule for max_norm, scale_grad_by_freq or sparse embeddings")
         if module in self._ends:
             end = self._ends[module]
             if end == "embedding":
@@ -438,13 +441,6 @@ def _projections(roles: Mapping[str, Role]) -> set[str]:
     return kinds & {"up", "down"}
 
 
-def _plan(config: PretrainedConfig) -> dict[str, str]:
-    plans = [
-        PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {}) for part in _parts(config)
-    ]
-    return {pattern: style for plan in plans for pattern, style in plan.items()}
-
-
 def own_plans(config: PretrainedConfig) -> dict[str, dict[str, str]]:
     """Cuboid's plan for each of the model types in a config; empty for those that have none."""
     return {part.model_type: PLANS.get(part.model_type, {}) for part in _parts(config)}
@@ -458,14 +454,6 @@ def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, PretrainedConfig
         return config, config
 
 
-def _owns(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
-def _owns_any(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
-def _check_table(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-        raise UnsupportedModelError(f"{name!r}: no rule for max_norm, scale_grad_by_freq or sparse embeddings")
+def _owns(module: nn.Module, *, inside: bool = False) -> bool:
+    """Whether a module has parameters of its own; with ``inside``, or in modules inside it."""
+    return any(True for _ in module.parameters(recurse=inside))

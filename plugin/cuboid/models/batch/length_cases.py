@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ _LENGTHS = (
 _LONGEST = ("max_position_embeddings", "max_seq_len")
 _ORIGINAL = "original_max_position_embeddings"
 #: Rotary embeddings that are the same at every length.
-_UNSCALED_ROPE = (None, "default", "linear")
+_UNSCALED_ROPE = {"default", "linear"}
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ def thresholds(config: PretrainedConfig) -> tuple[Threshold, ...]:
     all_thresholds += [
         Threshold(f"{name}.{_ORIGINAL}", value) for name, r in ropes.items() if (value := _tokens(r, _ORIGINAL))
     ]
-    scaled = any(_rope_type(rope) not in _UNSCALED_ROPE for rope in ropes.values())
-    if scaled or not ropes:
+    if rope_types(config) - _UNSCALED_ROPE or not ropes:
         # Without rotary embeddings, the maximum number of positions is the size of a position table.
         all_thresholds += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
     return tuple(sorted(all_thresholds, key=lambda threshold: threshold.tokens))
@@ -276,11 +275,7 @@ def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 def rope_types(config: PretrainedConfig) -> set[str]:
     """Return the types of rotary embeddings in a config."""
     text = config.get_text_config(decoder=True)
-    return {str(_rope_type(rope) or "default") for _, rope in _ropes(text)}
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str | None:
-    return rope.get("rope_type", rope.get("type"))
+    return {str(rope.get("rope_type", rope.get("type")) or "default") for _, rope in _ropes(text)}
 
 
 def _tokens(place: Any, key: str) -> int | None:

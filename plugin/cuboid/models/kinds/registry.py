@@ -80,8 +80,14 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
     names = [base.__name__ for base in cls.__mro__ if issubclass(base, PreTrainedModel)]
     for name in names:
         kinds = _kinds_by_name(name)
+        for kind in kinds:
+            if kind.takes_input_of(cls):
+                return kind
         if kinds:
-            return _that_takes_input(cls, kinds)
+            raise UnsupportedModelError(
+                f"{cls.__name__} is given {cls.main_input_name}; for {kinds[0].words} a mesh has rules for models of "
+                + " or ".join(kind.main_input for kind in kinds)
+            )
     other = re.search(r"For([A-Z]\w*)$", cls.__name__)
     if other is not None:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", other[1]).lower()
@@ -94,17 +100,6 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
         f"{cls.__name__} {what}; a mesh has rules for language models, causal, masked and of two sequences, for "
         "sequence and token classification, question answering, image classification, masked image modelling, and "
         "models without a head, such as LlamaForCausalLM"
-    )
-
-
-def _that_takes_input(cls: Any, kinds: Sequence[type[ModelKind]]) -> type[ModelKind]:
-    """That of the kinds of one name which has rules for the input of a class; it may be audio, for example."""
-    for kind in kinds:
-        if kind.takes_input_of(cls):
-            return kind
-    raise UnsupportedModelError(
-        f"{cls.__name__} is given {cls.main_input_name}; for {kinds[0].words} a mesh has rules for models of "
-        + " or ".join(kind.main_input for kind in kinds)
     )
 
 

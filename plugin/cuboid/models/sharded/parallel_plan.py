@@ -69,7 +69,10 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
     misfits = _misfits(modules, heads, mesh)
     if misfits:
         raise MeshError(_misfit_message(model, _distinct(modules), heads, mesh, misfits))
-    specs = {module.name: _module_specs(module, heads, mesh) for module in modules}
+    specs = {
+        module.name: {name: _spec(name, shape, module, heads, mesh) for name, shape in module.shapes}
+        for module in modules
+    }
     return ParallelPlan(mesh, heads, roles, specs, verdict)
 
 
@@ -135,7 +138,8 @@ def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str
         UnsupportedModelError: no mesh can cut the model.
     """
     check_attention(model.config)
-    _check_stacks(model)
+    if model.config.is_encoder_decoder:
+        _check_stacks(model)
     roles = find_roles(model, verdict.whole_blocks, splits_late=verdict.splits_late, head=verdict.head)
     return roles, [_Module.of(name, model.get_submodule(name), role) for name, role in roles.items()]
 
@@ -154,8 +158,6 @@ def _check_stacks(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: they differ.
     """
-    if not model.config.is_encoder_decoder:
-        return
     names = ("encoder_attention_heads", "decoder_attention_heads")
     heads = [getattr(model.config, name, None) for name in names]
     if heads[0] != heads[1]:
@@ -182,10 +184,10 @@ def _misfits(modules: list[_Module], heads: HeadCounts, mesh: MeshShape) -> list
             misfits.append(
                 f"{module.name}: {module.features} features{of} don't divide by sequence × hidden = {head_ranks}"
             )
-        for parameter, spec in _module_specs(module, heads, mesh).items():
+        for parameter, shape in module.shapes:
             misfits += [
-                f"{module.name}.{parameter} {tuple(spec.shape)}: {size} doesn't divide by {pieces}"
-                for size, pieces in spec.indivisible(mesh)
+                f"{module.name}.{parameter} {shape}: {size} doesn't divide by {pieces}"
+                for size, pieces in _spec(parameter, shape, module, heads, mesh).indivisible(mesh)
             ]
     return misfits
 
@@ -213,10 +215,6 @@ def _misfit_message(
         f"tensor_parallel.mesh {mesh} (batch × sequence × hidden) can't cut {type(model).__name__}: "
         f"{misfits[0]}{rest}; nearest meshes that work: {works}"
     )
-
-
-def _module_specs(module: _Module, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
-    return {name: _spec(name, shape, module, heads, mesh) for name, shape in module.shapes}
 
 
 def _spec(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCounts, mesh: MeshShape) -> ShardingSpec:

@@ -80,8 +80,7 @@ def parallelize_modules(
         The hooks that split activations at the first layer, None if the embedding splits them; and what the model's own
         code draws.
     """
-    _split_attributes(model, parallel_plan, mesh)
-    _split_widths(model, parallel_plan, mesh)
+    _set_local_sizes(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
     in_fp8 = fp8_products(model, parallel_plan, config.fp8) if config.fp8 is not None else ()
     for name, role in parallel_plan.roles.items():
@@ -122,7 +121,6 @@ def parallelize_modules(
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
         _prefetch_layers(model, parallel_plan, stages)
-    _share_key_value_heads(model, parallel_plan, mesh)
     draws = seed_random_modules(model, parallel_plan, mesh, late)
     set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
@@ -262,11 +260,13 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
     up_projections: dict[str, list[ShardedLinear]] = {}
     down_projections: dict[str, list[ShardedLinear]] = {}
     for name, role in parallel_plan.roles.items():
+        if role.alone or role.kind not in ("latent", "up", "down", "head"):
+            continue
+        linear, place = model.get_submodule(name), name if role.kind == "head" else name.rpartition(".")[0]
+        assert isinstance(linear, ShardedLinear)
         if role.kind == "latent":
-            latents.setdefault(name.rpartition(".")[0], []).append(_linear(model, name))
-        if role.kind in ("up", "down", "head") and not role.alone:
-            place = name if role.kind == "head" else name.rpartition(".")[0]
-            linear = _linear(model, name)
+            latents.setdefault(place, []).append(linear)
+        else:
             (down_projections if role.kind == "down" else up_projections).setdefault(place, []).append(linear)
             if role.heads == "key_value":
                 key_value_projections.setdefault(place, []).append(linear)
@@ -277,36 +277,20 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
         hook = LatentProjections(projections, fused)
         model.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
     for place, projections in up_projections.items():
-        block_hook = _fused(
-            model.get_submodule(place),
-            projections,
-            key_value_projections.get(place, []),
-            down_projections.get(place, []),
-        )
-        model.get_submodule(place).register_forward_pre_hook(block_hook, with_kwargs=True)
-        if place.rpartition(".")[0] in mixtures and isinstance(block_hook, FusedProjections):
-            model.get_submodule(place).register_forward_hook(block_hook.restore)
-
-
-def _linear(model: nn.Module, name: str) -> ShardedLinear:
-    linear = model.get_submodule(name)
-    assert isinstance(linear, ShardedLinear)
-    return linear
-
-
-def _fused(
-    block: nn.Module,
-    projections: list[ShardedLinear],
-    keys_and_values: list[ShardedLinear],
-    down_projections: list[ShardedLinear],
-) -> FusedProjections | CrossProjections:
-    """The hook that fuses a block's projections; cross-attention has queries of another sequence than its keys."""
-    parameters = inspect.signature(block.forward).parameters
-    source = next((name for name in _SOURCES if name in parameters), None)
-    queries = [projection for projection in projections if projection not in keys_and_values]
-    if source is None or not keys_and_values or not queries:
-        return FusedProjections(projections, down_projections)
-    return CrossProjections(queries, keys_and_values, down_projections, source)
+        block, down = model.get_submodule(place), down_projections.get(place, [])
+        # Cross-attention has queries of another sequence than its keys.
+        parameters = inspect.signature(block.forward).parameters
+        source = next((name for name in _SOURCES if name in parameters), None)
+        keys_and_values = key_value_projections.get(place, [])
+        queries = [projection for projection in projections if projection not in keys_and_values]
+        if source is not None and keys_and_values and queries:
+            cross = CrossProjections(queries, keys_and_values, down, source)
+            block.register_forward_pre_hook(cross, with_kwargs=True)
+            continue
+        block_hook = FusedProjections(projections, down)
+        block.register_forward_pre_hook(block_hook, with_kwargs=True)
+        if place.rpartition(".")[0] in mixtures:
+            block.register_forward_hook(block_hook.restore)
 
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
@@ -322,16 +306,13 @@ def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages
     runner.register_forward_pre_hook(ModelPrefetcher(runs))
 
 
-def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Set attention modules' numbers of heads and features to this rank's, since some of them read these in forward."""
-    attention = attention_modules(parallel_plan)
-    if not attention:
-        return
-    heads = parallel_plan.heads
-    plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
-    ranks = mesh.size("sequence", "hidden")
+def _set_local_sizes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
+    """Set numbers of heads and features to this rank's in attention modules, routers and the blocks around these, since
+    some of them read these in forward.
+    """
+    heads, ranks, attention = parallel_plan.heads, mesh.size("sequence", "hidden"), attention_modules(parallel_plan)
     for name in attention:
-        module = model.get_submodule(name)
+        module, plan = model.get_submodule(name), plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
         for names, count, local_count in (
             (_QUERY_HEADS, heads.query, heads.query // ranks),
             (_KEY_VALUE_HEADS, heads.key_value, len(plan.keep)),
@@ -340,10 +321,8 @@ def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh:
             for attribute in names:
                 if getattr(module, attribute, None) == count:
                     setattr(module, attribute, local_count)
-
-
-def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Set the width of routers, and of the modules around them inside a layer, to this rank's H/h features."""
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = plan.groups
     layers = layer_names(model)
     for name, role in parallel_plan.roles.items():
         while role.kind == "router" and name and name not in layers:
@@ -352,18 +331,6 @@ def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mes
                 if getattr(module, attribute, None) == role.width:
                     setattr(module, attribute, role.width // mesh.size("hidden"))
             name = name.rpartition(".")[0]
-
-
-def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Set in attention modules how many query heads share a KV head on this rank."""
-    attention = attention_modules(parallel_plan)
-    if not attention:
-        return
-    plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
-    for name in attention:
-        module = model.get_submodule(name)
-        if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = plan.groups
 
 
 def attention_modules(parallel_plan: ParallelPlan) -> list[str]:

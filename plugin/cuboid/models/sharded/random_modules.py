@@ -103,24 +103,22 @@ class _Places:
     def of(self, name: str, cls: type[nn.Module]) -> Place:
         """The place of a module of a class."""
         is_in_layer = any(name == layer or name.startswith(f"{layer}.") for layer in self._layers)
-        late = None if is_in_layer else self._late
-        return Place(name, cls.__name__, self._holding(name, is_in_layer=is_in_layer), late, name in self._lists)
+        block, is_in_base = self._block_of(name), f"{name}.".startswith(self._base)
+        holding: Holding = "parts"
+        if block is not None:
+            holding = "all" if self._roles[block].everywhere else "rows"
+        elif name in self._roles and self._roles[name].kind == "router":
+            holding = "tokens"
+        elif self._verdict.head == "whole" and not is_in_base:
+            holding = "all"
+        elif self._verdict.inputs == "pixels" and not is_in_layer:
+            # All ranks of sequence × hidden have the same images whole.
+            holding = "rows"
+        return Place(name, cls.__name__, holding, None if is_in_layer else self._late, name in self._lists)
 
     def _block_of(self, name: str) -> str | None:
         blocks = (key for key, role in self._roles.items() if role.kind == "whole")
         return next((block for block in blocks if not block or name == block or name.startswith(f"{block}.")), None)
-
-    def _holding(self, name: str, *, is_in_layer: bool) -> Holding:
-        block = self._block_of(name)
-        if block is not None:
-            return "all" if self._roles[block].everywhere else "rows"
-        if name in self._roles and self._roles[name].kind == "router":
-            return "tokens"
-        is_in_base = f"{name}.".startswith(self._base)
-        if self._verdict.head == "whole" and not is_in_base:
-            return "all"
-        # Outside of layers, all ranks of sequence × hidden have the same images whole.
-        return "rows" if self._verdict.inputs == "pixels" and not is_in_layer else "parts"
 
 
 @functools.cache
