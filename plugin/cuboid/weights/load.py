@@ -33,8 +33,7 @@ from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
     as_damage_of,
-    check_fit,
-    check_layers,
+    check_loaded,
     check_model_folder,
     folder_of,
     has_config,
@@ -112,9 +111,8 @@ def _load_sharded(
         # With ``ignore_mismatched_sizes``, transformers lists tensors of another shape, and we raise the error.
         asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = from_pretrained(loading, *args, **asked)
-    check_fit(model, info)
-    if folder is not None and rank_folder is None and has_config(folder):
-        check_layers(folder, model, info["unexpected_keys"])
+    has_layers = folder is not None and rank_folder is None and has_config(folder)
+    check_loaded(model, info, folder if has_layers else None)
     model.finish_loading()
     return (model, info) if wants_info else model
 
@@ -136,8 +134,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     with as_damage_of(folder), progress_bars_of(shown=current_rank() == 0):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
-    check_fit(loaded, info)
-    check_layers(Path(folder), loaded, info["unexpected_keys"])
+    check_loaded(loaded, info, Path(folder))
     return {name: x.detach() for name, x in local_state(loaded).items() if isinstance(x, torch.Tensor)}
 
 
@@ -201,7 +198,8 @@ class _Loading:
         plan = self._cuboid_decide(self)
         all_names = set() if plan.stages is None else set(self.state_dict())
         self.cuboid_part = plan.cut(self)
-        _ignore_other_stages(self, all_names)
+        if plan.stages is not None:
+            _ignore_other_stages(self, all_names)
         if self.cuboid_part.parallel is not None and self._cuboid_marks:
             mark_parameters(self, self.cuboid_part.parallel, plan.mesh)
 
@@ -242,9 +240,25 @@ class _Loading:
         is_made = any(re.search(pattern, name) for pattern in self._keys_to_ignore_on_load_missing or ())
         return is_made or (self._cuboid_new_head and is_of_new_head(self, name))
 
-    def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
-        if missing_keys is not None:
-            _untie_as_stored(self, missing_keys)
+    def tie_weights(self: Any, missing_keys: Any = None, **kwargs: Any) -> Any:
+        """Untie parameters that the config ties, but the checkpoint has with different values, as T5's heads since 1.1.
+
+        transformers compares only the rank's slices, so that one rank could untie them while others don't. So each rank
+        compares the whole tensors in the files.
+        """
+        stored = self._cuboid_stored
+        for target, source in [] if missing_keys is None else list(self.all_tied_weights_keys.items()):
+            if target in missing_keys or source in missing_keys:
+                continue
+            alike = None if stored is None else stored_alike(stored.folder, target, source, variant=stored.variant)
+            # Stages were planned with the two as one parameter, so there they can't be untied any more.
+            if alike is False and self.cuboid_part.staging is None:
+                del self.all_tied_weights_keys[target]
+            elif alike is False or not torch.equal(self.get_parameter(target), self.get_parameter(source)):
+                raise CheckpointError(
+                    f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
+                    "set tie_word_embeddings to false in its config.json, or remove one of them"
+                )
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
 
     def _adjust_bias(self, *modules: Any) -> None:
@@ -261,13 +275,9 @@ class _Loading:
         part = self.cuboid_part
         self.__class__ = self._cuboid_base
         del self.cuboid_part
-        part.finish(self, _as_loaded)
+        part.finish(self, lambda shard, _: shard.detach())
         self.cuboid.state.save = save_sharded
         self.cuboid.state.made.code = CodeCheck(self.cuboid.base, self.config)
-
-
-def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
-    return shard.detach()
 
 
 def _ignore_other_stages(model: Any, all_names: set[str]) -> None:
@@ -279,22 +289,3 @@ def _ignore_other_stages(model: Any, all_names: set[str]) -> None:
         rf"^({prefix})?{re.escape(name.removeprefix(f'{model.base_model_prefix}.'))}\." for name in sorted(absent)
     }
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
-
-
-def _untie_as_stored(model: Any, missing_keys: Any) -> None:
-    """Untie parameters that the config ties, but the checkpoint has with different values, as T5's heads since 1.1."""
-    # transformers compares only the rank's slices, so that one rank could untie them while others don't. So each rank
-    # compares the whole tensors in the files.
-    stored: Stored | None = model._cuboid_stored
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target in missing_keys or source in missing_keys:
-            continue
-        alike = None if stored is None else stored_alike(stored.folder, target, source, variant=stored.variant)
-        # Stages were planned with the two as one parameter, so there they can't be untied any more.
-        if alike is False and model.cuboid_part.staging is None:
-            del model.all_tied_weights_keys[target]
-        elif alike is False or not torch.equal(model.get_parameter(target), model.get_parameter(source)):
-            raise CheckpointError(
-                f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
-                "set tie_word_embeddings to false in its config.json, or remove one of them"
-            )

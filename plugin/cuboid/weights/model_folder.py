@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,14 @@ def check_model_folder(folder: Path, *, variant: str | None = None, weights: boo
     reject_outward_links(folder)
     path = folder / CONFIG
     config = read_config(path)
-    for name in _BESIDE:
-        if os.path.lexists(folder / name):
-            _check_beside(folder / name)
+    for beside in (folder / name for name in _BESIDE if os.path.lexists(folder / name)):
+        if beside.suffix == ".json":
+            read_object(beside, numbers_only=False, unique=False)
+            continue
+        try:
+            os.close(open_regular(beside))
+        except OSError as error:
+            raise CheckpointError(f"{beside}: can't be read: {error.strerror}") from None
     if weights:
         tensors = sum(len(specs) for specs in _tensors_in(folder, variant))
         layers = next((config[key] for key in _LAYERS if isinstance(config.get(key), int)), 0)
@@ -188,37 +193,33 @@ def as_damage_of(path: Path | str) -> Iterator[None]:
         raise CheckpointError(f"{path}: can't be loaded: {type(error).__name__}: {reason}") from error
 
 
-def check_fit(model: Any, info: Mapping[str, Any]) -> None:
-    """Check that all loaded tensors had the shapes of the model's.
-
-    Raises:
-        CheckpointError: names the first tensor of another shape.
-    """
-    for name, *shapes in info["mismatched_keys"]:
-        difference = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
-        raise CheckpointError(f"{model.config._name_or_path}: {name} is of another shape than the model's{difference}")
-
-
-def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
-    """Check that a model has all layers whose weights its folder has.
+def check_loaded(model: Any, info: Mapping[str, Any], folder: Path | None) -> None:
+    """Check that all loaded tensors had the shapes of the model's, and that it has all layers that its folder has.
 
     transformers only warns about surplus ones, so a damaged count in the config would give a smaller model.
 
     Args:
-        folder: that it was loaded from.
         model: as it was loaded, or a stage of it.
-        unexpected: tensors of the folder that the model doesn't have.
+        info: what transformers tells of the load.
+        folder: that it was loaded from; None if there is none with a config.
 
     Raises:
-        CheckpointError: the folder's config has fewer layers, or experts, than its weights.
+        CheckpointError: names the first tensor of another shape; or the folder's config has fewer layers, or experts,
+            than its weights.
     """
+    for name, *shapes in info["mismatched_keys"]:
+        difference = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
+        raise CheckpointError(f"{model.config._name_or_path}: {name} is of another shape than the model's{difference}")
+    if folder is None:
+        return
     # If the caller has changed a count, fewer layers are intended.
     stored, in_model = read_config(folder / CONFIG), model.config.to_dict()
     if any(in_model.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
         return
     known = {_NUMBER.sub("*", name) for name in model.state_dict()}
     beyond = next(
-        (name for name in sorted(unexpected) if _NUMBER.search(name) and _NUMBER.sub("*", name) in known), None
+        (name for name in sorted(info["unexpected_keys"]) if _NUMBER.search(name) and _NUMBER.sub("*", name) in known),
+        None,
     )
     if beyond is not None:
         raise CheckpointError(
@@ -233,16 +234,6 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield from _counts(value)
         elif type(value) is int and _COUNTS.fullmatch(key):
             yield key, value
-
-
-def _check_beside(path: Path) -> None:
-    if path.suffix == ".json":
-        read_object(path, numbers_only=False, unique=False)
-    else:
-        try:
-            os.close(open_regular(path))
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
 
 
 def _weight_files(folder: Path, variant: str | None) -> tuple[Path, Path]:

@@ -88,7 +88,8 @@ def _certified(
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
     if config.pipeline is None or mesh.shape.size > 1:
         parallel = certified_plan(model, mesh.shape, cls, config.pipeline)
-    check_fp8(model, cls, config, parallel)
+    if config.tensor_parallel.fp8 is not None:
+        check_fp8(model, cls, config, parallel)
     if config.pipeline is not None:
         choice = segment_choice(model, config, mesh, cls) if runs_here else None
         stages = plan_staging(model, config, mesh, cls, choice)

@@ -15,7 +15,6 @@ import shutil
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,30 +78,23 @@ def reject_outward_links(folder: Path, *, within: Path | None = None) -> None:
     Raises:
         CheckpointError: names the first link that does, and where it leads.
     """
-    outward = next(_outward_links(folder, within), None)
-    if outward is not None:
-        raise CheckpointError(
-            f"{outward}: is a link that leads out of the checkpoint, to {os.path.realpath(outward)}, and isn't "
-            "followed; if that file belongs to the checkpoint, put it there in place of the link"
-        )
+    roots, waiting = _roots(folder, within), [os.fspath(folder)] if folder.is_dir() else []
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in sorted(entries, key=lambda one: one.name):
+                # All at once: links to links, and targets with ``..``.
+                if entry.is_symlink() and not _is_inside(target := os.path.realpath(entry.path), roots):
+                    raise CheckpointError(
+                        f"{entry.path}: is a link that leads out of the checkpoint, to {target}, and isn't followed; "
+                        "if that file belongs to the checkpoint, put it there in place of the link"
+                    )
+                if entry.is_dir(follow_symlinks=False) and os.access(entry.path, os.R_OK | os.X_OK):
+                    waiting.append(entry.path)
 
 
 def leads_outward(path: Path) -> bool:
     """Whether a file of a checkpoint's folder is a link that leads out of that folder, as above."""
     return not _is_inside(os.path.realpath(path), _roots(path.parent, None))
-
-
-def _outward_links(folder: Path, within: Path | None) -> Iterator[Path]:
-    roots, waiting = _roots(folder, within), [os.fspath(folder)] if folder.is_dir() else []
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in sorted(entries, key=lambda one: one.name):
-                if entry.is_symlink():
-                    # All at once: links to links, and targets with ``..``.
-                    if not _is_inside(os.path.realpath(entry.path), roots):
-                        yield Path(entry.path)
-                elif entry.is_dir() and os.access(entry.path, os.R_OK | os.X_OK):
-                    waiting.append(entry.path)
 
 
 def _roots(folder: Path, within: Path | None) -> list[Path]:
@@ -233,7 +225,7 @@ def read_json(path: Path, *, numbers_only: bool = True, unique: bool = True) -> 
 
 def read_object(path: Path, *, numbers_only: bool = True, unique: bool = True) -> dict[str, Any]:
     """The object in a JSON file; see :func:`parse_json`."""
-    value = read_json(path, numbers_only=numbers_only, unique=unique)
+    value = parse_json(read_bytes(path), path, numbers_only=numbers_only, unique=unique)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object")
     return value

@@ -183,7 +183,7 @@ class _Finder:
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
         plan: dict[str, str] = {}
-        for part in _parts(model.config):
+        for part in planned_parts(model.config):
             plan |= PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {})
         # Plans name modules relative to the base model, which may have a prefix in the model.
         self._styles = [
@@ -441,13 +441,8 @@ def _projections(roles: Mapping[str, Role]) -> set[str]:
     return kinds & {"up", "down"}
 
 
-def own_plans(config: PretrainedConfig) -> dict[str, dict[str, str]]:
-    """Cuboid's plan for each of the model types in a config; empty for those that have none."""
-    return {part.model_type: PLANS.get(part.model_type, {}) for part in _parts(config)}
-
-
-def _parts(config: PretrainedConfig) -> tuple[PretrainedConfig, PretrainedConfig]:
-    """The text model's config, and the whole model's."""
+def planned_parts(config: PretrainedConfig) -> tuple[PretrainedConfig, PretrainedConfig]:
+    """The configs whose types may have plans: the text model's, and the whole model's."""
     try:
         return config.get_text_config(), config
     except ValueError:  # several text configs

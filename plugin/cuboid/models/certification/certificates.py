@@ -24,7 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
-from cuboid.models.architectures.roles import own_plans
+from cuboid.models.architectures.plans import PLANS
+from cuboid.models.architectures.roles import planned_parts
 from cuboid.models.certification.check import check, check_head, small_for_probe
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
 from cuboid.models.certification.small_config import fields_read, meaningful_fields
@@ -104,7 +105,8 @@ class Question:
             small = small_for_probe(architecture, config)
             asked.features, asked.code = _features(architecture, config, small), code_of(architecture, small)
             asked.questions.clear()
-        place = _cache_folder(folder)
+        base = os.environ.get("XDG_CACHE_HOME")
+        place = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder
         if place not in asked.questions:
             file = _cache_file({**asked.features, "code": asked.code.digest}, place)
             asked.questions[place] = cls(
@@ -239,7 +241,8 @@ def entries_of(file: Path) -> Mapping[str, Any]:
 
 def plan_digests(config: PretrainedConfig) -> dict[str, str | None]:
     """Digests of Cuboid's plans for a config's model types, by names like those of files; None for types without."""
-    return {f"plans/{name}": digest_of(plan) if plan else None for name, plan in own_plans(config).items()}
+    plans = {part.model_type: PLANS.get(part.model_type) for part in planned_parts(config)}
+    return {f"plans/{name}": digest_of(plan) if plan else None for name, plan in plans.items()}
 
 
 @cache
@@ -256,12 +259,6 @@ def _sources_digest() -> str:
         for file in sorted(folder.rglob("*.py")):
             total.update(file.read_bytes())
     return total.hexdigest()
-
-
-def _cache_folder(name: str) -> Path:
-    """The folder in which this machine keeps results of a kind."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cuboid" / name
 
 
 def _cache_file(features: Mapping[str, Any], folder: Path) -> Path:

@@ -420,9 +420,20 @@ class AsSharded:
 
     def __init__(self, model: nn.Module, *, is_cut: bool, has_segments: bool = False) -> None:
         self.is_cut, self._has_segments, self._is_first = is_cut, has_segments, True
-        self._parts = {
-            module: _part_of(name, module, has_segments=has_segments) for name, module in model.named_modules()
-        }
+        self._parts: dict[nn.Module, _CheckedPart] = {}
+        for name, module in model.named_modules():
+            parameters = dict(module._parameters)
+            self._parts[module] = _CheckedPart(
+                name,
+                type(module),
+                children=list(module._modules.values()),
+                names=dict(module._modules),
+                methods=frozenset(_own_methods(module)),
+                options=vars(module).get(_REPLACED_OPTIONS, frozenset()),
+                stays_causal=has_segments and vars(module).get("is_causal") is True,
+                shapes={key: None if parameter is None else parameter.shape for key, parameter in parameters.items()},
+                parameters=parameters,
+            )
         self._tied = _tied_names(model)
         #: What was given the model's parameters for its optimizer; see :meth:`take`.
         self.taken_by: str | None = None
@@ -527,8 +538,8 @@ class AsSharded:
                     f"{f'{part.name}.{key}'.lstrip('.')!r} ({type(child).__name__}) was taken out of the model, or "
                     "replaced, after it was sharded; do that before, so that what is certified is what runs"
                 )
-        present_shapes = _shapes_of(module)
-        if any(part.shapes.get(key) != shape for key, shape in present_shapes.items()):
+        shapes = {key: None if parameter is None else parameter.shape for key, parameter in module._parameters.items()}
+        if any(part.shapes.get(key) != shape for key, shape in shapes.items()):
             raise UnsupportedModelError(
                 f"{part.name or type(module).__name__!r} was given other parameters, or of other shapes, after it was "
                 "sharded, as pruning, weight_norm and whole tensors do; change values in place, with "
@@ -544,19 +555,6 @@ class AsSharded:
             # Other parameters of the same shapes, as ``tie_weights`` and scripts put in their places.
             self._check_ties(model)
         part.parameters = dict(module._parameters)
-
-
-def _part_of(name: str, module: nn.Module, *, has_segments: bool) -> _CheckedPart:
-    methods, children = frozenset(_own_methods(module)), list(module._modules.values())
-    options: frozenset[str] = vars(module).get(_REPLACED_OPTIONS, frozenset())
-    causal = has_segments and vars(module).get("is_causal") is True
-    shapes, parameters = _shapes_of(module), dict(module._parameters)
-    names = dict(module._modules)
-    return _CheckedPart(name, type(module), children, names, methods, options, causal, shapes, parameters)
-
-
-def _shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
-    return {key: None if x is None else x.shape for key, x in module._parameters.items()}
 
 
 def _own_methods(module: nn.Module) -> Iterator[str]:

@@ -93,7 +93,8 @@ class _Reader:
         elif scope == "cell" and first in cells:
             x = _content(cells[first])
         elif scope == "local" and first == self_name and attributes:
-            self.read(_static(self._cls, attributes[0]))
+            name = attributes[0]
+            self.read(next((vars(base)[name] for base in self._cls.__mro__ if name in vars(base)), None))
             if len(attributes) == 1:
                 # ``self.dropout`` is a submodule, a number or a method.
                 return
@@ -121,10 +122,6 @@ class _Reader:
             self.libraries.add("torch")
         else:
             self.read(x)
-
-
-def _static(cls: type, name: str) -> Any:
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _content(cell: types.CellType) -> Any:
