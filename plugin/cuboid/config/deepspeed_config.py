@@ -93,7 +93,12 @@ class DeepSpeedPart:
         Raises:
             ConfigError: DeepSpeed can't read it, or would ignore a key of it.
         """
-        _check_scalars(config, is_complete=is_complete)
+        _validate(_Scalars, config, ())
+        for name in ("optimizer", "scheduler"):
+            if name in config:
+                _validate(_Named, config[name], (name,))
+        if is_complete:
+            _reject_auto(config)
         parsed = _parse(config)
         zero = parsed.zero_config
         self.zero_stage = int(zero.stage)
@@ -114,17 +119,12 @@ class DeepSpeedPart:
             _check_scheduler(config["scheduler"])
 
 
-def _check_scalars(config: dict[str, Any], *, is_complete: bool) -> None:
-    _validate(_Scalars, config, ())
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            _validate(_Named, config[name], (name,))
-    if is_complete:
-        named = {name: (config.get(name) or {}).get("params") or {} for name in ("optimizer", "scheduler")}
-        parameters = {f"{name}.params.{key}": value for name, params in named.items() for key, value in params.items()}
-        for key, value in {**{key: config.get(key) for key in _Scalars.model_fields}, **parameters}.items():
-            if is_auto(value):
-                raise ConfigError(f'{key} is "auto", which only the HF Trainer and accelerate fill in; give a value')
+def _reject_auto(config: dict[str, Any]) -> None:
+    named = {name: (config.get(name) or {}).get("params") or {} for name in ("optimizer", "scheduler")}
+    parameters = {f"{name}.params.{key}": value for name, params in named.items() for key, value in params.items()}
+    for key, value in {**{key: config.get(key) for key in _Scalars.model_fields}, **parameters}.items():
+        if is_auto(value):
+            raise ConfigError(f'{key} is "auto", which only the HF Trainer and accelerate fill in; give a value')
 
 
 def _validate(model: type[BaseModel], value: Any, keys: tuple[str, ...]) -> None:

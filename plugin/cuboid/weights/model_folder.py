@@ -217,10 +217,8 @@ def check_loaded(model: Any, info: Mapping[str, Any], folder: Path | None) -> No
     if any(in_model.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
         return
     known = {_NUMBER.sub("*", name) for name in model.state_dict()}
-    beyond = next(
-        (name for name in sorted(info["unexpected_keys"]) if _NUMBER.search(name) and _NUMBER.sub("*", name) in known),
-        None,
-    )
+    unexpected = sorted(info["unexpected_keys"])
+    beyond = next((name for name in unexpected if _NUMBER.search(name) and _NUMBER.sub("*", name) in known), None)
     if beyond is not None:
         raise CheckpointError(
             f"{folder}: holds {beyond}, but by its {CONFIG} there are fewer of these; that file was damaged, or is of "

@@ -7,6 +7,7 @@ sequence × hidden gathers its input and its weights, which stay sharded in betw
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -218,7 +219,14 @@ class _Finder:
         prefixes = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         layer = next((prefix for prefix in prefixes if prefix in self._layers), None)
         if layer is None:
-            return self._outside_of_layers(name)
+            # Outside of layers it is the module itself or, if it has no rule, as in a pooler, its parent.
+            if self._is_behind_base(name) or self._role(name, is_block=True) is not None:
+                return name
+            parent = name.rpartition(".")[0]
+            inner = set(self._modules[parent].modules())
+            ends = (self._modules[layer] for layer in self._layers), (end for end in self._ends if end is not None)
+            # A parent that contains layers, embeddings or the head is the model or its base model, and no block.
+            return parent if parent and inner.isdisjoint(itertools.chain(*ends)) else name
         if "" in self._whole_blocks:
             return layer
         for end in range(layer.count(".") + 2, len(parts) + 1):
@@ -235,17 +243,6 @@ class _Finder:
         children = [module for module in self._modules[name].children() if _owns(module, inside=True)]
         blocks = [module for module in children if not may_normalize(module)]
         return len(children) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
-
-    def _outside_of_layers(self, name: str) -> str:
-        """The block of a module outside layers: itself or, if it has no rule, as in a pooler, its parent."""
-        if self._is_behind_base(name) or self._role(name, is_block=True) is not None:
-            return name
-        parent = name.rpartition(".")[0]
-        inner = {id(module) for module in self._modules[parent].modules()}
-        holds = any(id(self._modules[layer]) in inner for layer in self._layers)
-        holds = holds or any(module is not None and id(module) in inner for module in self._ends)
-        # A parent that contains layers, embeddings or the head is the model or its base model, and no block.
-        return name if holds or not parent else parent
 
     def _is_behind_base(self, name: str) -> bool:
         """Whether a module comes after the base model and isn't split like the rest."""

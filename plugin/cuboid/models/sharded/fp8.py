@@ -39,8 +39,7 @@ def check_fp8(
         UnsupportedModelError: they can't.
     """
     fp8 = config.tensor_parallel.fp8
-    if fp8 is None:
-        return
+    assert fp8 is not None, "asked only where the config has it"
     obstacle = _obstacle(model, cls, config, fp8, parallel_plan) or _obstacle_of_device()
     if obstacle is not None:
         raise UnsupportedModelError(f"{_KEY} can't be used with {cls.__name__} here: {obstacle}; or leave fp8 out")

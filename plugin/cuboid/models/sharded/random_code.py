@@ -67,18 +67,16 @@ class _Reader:
             return
         self._seen.add(called)
         cells = dict(zip(called.__code__.co_freevars, called.__closure__ or (), strict=True))
-        self._read_code(called.__code__, called.__globals__, cells)
+        codes = [called.__code__]
+        for code in codes:
+            self_name = code.co_varnames[0] if code.co_argcount else None
+            for chain in _chains(code):
+                self._follow(chain, self_name, called.__globals__, cells)
+            # Functions inside the function.
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         # A decorator's function calls the one that it was given, which is in a cell.
         for cell in cells.values():
             self.read(_content(cell))
-
-    def _read_code(self, code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> None:
-        self_name = code.co_varnames[0] if code.co_argcount else None
-        for chain in _chains(code):
-            self._follow(chain, self_name, names, cells)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                self._read_code(constant, names, cells)
 
     def _follow(
         self, chain: tuple[str, ...], self_name: str | None, names: dict[str, Any], cells: dict[str, Any]
@@ -106,9 +104,6 @@ class _Reader:
                     self.libraries.add("torch")
                 continue
             x = getattr(x, attribute, _UNKNOWN)
-        self._note(x)
-
-    def _note(self, x: Any) -> None:
         owner = getattr(x, "__self__", None)
         if owner is random._inst:  # type: ignore[attr-defined]
             self.libraries.add("random")

@@ -355,10 +355,9 @@ def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, l
     for number, reduce in enumerate(reduces):
         key = replace(reduce, parts=()) if isinstance(reduce, ScatterFeatures) else reduce
         shared.setdefault(key, []).append(number)
-    return [(_with_parts(key, [reduces[number] for number in numbers]), numbers) for key, numbers in shared.items()]
-
-
-def _with_parts(key: OutputReduce, members: Sequence[OutputReduce]) -> OutputReduce:
-    if not isinstance(key, ScatterFeatures):
-        return key
-    return replace(key, parts=tuple(part for m in members if isinstance(m, ScatterFeatures) for part in m.parts))
+    with_parts: list[tuple[OutputReduce, list[int]]] = []
+    for key, numbers in shared.items():
+        members = [reduces[number] for number in numbers]
+        parts = tuple(part for member in members if isinstance(member, ScatterFeatures) for part in member.parts)
+        with_parts.append((replace(key, parts=parts) if isinstance(key, ScatterFeatures) else key, numbers))
+    return with_parts
