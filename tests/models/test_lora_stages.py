@@ -17,8 +17,8 @@ from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.certification.check import make_stage, run_stages
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.sides import make_stage, run_stages
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_cut import draw_outline

@@ -13,7 +13,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.certification import check, trials
+from cuboid.models.certification import check, sides, trials
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.kinds.probe_rows import probe_rows
@@ -41,17 +41,17 @@ def difference(architecture, lengths, padding="none", **checkpointing):
     with check.quiet_cpu(), precision(keep_float64=not checkpointing):
         model = check.random_model(cls, config, None, trials.ATTEMPTS[0])
         outline = draw_outline(cls, config)
-        counts = check.stage_counts(outline)
+        counts = sides.stage_counts(outline)
         stages = []
         for stage in range(len(counts)):
             mesh = Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts))
-            stages.append(check.make_stage(model, outline, counts, mesh, gives_cache=True))
+            stages.append(sides.make_stage(model, outline, counts, mesh, gives_cache=True))
             if checkpointing:
                 stages[-1].gradient_checkpointing_enable(checkpointing)
         batch = probe_rows(Case("", LENGTH, padding), config.vocab_size)
-        expected = check.run_plain(model, batch)
-        loss = check.run_stages(stages, batch, lengths)
-        return trials.largest_error(trials.ProbeOutcome(loss, trials.gradients_of(stages)), expected)[0]
+        expected = sides.run_plain(model, batch)
+        loss = sides.run_stages(stages, batch, lengths)
+        return trials.largest_error(trials.ProbeOutcome(loss, sides.gradients_of(stages)), expected)[0]
 
 
 @pytest.mark.sample(2)

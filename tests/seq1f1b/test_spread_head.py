@@ -30,8 +30,8 @@ from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.certification.check import make_stage
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.sides import make_stage
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.pipeline.head_share import HeadRows, VocabularyShare, check_spread_head, linear, parts_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from cuboid.models.architectures.transformers_names import checkpoint_activations, stop_checkpointing
-from cuboid.models.certification.trials import run_backward
+from cuboid.models.certification.sides import run_backward
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of

@@ -24,7 +24,7 @@ from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, Certificate, MeshVerdict, Verdict
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check, trials
+from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check, sides, trials
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.layer_kinds import layer_kinds
 from cuboid.models.certification.small_config import LONGEST, small_config
@@ -372,7 +372,7 @@ def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts)
     with check.quiet_cpu(), precision(keep_float64=True):
         model = check.random_model(cls, small_config(config), None, trials.ATTEMPTS[0])
         batch = probe_rows(Case("", 12), model.config.vocab_size)
-        assert check.run_plain(model, batch).shifts_labels is shifts
+        assert sides.run_plain(model, batch).shifts_labels is shifts
 
 
 def test_a_model_with_another_loss_is_no_pipelines(monkeypatch):
@@ -412,7 +412,7 @@ def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
         model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, trials.ATTEMPTS[0])
         batch = probe_rows(Case("", 12), model.config.vocab_size)
         assert exact_router_loss(model, model(**batch), None) is None
-        assert check.run_plain(model, batch).shifts_labels is None
+        assert sides.run_plain(model, batch).shifts_labels is None
 
 
 @pytest.mark.slow

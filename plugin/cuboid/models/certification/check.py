@@ -5,23 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import MeshShape
-from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Certificate, Mode, Verdict
+from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.batch.local_batch import IGNORE_INDEX, TOKEN_TYPES
+from cuboid.models.batch.local_batch import TOKEN_TYPES
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
+from cuboid.models.certification.sides import SplitModel, run_plain, run_whole
 from cuboid.models.certification.trials import (
     ATTEMPTS,
     Attempt,
@@ -29,40 +26,21 @@ from cuboid.models.certification.trials import (
     ProbeOutcome,
     Trials,
     batch_of_kind,
-    gradients_of,
     joined,
-    largest_error,
     probe_cases,
     probe_groups,
-    run_whole,
 )
-from cuboid.models.kinds.language_models import with_shifted_labels
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
 from cuboid.models.kinds.registry import kind_of_class
-from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
-from cuboid.models.routers.router_loss import exact_router_loss
-from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.stage_cut import StageLayout, draw_outline
-from cuboid.models.stages.stage_model import StagePlan
-from cuboid.models.stages.stage_runner import make_runner
-from cuboid.models.stages.units import SegmentedBatch
-from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
-from cuboid.seq1f1b.schedule.partition import even_cut
-from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
-from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.models.stages.stage_cut import draw_outline
 
-_STAGES = 3
-_SEGMENTS = 3
-_FILLED = 4
 #: Tokens of a sequence whose length doesn't matter.
 _SHORT = 12
 #: Large enough for scores, gates and norms to leave the range where every function is almost linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
-#: For the routers' loss, which models' own code computes in float32 even if weights are in float64.
-_FLOAT32_TOLERANCE = 1e-6
 #: Why a pipeline can't run a model with another loss.
 OTHER_LOSS = (
     "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
@@ -116,7 +94,7 @@ def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
 
 def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     name_padding(model)
-    head, takes_types, cut = outline.kind, takes_token_types(model), CutModel(model, outline, gives_cache=False)
+    head, takes_types, cut = outline.kind, takes_token_types(model), SplitModel(model, attempt, outline=outline)
 
     def batch_of(group: Cases, number: int) -> MicroBatch:
         return batch_of_kind(head, model, group, has_types=takes_types and number % 2 == 1)
@@ -125,13 +103,9 @@ def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) ->
         with attempt.precision():
             return run_whole(copy.deepcopy(model), head, batch)
 
-    def compare(batch: MicroBatch, expected: ProbeOutcome) -> tuple[float, str]:
-        with attempt.precision():
-            return largest_error(cut.run(batch, "whole"), expected)
-
     left_out: set[BatchKind] = set() if head.labels_each_token else set(LABELLED.values())
     groups: list[Cases] = [() if kind in left_out else ((kind, case),) for kind, case in probe_cases(model.config)]
-    refused, error = Trials(groups, batch_of, run, attempt.tolerance).refusals(compare, says_length=False)
+    refused, error = Trials(groups, batch_of, run, attempt.tolerance).refusals(cut.largest_error, says_length=False)
     segments: dict[BatchKind, str] = {"whole rows": f"it is for {head.words}, whose loss is one of whole sequences"}
     return Verdict({"whole": refused, "segments": segments}, error)
 
@@ -274,156 +248,11 @@ class _Reference:
 def _compare(
     model: PreTrainedModel, outline: Outline, attempt: Attempt, reference: _Reference, *, gives_cache: bool
 ) -> Verdict:
-    cut = CutModel(model, outline, gives_cache=gives_cache)
+    cut = SplitModel(model, attempt, outline=outline, gives_cache=gives_cache)
     refused: dict[Mode, dict[BatchKind, str]] = {}
     largest = 0.0
     for mode in MODES:
-
-        def compare(batch: MicroBatch, expected: ProbeOutcome, mode: Mode = mode) -> tuple[float, str]:
-            with attempt.precision():
-                return largest_error(cut.run(batch, mode), expected)
-
-        refused[mode], error = reference.trials.refusals(compare)
+        refused[mode], error = reference.trials.refusals(functools.partial(cut.largest_error, mode=mode))
         largest = max(largest, error)
     first = reference.trials.all[0].expected
     return Verdict(refused, largest, gives_cache, isinstance(first, str) or first.shifts_labels is not False)
-
-
-def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> ProbeOutcome:
-    """Forward and backward of an uncut model, whose gradients are replaced, and how its own loss uses labels."""
-    model.zero_grad()
-    output = model(**batch, use_cache=False)
-    if output.loss is None:
-        raise ValueError("it computes no loss of labels")
-    loss, own_loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"]), output.loss
-    routers = exact_router_loss(model, output, batch.get("attention_mask"))
-    if routers is not None:
-        loss, own_loss = loss + routers, own_loss - routers
-        tolerance = max(tolerance, _FLOAT32_TOLERANCE)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if not bool(loss.isfinite() & output.loss.isfinite()):
-        raise ValueError("its loss isn't finite")
-    shifts = _shift_of(model, batch, output.logits.detach(), float(own_loss), tolerance)
-    return ProbeOutcome(loss.detach(), gradients_of([model]), shifts)
-
-
-def probe_labels(batch: MicroBatch) -> MicroBatch:
-    """The probe's micro-batch with ``shift_labels``; rows whose last token has a label predict one there, too."""
-    rest = {name: x for name, x in batch.items() if name != "labels"}
-    labels = shifted(batch["labels"], IGNORE_INDEX)
-    labels[:, -1] = batch["input_ids"][:, 0].where(batch["labels"][:, -1] != IGNORE_INDEX, IGNORE_INDEX)
-    return {**rest, "shift_labels": labels}
-
-
-def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of logits ``[B, S, V]`` and labels ``[B, S]``."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
-
-
-def _shift_of(
-    model: PreTrainedModel, batch: MicroBatch, logits: torch.Tensor, loss: float, tolerance: float
-) -> bool | None:
-    for shifts in (True, False) if kind_of_class(type(model)).is_causal else (False,):
-        expected = float(mean_loss(logits, with_shifted_labels(batch, shifts=shifts)["shift_labels"]))
-        if abs(loss - expected) <= tolerance * abs(expected):
-            return shifts
-    return None
-
-
-class CutModel:
-    """A copy of a small model in stages, all in one process."""
-
-    def __init__(self, model: PreTrainedModel, outline: Outline, *, gives_cache: bool) -> None:
-        self._model, self._outline, self._gives_cache = model, outline, gives_cache
-        self._stages: list[Any] | None = None
-
-    def run(self, batch: MicroBatch, mode: Mode) -> ProbeOutcome:
-        """One step of all stages, unit by unit."""
-        stages, self._stages = self._stages or self._made(), None  # made again after a step that raised
-        for stage in stages:
-            stage.zero_grad()
-        loss = run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode))
-        self._stages = stages
-        return ProbeOutcome(loss, gradients_of(stages))
-
-    def _made(self) -> list[Any]:
-        counts = stage_counts(self._outline)
-        total = len(counts)
-        meshes = [Mesh(MeshShape(), pipe=total, rank=stage, world_size=total) for stage in range(total)]
-        return [make_stage(self._model, self._outline, counts, mesh, gives_cache=self._gives_cache) for mesh in meshes]
-
-
-def stage_counts(outline: Outline) -> tuple[int, ...]:
-    """The number of layers of each of the probe's stages."""
-    count = min(_STAGES, outline.count)
-    return even_cut(outline.count, count)
-
-
-def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Forward and backward of all stages, unit by unit; gradients are left with the stages' parameters.
-
-    Returns:
-        The loss.
-    """
-    kind = stages[0].cuboid.kind
-    labelled = batch if kind.runs_own_head else probe_labels(batch)
-    items = max(int(kind.items(labelled)), 1)
-    runners = []
-    for stage in stages:
-        store = KVCache(sum(lengths), KVCachePool())
-        mesh, inputs = stage.cuboid.mesh, stage.cuboid.verdict.inputs
-        cut = SegmentedBatch.of(labelled, lengths, stage.config, mesh, kind, inputs)
-        (chunk,) = stage.staging.chunks
-        runners.append(
-            make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)
-        )
-    for segment in range(len(lengths)):
-        hidden = None
-        for runner in runners:
-            hidden = runner.forward(0, segment, hidden)
-    for segment in reversed(range(len(lengths))):
-        gradient = None
-        for runner in reversed(runners):
-            gradient = runner.backward(0, segment, gradient)
-    loss = runners[-1].loss
-    assert loss is not None
-    return loss
-
-
-def make_stage(
-    model: PreTrainedModel,
-    outline: Outline,
-    counts: tuple[int, ...],
-    mesh: Mesh,
-    *,
-    gives_cache: bool,
-    parallel: ParallelPlan | None = None,
-) -> Any:
-    """A copy of a model, cut to the stage of ``mesh``'s rank, and sharded over the mesh if there is a plan for that."""
-    segments = 2 if gives_cache else 1  # any number above 1
-    pipeline = {"engine": "seq1f1b", "stages": len(counts), "segments": segments}
-    config = CuboidConfig.model_validate({"pipeline": pipeline})
-    certificate = Certificate(Verdict(gives_cache=gives_cache))
-    layout = StageLayout(counts, mesh.placement)
-    stages = StagePlan(outline, layout, layout.cuts(mesh.coordinate.pipe), config, certificate)
-    plan = ModelPlan(type(model), config, mesh, parallel, stages)
-    return plan.apply(copy.deepcopy(model), functools.partial(take_shard, mesh=mesh))
-
-
-def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths of a micro-batch's segments, each a multiple of ``multiple``, which a mesh needs."""
-    if multiple > 1:
-        units = -(-length // multiple)
-        counts = _lengths(units, "whole" if mode == "filled" else mode)
-        return tuple(multiple * count for count in counts)
-    return _lengths(length, mode)
-
-
-def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
-    if mode == "whole":
-        return (length,)
-    if mode == "filled":
-        return (length + _FILLED - length % _FILLED,)
-    first = length // 2
-    second = (length - first) // 2 + 1 if length > _SEGMENTS else 1
-    return (first, second, max(length - first - second, 1))

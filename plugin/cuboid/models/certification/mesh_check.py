@@ -8,33 +8,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, BatchKind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import (
     OTHER_LOSS,
     default_dtype,
-    make_stage,
     name_padding,
     quiet_cpu,
     random_model,
-    run_plain,
-    run_stages,
     small_for_probe,
-    stage_counts,
-    unit_lengths,
 )
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.sides import SplitModel, run_plain, run_whole
 from cuboid.models.certification.trials import (
     ATTEMPTS,
     Attempt,
@@ -43,20 +34,14 @@ from cuboid.models.certification.trials import (
     Trial,
     Trials,
     batch_of_kind,
-    largest_error,
     probe_groups,
-    run_backward,
-    run_whole,
     words_of,
 )
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of, kind_of_class
-from cuboid.models.model_plan import ModelPlan
-from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
-from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 #: Each axis by itself, and all together. Grouped key/value heads divide by all of these meshes but the last.
 MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
@@ -189,7 +174,7 @@ def _reason_against(
     for shape in meshes:
 
         def compare(batch: MicroBatch, expected: ProbeOutcome, shape: MeshShape = shape) -> tuple[float, str]:
-            return _Split(probe, shape, choice).largest_error(batch, expected)
+            return SplitModel(probe.model, probe.attempt, shape, choice).largest_error(batch, expected)
 
         _, reason = probe.trials.difference(compare, trial)
         if reason is not None:
@@ -200,7 +185,7 @@ def _reason_against(
 
 def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
     """The verdict over all micro-batches, for a choice that is right on the longest one."""
-    split = _Split(probe, _OTHER_KINDS, choice)
+    split = SplitModel(probe.model, probe.attempt, _OTHER_KINDS, choice)
     refused, error = probe.trials.refusals(split.largest_error)
     blocks = blocks_computed_whole(probe.model, choice.whole_blocks)
     verdict = replace(choice, refused=refused, error=error, blocks=blocks)
@@ -253,7 +238,7 @@ def _reason_against_stages(
     gives_cache: bool,
 ) -> str | None:
     try:
-        split = _SplitStages(probe, choice, outline, gives_cache=gives_cache)
+        split = _in_stages(probe, choice, outline, gives_cache=gives_cache)
     except Exception as failure:
         return words_of(failure)
     for trial, expected in pairs:
@@ -267,7 +252,7 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
     """What is wrong with a micro-batch on a mesh with stages, for a model that needs whole sequences."""
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
-        split, reference = _SplitStages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
+        split, reference = _in_stages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
         for trial in _accepted(probe, choice):
             assert isinstance(trial.expected, ProbeOutcome)
             with probe.attempt.precision():
@@ -294,74 +279,6 @@ def _accepted(probe: _Probe, choice: MeshVerdict) -> Iterator[Trial]:
         seen |= kinds
 
 
-class _Split:
-    """A probe's model on all ranks of a mesh."""
-
-    def __init__(self, probe: _Probe, shape: MeshShape, choice: MeshVerdict) -> None:
-        self._probe = probe
-        self._plan = make_parallel_plan(probe.model, shape, choice)
-        self._ranks = ThreadRanks(shape)
-        self._models = [self._sharded(mesh) for mesh in self._ranks.meshes]
-
-    def _sharded(self, mesh: Mesh) -> PreTrainedModel:
-        plan = ModelPlan(type(self._probe.model), CuboidConfig(), mesh, self._plan)
-        return plan.apply(copy.deepcopy(self._probe.model), functools.partial(take_shard, mesh=mesh))
-
-    def largest_error(self, batch: MicroBatch, expected: ProbeOutcome) -> tuple[float, str]:
-        """The largest relative error of a step's loss and gradients, over all ranks, and of which."""
-        losses = self._ranks.run(lambda mesh: self._step(mesh, batch))
-        gradients = _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
-        return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
-
-    def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
-        model = self._models[mesh.rank]
-        model.zero_grad()
-        with self._probe.attempt.precision():
-            return run_backward(model, self._probe.kind, batch)
-
-
-class _SplitStages:
-    """A probe's model in stages, each on all ranks of a mesh."""
-
-    def __init__(self, probe: _Probe, choice: MeshVerdict, outline: Outline, *, gives_cache: bool) -> None:
-        self._probe = probe
-        counts = stage_counts(outline)
-        self._plan = make_parallel_plan(probe.model, _OTHER_KINDS, choice)
-        self._ranks = ThreadRanks(_OTHER_KINDS, len(counts))
-        self._stages = [
-            make_stage(probe.model, outline, counts, mesh, gives_cache=gives_cache, parallel=self._plan)
-            for mesh in self._ranks.meshes
-        ]
-
-    def largest_error(self, batch: MicroBatch, expected: ProbeOutcome, mode: Mode) -> tuple[float, str]:
-        """As :meth:`_Split.largest_error`."""
-        lengths = unit_lengths(batch["input_ids"].shape[1], mode, granule(self._ranks.meshes[0]))
-        losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
-        gradients: dict[str, torch.Tensor] = {}
-        for stage in range(self._ranks.meshes[0].topology.pipe):
-            stage_ranks = slice(stage * _OTHER_KINDS.size, (stage + 1) * _OTHER_KINDS.size)
-            ranks = zip(self._ranks.meshes[stage_ranks], self._stages[stage_ranks], strict=True)
-            for name, gradient in _put_together(self._plan, ranks).items():
-                # A parameter that two stages share has a part of its gradient on each.
-                gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        return max(largest_error(ProbeOutcome(loss, gradients), expected) for loss in losses)
-
-    def _step(self, place: int, batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
-        stages = self._stages[place :: _OTHER_KINDS.size]
-        for stage in stages:
-            stage.zero_grad()
-        with self._probe.attempt.precision():
-            return run_stages(stages, batch, lengths)
-
-
-def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedModel]]) -> dict[str, torch.Tensor]:
-    """Full gradients by name, from all ranks' shards."""
-    layouts = plan.by_parameter
-    full_gradients: dict[str, torch.Tensor] = {}
-    for mesh, model in ranks:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                owner = model.all_tied_weights_keys.get(name, name)
-                full = full_gradients.setdefault(owner, parameter.new_zeros(layouts[name].shape))
-                put_shard(full, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
-    return full_gradients
+def _in_stages(probe: _Probe, choice: MeshVerdict, outline: Outline, *, gives_cache: bool) -> SplitModel:
+    options: Any = {"outline": outline, "gives_cache": gives_cache}
+    return SplitModel(probe.model, probe.attempt, _OTHER_KINDS, choice, **options).make()

@@ -1,8 +1,8 @@
 """What verdicts rest on: the micro-batches of a small model, what it computes itself, and comparisons with that.
 
-:mod:`cuboid.verify` runs steps by :func:`run_backward` and measures differences by :func:`relative_error` too. It
-compares more, in processes and by checkpoints, and by a tensor's largest element, where a verdict has the norm: an
-error in one element has to be seen there, but doesn't decide whether an architecture is right.
+:mod:`cuboid.verify` measures differences by :func:`relative_error` too. It compares more, in processes and by
+checkpoints, and by a tensor's largest element, where a verdict has the norm: an error in one element has to be seen
+there, but doesn't decide whether an architecture is right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -209,40 +209,9 @@ def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case],
     return [tuple(group) for group in groups.values()]
 
 
-def run_backward(model: Any, kind: ModelKind, batch: MicroBatch) -> torch.Tensor:
-    """Forward and backward with the loss of a model's kind, which is returned; parameters keep the gradients."""
-    loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def run_whole(model: PreTrainedModel, kind: ModelKind, batch: MicroBatch) -> ProbeOutcome:
-    """:func:`run_backward` of an uncut model without gradients.
-
-    Raises:
-        ValueError: its loss isn't finite.
-    """
-    loss = run_backward(model, kind, batch)
-    if not bool(loss.isfinite()):
-        raise ValueError("its loss isn't finite")
-    return ProbeOutcome(loss, gradients_of([model]))
-
-
 def words_of(failure: Exception) -> str:
     """What a verdict says of a failure."""
     return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
-
-
-def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
-    """Gradients by name, summed over stages: a parameter that two of them share has a part of its gradient on each."""
-    total: dict[str, torch.Tensor] = {}
-    for model in models:
-        for first, parameter in model.named_parameters():
-            # The first name of a tied weight isn't always that of its source: CamemBERT's head precedes its embeddings.
-            name = model.all_tied_weights_keys.get(first, first)
-            if parameter.grad is not None:
-                total[name] = total[name] + parameter.grad if name in total else parameter.grad
-    return total
 
 
 def largest_error(actual: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
