@@ -108,7 +108,9 @@ class Question:
         base = os.environ.get("XDG_CACHE_HOME")
         place = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder
         if place not in asked.questions:
-            file = _cache_file({**asked.features, "code": asked.code.digest}, place)
+            # Of this version of Cuboid's results for such a model.
+            digest = digest_of({**asked.features, "code": asked.code.digest, "sources": _sources_digest()})
+            file = place / f"{digest}.json"
             asked.questions[place] = cls(
                 file, digest_of(asked.features), asked.code, architecture, copy.deepcopy(config)
             )
@@ -206,19 +208,16 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
 def _features(cls: type[PreTrainedModel], config: PretrainedConfig, small: PretrainedConfig) -> dict[str, Any]:
     # A model of a class that knows no other says "eager" once it is made, and its config doesn't before.
     is_chosen = config._attn_implementation == "eager" and cls._supports_sdpa
+    # These decide which loss a classifier computes.
+    kind = kind_of(cls, config)
+    targets = {"targets": [min(kind.outputs, 2), kind.classes is None]} if kind.outputs else {}
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "transformers": ".".join(version("transformers").split(".")[:2]),
         "attention": "eager" if is_chosen else "fused",
         "config": meaningful_fields(small),
-        **_of_head(cls, config),
+        **targets,
     }
-
-
-def _of_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
-    """The features that decide which loss a classifier computes."""
-    kind = kind_of(cls, config)
-    return {"targets": [min(kind.outputs, 2), kind.classes is None]} if kind.outputs else {}
 
 
 def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:
@@ -259,11 +258,6 @@ def _sources_digest() -> str:
         for file in sorted(folder.rglob("*.py")):
             total.update(file.read_bytes())
     return total.hexdigest()
-
-
-def _cache_file(features: Mapping[str, Any], folder: Path) -> Path:
-    """The file with the results of this version of Cuboid for such a model."""
-    return folder / f"{digest_of({**features, 'sources': _sources_digest()})}.json"
 
 
 def _written(certificate: Certificate) -> dict[str, Any]:

@@ -179,24 +179,25 @@ class CodeIdentity:
         return self.is_stock and self.seen is not None and self.seen.is_current()
 
 
-def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
-    """The identity of the code that a model of a class runs with a config."""
-    last = _last((cls, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)))
-    known = last.identity
-    if known is None or not known.is_current_stock:
-        known = last.identity = _walked(cls, config)
-    return known
-
-
 @dataclass
 class _Last:
-    """The identity that was found last for a class and a config."""
+    """The identity that was found last for a key."""
 
-    key: tuple[Any, type, str]
+    key: Any
     identity: CodeIdentity | None = None
 
 
-_last = functools.lru_cache(maxsize=32)(_Last)
+#: For a class, its config's class, and a config as text; and for what a walk starts from and chooses by.
+_last, _last_walk = functools.lru_cache(maxsize=32)(_Last), functools.lru_cache(maxsize=32)(_Last)
+
+
+def code_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
+    """The identity of the code that a model of a class runs with a config."""
+    last = _last((cls, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)))
+    known: CodeIdentity | None = last.identity
+    if known is None or not known.is_current_stock:
+        known = last.identity = _walked(cls, config)
+    return known
 
 
 def _walked(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentity:
@@ -208,33 +209,18 @@ def _walked(cls: type[PreTrainedModel], config: PretrainedConfig) -> CodeIdentit
         # The probe's error says why.
         kinds, obstacle = (), f"not made: {type(error).__name__}"
     # Configs that differ in numbers alone have the same code.
-    last = _last_walk((cls, type(config), kinds, frozenset(_strings(config.to_dict())), obstacle))
-    if last.identity is None or not last.identity.is_current_stock:
-        last.identity = _walk(*last.key)
-    return last.identity
-
-
-@dataclass
-class _LastWalk:
-    """The identity that was found last from the arguments of :func:`_walk`."""
-
-    key: tuple[type, type, tuple[type, ...], frozenset[str], str]
-    identity: CodeIdentity | None = None
-
-
-_last_walk = functools.lru_cache(maxsize=32)(_LastWalk)
-
-
-def _walk(
-    cls: type, config_class: type, kinds: tuple[type, ...], chosen: frozenset[str], obstacle: str
-) -> CodeIdentity:
-    walk = _Walk(chosen)
-    for root in (cls, config_class, *kinds):
-        walk.root(root)
-    if obstacle:
-        walk.parts.add(obstacle)
-    walk.finish()
-    return walk.identity()
+    chosen = frozenset(_strings(config.to_dict()))
+    last = _last_walk((cls, type(config), kinds, chosen, obstacle))
+    known: CodeIdentity | None = last.identity
+    if known is None or not known.is_current_stock:
+        walk = _Walk(chosen)
+        for root in (cls, type(config), *kinds):
+            walk.root(root)
+        if obstacle:
+            walk.parts.add(obstacle)
+        walk.finish()
+        known = last.identity = walk.identity()
+    return known
 
 
 class _Walk:
@@ -345,7 +331,7 @@ class _Walk:
             return
         if statements and all(statement.imported for statement in statements):
             self._change(place, value)
-        elif isinstance(value, Mapping) or _is_registry(value):
+        elif isinstance(value, Mapping) or "_local_mapping" in getattr(value, "__dict__", {}):
             self._registry(home, name, "", value, place)
         elif isinstance(value, type):
             is_own = (value.__module__, value.__qualname__) == (home.__name__, name)
@@ -368,7 +354,15 @@ class _Walk:
                 self._change(place, value)
             self._value(value, place)
         elif callable(value):
-            if not _is_torchs(value, name):
+            # Under its own name. `torch.linalg.norm` is `linalg_norm` in C.
+            functions, names = _functions_in(value), {name, _ALIASES.get(name)}
+            is_torchs = all(map(_is_of_library, functions)) and any(
+                function.__name__ in names for function in functions
+            )
+            if not functions:
+                # Neither partial functions nor objects that are called have a name.
+                is_torchs = name.replace("_", "") in getattr(value, "__name__", "").replace("_", "")
+            if not is_torchs:
                 self._change(place, value)
             self._value(value, place)
 
@@ -612,16 +606,6 @@ def _is_written_constant(value: Any, statements: list[Statement]) -> bool:
     return len(literals) != 1 or len(statements) != 1 or _same(literals[0][0], value)
 
 
-def _is_torchs(value: Any, name: str) -> bool:
-    """Whether a function is one of torch, under its own name."""
-    functions = _functions_in(value)
-    if not functions:
-        # `torch.linalg.norm` is `linalg_norm` in C. Neither partial functions nor objects that are called have a name.
-        return name.replace("_", "") in getattr(value, "__name__", "").replace("_", "")
-    names = {name, _ALIASES.get(name)}
-    return all(map(_is_of_library, functions)) and any(function.__name__ in names for function in functions)
-
-
 def _is_written(value: Any, statements: list[Statement], name: str, owner: type | ModuleType) -> bool:
     """Whether a function, wrapped or not, is what one of the statements that bind its name in ``owner``, a class or a
     module, makes with the decorators there.
@@ -821,10 +805,6 @@ def _inner(value: Any) -> list[Any]:
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
-def _is_registry(value: Any) -> bool:
-    return "_local_mapping" in getattr(value, "__dict__", {})
 
 
 def _entries(value: Any) -> dict[Any, Any]:

@@ -120,21 +120,15 @@ def _kind_of(layer: nn.Module) -> LayerKind:
         if any(part.isdigit() and part != "0" for part in name.split(".")):
             continue
         facts.add((name, "", f"{type(module).__module__}.{type(module).__qualname__}"))
-        facts |= {(name, key, value) for key, value in _flags_of(module).items()}
         facts |= {(name, key, parameter is None) for key, parameter in module._parameters.items()}
+        # Its flags and names, and which of its numbers and tables it hasn't.
+        for key, value in vars(module).items():
+            if key.startswith("_") or key in _NO_FLAGS:
+                continue
+            if isinstance(value, bool | str | torch.dtype):
+                facts.add((name, key, value))
+            elif value is None or isinstance(value, int | float | torch.Tensor):
+                facts.add((name, key, value is None))
+            elif inspect.isfunction(value):
+                facts.add((name, key, value.__qualname__))
     return frozenset(facts)
-
-
-def _flags_of(module: nn.Module) -> Mapping[str, Any]:
-    """A module's flags and names, and which of its numbers and tables it hasn't."""
-    flags: dict[str, Any] = {}
-    for key, value in vars(module).items():
-        if key.startswith("_") or key in _NO_FLAGS:
-            continue
-        if isinstance(value, bool | str | torch.dtype):
-            flags[key] = value
-        elif value is None or isinstance(value, int | float | torch.Tensor):
-            flags[key] = value is None
-        elif inspect.isfunction(value):
-            flags[key] = value.__qualname__
-    return flags

@@ -196,7 +196,8 @@ def _statements(code: CodeType, package: str) -> Iterator[tuple[str, Statement]]
             current.names.add(step.argval)
         elif step.opname == "IMPORT_NAME":
             level, listed = current.constants[-2:]
-            origin, current = (_absolute(step.argval, level, package), bool(listed)), Statement()
+            name = importlib.util.resolve_name("." * level + step.argval, package) if level else step.argval
+            origin, current = (name, bool(listed)), Statement()
         elif step.opname == "IMPORT_FROM":
             current.imported = (step.argval, None)
         elif inspect.iscode(step.argval):
@@ -213,10 +214,6 @@ def _statements(code: CodeType, package: str) -> Iterator[tuple[str, Statement]]
         elif step.opname in _ENDS and not (origin is not None and not origin[1]):
             # `import a.b as c` pops `a` before it stores.
             origin, current = None, Statement()
-
-
-def _absolute(name: str, level: int, package: str) -> str:
-    return importlib.util.resolve_name("." * level + name, package) if level else name
 
 
 def _value_of(file: Path, statement: Statement) -> ast.expr | None:
