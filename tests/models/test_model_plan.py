@@ -1,7 +1,10 @@
 """One plan of a model, whoever makes it: loading, sharding in memory, per-rank files, reading weights again."""
 
+import builtins
 import dataclasses
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +86,40 @@ def test_a_plan_changes_nothing_and_is_never_changed(layout):
     if plan.stages is not None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             plan.stages.cuts = ()
+
+
+#: Of a load on a mesh of 1×2×2 in a process that has loaded before. Each further one is a place that a reader passes.
+MOST_FUNCTIONS = 265
+
+
+def test_a_load_passes_few_functions_and_reads_the_config_twice_at_most(monkeypatch, tmp_path):
+    transformers.LlamaForCausalLM(small_config()).save_pretrained(tmp_path)
+    size, sections = LAYOUTS["a mesh"]
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setenv("RANK", "0")
+    config = {"train_micro_batch_size_per_gpu": 2, **sections}
+    cuboid.from_pretrained(tmp_path, config)
+    package, codes, opened = str(Path(cuboid.__file__).parent), set(), []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            codes.add(frame.f_code)
+
+    def noting(function):
+        return lambda path, *args, **kwargs: opened.append(path) or function(path, *args, **kwargs)
+
+    for module in (builtins, os):
+        monkeypatch.setattr(module, "open", noting(module.open))
+    # Changed since, so that what was read before doesn't count.
+    os.utime(tmp_path / "config.json", ns=(1, 1))
+    sys.setprofile(note)
+    try:
+        cuboid.from_pretrained(tmp_path, config)
+    finally:
+        sys.setprofile(None)
+    functions = [code.co_qualname for code in codes if not code.co_name.startswith("<")]
+    assert len(functions) <= MOST_FUNCTIONS, sorted(functions)
+    assert 1 <= sum(str(path).endswith("/config.json") for path in opened) <= 2
 
 
 DECIDED = (ModelPlan, ParallelPlan, StagePlan, Sharding, WholeModel, Certificate, Verdict, MeshVerdict, ForwardContext)

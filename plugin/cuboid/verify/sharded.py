@@ -16,6 +16,7 @@ import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.sides import run_backward
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import unwrap
@@ -175,10 +176,8 @@ def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
     losses, kind = [], kind_of(type(engine.module), engine.module.config)
     for batch in batches:
         inputs = {name: x.to(engine.device) for name, x in batch.items()}
-        loss = kind.probe_loss(engine(**inputs, **kind.options_of(engine.module)), inputs)
-        engine.backward(loss)
+        losses.append(run_backward(engine, kind, inputs, engine.backward))
         engine.step()
-        losses.append(loss.detach())
     mean = torch.stack(losses).double().mean() / mesh.topology.data
     OnMesh(mesh).sum_over_replicas(mean)
     return mean.item()

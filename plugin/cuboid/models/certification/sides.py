@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.routers.router_loss import exact_router_loss
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
+from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import StageLayout
 from cuboid.models.stages.stage_model import StagePlan
@@ -46,10 +47,15 @@ _FLOAT32_TOLERANCE = 1e-6
 # --- the whole model ------------------------------------------------------------------------------------------------
 
 
-def run_backward(model: Any, kind: ModelKind, batch: MicroBatch) -> torch.Tensor:
-    """Forward and backward with the loss of a model's kind, which is returned; parameters keep the gradients."""
-    loss = kind.probe_loss(model(**batch, **kind.options_of(model)), batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+def run_backward(
+    model: Any, kind: ModelKind, batch: MicroBatch, backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+) -> torch.Tensor:
+    """Forward and backward with the loss of a model's kind, which is returned; parameters keep the gradients.
+
+    ``model`` may be an engine, with a ``backward`` of its own.
+    """
+    loss = kind.probe_loss(model(**batch, **kind.options_of(unwrap(model))), batch)
+    backward(loss)
     return loss.detach()
 
 
