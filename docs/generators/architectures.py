@@ -40,11 +40,11 @@ from cuboid.models.certification.certificates import (
     find_out,
     plan_digests,
 )
-from cuboid.models.certification.check import small_for_probe
 from cuboid.models.certification.code_identity import code_of
 from cuboid.models.certification.default_models import default_config, own_part
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.certification.sides import small_for_probe
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import check_class
 from generators.architecture_rows import Row, common, counts, rows

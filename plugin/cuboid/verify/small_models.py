@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
 from cuboid.models.architectures.small_model_names import ARCHITECTURES, Architecture, Rope
-from cuboid.models.certification.check import name_padding, quiet_cpu, random_model
 from cuboid.models.certification.default_models import default_config, default_model
 from cuboid.models.certification.layer_kinds import on_meta, small_with_all_kinds
+from cuboid.models.certification.sides import name_padding, quiet_cpu, random_model
 from cuboid.models.certification.small_config import DEFAULT_SIZES, KEYS, Sizes, layer_count, sizes_by_key
 from cuboid.models.certification.trials import ATTEMPTS
 from cuboid.models.kinds.probe_rows import CannotProbe

@@ -26,11 +26,12 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
 from cuboid.models.architectures.plans import PLANS
 from cuboid.models.architectures.roles import planned_parts
-from cuboid.models.certification.check import check, check_head, small_for_probe
+from cuboid.models.certification.check import check
 from cuboid.models.certification.code_identity import CodeIdentity, Seen, code_of
+from cuboid.models.certification.sides import small_for_probe
 from cuboid.models.certification.small_config import fields_read, meaningful_fields
 from cuboid.models.kinds.probe_rows import CannotProbe
-from cuboid.models.kinds.registry import kind_of, kind_of_class
+from cuboid.models.kinds.registry import kind_of
 
 T = TypeVar("T")
 TABLE = Path(__file__).with_name("certified.json")
@@ -191,7 +192,7 @@ def _found(question: Question) -> Certificate:
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
     """Run the probe, regardless of table and cache."""
     try:
-        return Certificate((check_head if kind_of_class(cls).runs_own_head else check)(cls, config))
+        return Certificate(check(cls, config))
     except CannotProbe as error:
         return Certificate(None, str(error))
 

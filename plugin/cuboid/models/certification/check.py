@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TOKEN_TYPES
-from cuboid.models.certification.float64 import KeepFloat64, widen
-from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
-from cuboid.models.certification.sides import SplitModel, run_plain, run_whole
+from cuboid.models.certification.sides import (
+    SplitModel,
+    default_dtype,
+    name_padding,
+    quiet_cpu,
+    random_model,
+    run_plain,
+    run_whole,
+    small_for_probe,
+)
 from cuboid.models.certification.trials import (
     ATTEMPTS,
     Attempt,
@@ -32,15 +35,11 @@ from cuboid.models.certification.trials import (
 )
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
-from cuboid.models.kinds.registry import kind_of_class
-from cuboid.models.plain_construction import plain_construction
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
 
 #: Tokens of a sequence whose length doesn't matter.
 _SHORT = 12
-#: Large enough for scores, gates and norms to leave the range where every function is almost linear.
-_WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
 #: Why a pipeline can't run a model with another loss.
 OTHER_LOSS = (
     "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
@@ -52,26 +51,13 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
     """Compare a small model of a class with the same model cut, on all micro-batches that may matter to its config.
 
     Raises:
-        CannotProbe: with the reason.
-        UnsupportedModelError: a pipeline can't cut it at all.
-    """
-    return first_verdict(cls, config, _best)
-
-
-def first_verdict(
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    compare: Callable[[PreTrainedModel, Outline, Attempt], Verdict],
-) -> Verdict:
-    """The verdict of ``compare`` on a small model and its outline, from the first attempt in which the model runs.
-
-    Raises:
-        CannotProbe: it runs in none; has the last reason.
+        CannotProbe: it runs in no precision; has the last reason.
         UnsupportedModelError: a pipeline can't cut it at all.
     """
     with quiet_cpu():
         small = small_for_probe(cls, config)
         outline = draw_outline(cls, small)
+        compare = _compare_head if outline.kind.runs_own_head else _best
         for attempt in ATTEMPTS:
             try:
                 with default_dtype(attempt.default):
@@ -82,17 +68,8 @@ def first_verdict(
         raise obstacle
 
 
-def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
-    """Compare a small model that computes its loss in its own forward with the same model cut into stages.
-
-    Raises:
-        CannotProbe: with the reason.
-        UnsupportedModelError: a pipeline can't cut it at all.
-    """
-    return first_verdict(cls, config, _compare_head)
-
-
 def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
+    """The verdict on a model that computes its loss in its own forward."""
     name_padding(model)
     head, takes_types, cut = outline.kind, takes_token_types(model), SplitModel(model, attempt, outline=outline)
 
@@ -110,20 +87,6 @@ def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) ->
     return Verdict({"whole": refused, "segments": segments}, error)
 
 
-def small_for_probe(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """A config with tiny sizes, of a model with all kinds of layers.
-
-    Raises:
-        CannotProbe: it can't be made small, with the reason.
-    """
-    try:
-        return small_with_all_kinds(cls, config)
-    except NoSmallModel as error:
-        raise CannotProbe(str(error)) from error
-    except Exception as error:
-        raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
-
-
 def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
     """Whether a causal model's own loss compares each position with the next label, found with a small model.
 
@@ -138,66 +101,6 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
                 batch = probe_rows(Case("short", _SHORT), small.get_text_config().vocab_size)
                 return run_plain(model, batch, attempt.tolerance).shifts_labels
     return None
-
-
-@contextmanager
-def quiet_cpu() -> Iterator[None]:
-    """Context of a probe: CPU, float32 default, random numbers of its own, no warnings about tiny models."""
-    own_numbers = torch.random.fork_rng(devices=[])
-    # As a context, a device slows down every function of torch.
-    on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    with default_dtype(torch.float32), own_numbers, on_cpu, torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        yield
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context with another default dtype of torch; it is global, so only one thread may enter it at a time."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def random_model(
-    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt, seed: int = 1
-) -> PreTrainedModel:
-    try:
-        copied = copy.deepcopy(config)
-        # The default, "sdpa", is probed in place of flash attention, which has no float64.
-        wanted = "eager" if attention == "eager" else None
-        with plain_construction():
-            model: PreTrainedModel = cls._from_config(copied, dtype=attempt.dtype, attn_implementation=wanted)
-    except Exception as error:
-        raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
-    for module in model.modules():
-        # Some classifiers have a dropout of their own that no config turns off.
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if attempt.precision is KeepFloat64:
-        widen(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() == 1:
-                is_bias = name.endswith("bias")
-                parameter.copy_((0 if is_bias else 1) + _VECTOR_STD * noise)
-            else:
-                parameter.copy_(_WEIGHT_STD * noise)
-    # In training mode, as in real runs. Nothing is random, since small configs have no dropout.
-    return model.train()
-
-
-def name_padding(model: PreTrainedModel) -> None:
-    """Give a classifier's config a padding token, if it has none."""
-    if kind_of_class(type(model)).reads_last_token and getattr(model.config, "pad_token_id", None) is None:
-        # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
-        model.config.pad_token_id = 0
 
 
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:

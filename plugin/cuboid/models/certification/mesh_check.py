@@ -16,16 +16,18 @@ from cuboid.models.architectures.certificate import LABELLED, BatchKind, MeshVer
 from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.certification.certificates import certificate_of
-from cuboid.models.certification.check import (
-    OTHER_LOSS,
+from cuboid.models.certification.check import OTHER_LOSS
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.sides import (
+    SplitModel,
     default_dtype,
     name_padding,
     quiet_cpu,
     random_model,
+    run_plain,
+    run_whole,
     small_for_probe,
 )
-from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.certification.sides import SplitModel, run_plain, run_whole
 from cuboid.models.certification.trials import (
     ATTEMPTS,
     Attempt,

@@ -1,15 +1,20 @@
-"""Both sides of a comparison: a small model whole, and split over a mesh and into stages on ranks that are threads."""
+"""Both sides of a comparison: a small model whole, and split over a mesh and into stages on ranks that are threads.
+
+:mod:`cuboid.verify` makes its small models and runs their steps by the same functions, on ranks that are processes.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
@@ -18,11 +23,15 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX, granule
+from cuboid.models.certification.float64 import KeepFloat64, widen
+from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
 from cuboid.models.certification.trials import ATTEMPTS, Attempt, ProbeOutcome, largest_error
 from cuboid.models.kinds.language_models import with_shifted_labels
 from cuboid.models.kinds.model_kind import ModelKind
+from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
+from cuboid.models.plain_construction import plain_construction
 from cuboid.models.routers.router_loss import exact_router_loss
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.sharded_model import unwrap
@@ -38,11 +47,90 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take
 
 #: A mesh that splits nothing.
 _ONE_RANK = MeshShape()
+#: Large enough for scores, gates and norms to leave the range where every function is almost linear.
+_WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
 #: For the routers' loss, which models' own code computes in float32 even if weights are in float64.
 _FLOAT32_TOLERANCE = 1e-6
+
+# --- the small model ------------------------------------------------------------------------------------------------
+
+
+def small_for_probe(cls: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """A config with tiny sizes, of a model with all kinds of layers.
+
+    Raises:
+        CannotProbe: it can't be made small, with the reason.
+    """
+    try:
+        return small_with_all_kinds(cls, config)
+    except NoSmallModel as error:
+        raise CannotProbe(str(error)) from error
+    except Exception as error:
+        raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def quiet_cpu() -> Iterator[None]:
+    """Context of a probe: CPU, float32 default, random numbers of its own, no warnings about tiny models."""
+    own_numbers = torch.random.fork_rng(devices=[])
+    # As a context, a device slows down every function of torch.
+    on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with default_dtype(torch.float32), own_numbers, on_cpu, torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context with another default dtype of torch; it is global, so only one thread may enter it at a time."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_model(
+    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt, seed: int = 1
+) -> PreTrainedModel:
+    try:
+        copied = copy.deepcopy(config)
+        # The default, "sdpa", is probed in place of flash attention, which has no float64.
+        wanted = "eager" if attention == "eager" else None
+        with plain_construction():
+            model: PreTrainedModel = cls._from_config(copied, dtype=attempt.dtype, attn_implementation=wanted)
+    except Exception as error:
+        raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
+    for module in model.modules():
+        # Some classifiers have a dropout of their own that no config turns off.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if attempt.precision is KeepFloat64:
+        widen(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() == 1:
+                is_bias = name.endswith("bias")
+                parameter.copy_((0 if is_bias else 1) + _VECTOR_STD * noise)
+            else:
+                parameter.copy_(_WEIGHT_STD * noise)
+    # In training mode, as in real runs. Nothing is random, since small configs have no dropout.
+    return model.train()
+
+
+def name_padding(model: PreTrainedModel) -> None:
+    """Give a classifier's config a padding token, if it has none."""
+    if kind_of_class(type(model)).reads_last_token and getattr(model.config, "pad_token_id", None) is None:
+        # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
+        model.config.pad_token_id = 0
+
 
 # --- the whole model ------------------------------------------------------------------------------------------------
 

@@ -312,7 +312,9 @@ def _set_local_sizes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: 
     """
     heads, ranks, attention = parallel_plan.heads, mesh.size("sequence", "hidden"), attention_modules(parallel_plan)
     for name in attention:
-        module, plan = model.get_submodule(name), plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
+        # In here, because without attention heads needn't divide.
+        plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
+        module = model.get_submodule(name)
         for names, count, local_count in (
             (_QUERY_HEADS, heads.query, heads.query // ranks),
             (_KEY_VALUE_HEADS, heads.key_value, len(plan.keep)),
