@@ -196,10 +196,11 @@ def _shown(loss: float | None) -> str:
 
 
 def _stopped(stopped: Stopped) -> str:
-    cause = stopped.by if isinstance(stopped.by, str) else stopped.by.name
+    from cuboid.failures.interrupts import stopped_text
+
+    text = stopped_text(stopped.by, stopped.step, stopped.steps)
     if stopped.step == 0:
-        return f"stopped by {cause} before the first step; there is nothing to resume from"
-    text = f"stopped by {cause} after step {stopped.step} of {stopped.steps}; "
+        return f"{text}; there is nothing to resume from"
     if stopped.checkpoint is None:
-        return f"{text}the checkpoint could not be written"
-    return f"{text}--resume (make train RESUME=1) resumes from {stopped.checkpoint}"
+        return f"{text}; the checkpoint could not be written"
+    return f"{text}; --resume (make train RESUME=1) resumes from {stopped.checkpoint}"

@@ -22,6 +22,8 @@ OUT_OF_TIME: Final = "--max-time"
 StopCause = signal.Signals | Literal["--max-time"]
 #: Exit status of a run whose time is up, as timeout(1) has it.
 _OUT_OF_TIME_STATUS = 124
+#: Said when the first signal arrives in a step.
+STOPPING: Final = "stopping after this step; Ctrl-C once more ends it at once"
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -112,6 +114,12 @@ class Interrupts:
 def exit_status(cause: StopCause) -> int:
     """Exit status of a process that was stopped, as shells and timeout(1) report it."""
     return _OUT_OF_TIME_STATUS if isinstance(cause, str) else 128 + cause
+
+
+def stopped_text(cause: StopCause, step: int, steps: int) -> str:
+    """How far a run came that was stopped, for its last message."""
+    place = f"after step {step} of {steps}" if step else "before the first step"
+    return f"stopped by {cause if isinstance(cause, str) else cause.name} {place}"
 
 
 def _exit_at_once(number: signal.Signals) -> NoReturn:

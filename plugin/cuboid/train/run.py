@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
-from cuboid.failures.interrupts import Interrupts, StopCause
+from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
@@ -121,7 +121,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         ).begin()
         if world.is_first and options.max_time_s is not None:
             interrupts.is_late = functools.partial(history.times.is_late, options.max_time_s)
-        interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
+        interrupts.defer(lambda: progress.say(STOPPING))
         run_length = RunLength(job.steps, options.evaluations, options.save_every or 0, checkpoints.save)
         loop.run(run_length, history, progress)
         if interrupts.stop is not None and not run_length.is_reached(history):

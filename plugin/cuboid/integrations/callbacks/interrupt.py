@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cuboid.distributed.collectives import sum_over_ranks
 from cuboid.errors import ConfigError
-from cuboid.failures.interrupts import Interrupts, StopCause, exit_status
+from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause, exit_status, stopped_text
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.callbacks.training_engine import engine_of
 
@@ -56,7 +56,7 @@ class InterruptCallback(TrainerCallback):
         if state.is_world_process_zero and self._max_time_s is not None:
             self._interrupts.is_late = partial(self._times.is_late, self._max_time_s)
         is_first = state.is_world_process_zero
-        self._interrupts.defer(lambda: self._announce() if is_first else None)
+        self._interrupts.defer(lambda: print(STOPPING, file=sys.stderr, flush=True) if is_first else None)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,10 +98,9 @@ class InterruptCallback(TrainerCallback):
         if engine is not None:
             engine.wait_for_checkpoint()
         if state.is_world_process_zero:
-            cause = self.stopped_by if isinstance(self.stopped_by, str) else self.stopped_by.name
             print(
-                f"stopped by {cause} after step {state.global_step} of {state.max_steps}; "
-                f"train(resume_from_checkpoint=True) resumes from {args.output_dir}/checkpoint-{state.global_step}",
+                stopped_text(self.stopped_by, state.global_step, state.max_steps)
+                + f"; train(resume_from_checkpoint=True) resumes from {args.output_dir}/checkpoint-{state.global_step}",
                 flush=True,
             )
         if dist.is_initialized():
@@ -132,6 +131,3 @@ class InterruptCallback(TrainerCallback):
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
         return control
-
-    def _announce(self) -> None:
-        print("stopping after this step; Ctrl-C once more ends it at once", file=sys.stderr, flush=True)
