@@ -20,7 +20,12 @@ GROUPS = {
         *("mesh_of", "local_hook"),
     ),
     "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin", "prepare_optimizer"),
-    "Callbacks of the Trainer": ("InterruptCallback", "MetricsCallback", "LossGuardCallback"),
+    "Callbacks of the Trainer": (
+        "InterruptCallback",
+        "MetricsCallback",
+        "LossGuardCallback",
+        "RunLockCallback",
+    ),
     "Config": ("load_config", "split_config", "parse_config", "CuboidConfig"),
     "Mesh": ("MeshShape", "Topology", "Mesh"),
     "Errors": (

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cuboid.integrations.callbacks.interrupt import InterruptCallback
     from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
     from cuboid.integrations.callbacks.metrics import MetricsCallback
+    from cuboid.integrations.callbacks.run_folder import RunLockCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
     from cuboid.integrations.handoff import prepare_optimizer
     from cuboid.integrations.trainer import CuboidTrainer
@@ -41,6 +42,7 @@ __all__ = [
     "MetricsCallback",
     "OptimizerError",
     "Pipeline",
+    "RunLockCallback",
     "Topology",
     "UnsupportedModelError",
     "from_config",
@@ -68,6 +70,7 @@ _NAMES_OF = {
     "cuboid.integrations.callbacks.interrupt": ("InterruptCallback",),
     "cuboid.integrations.callbacks.loss_guard": ("LossGuardCallback",),
     "cuboid.integrations.callbacks.metrics": ("MetricsCallback",),
+    "cuboid.integrations.callbacks.run_folder": ("RunLockCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
     "cuboid.integrations.handoff": ("prepare_optimizer",),
     "cuboid.integrations.trainer": ("CuboidTrainer",),

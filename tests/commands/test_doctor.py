@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from cuboid.checkpoint import run_lock
 from cuboid.cli import app
 from cuboid.doctor import all_reduce, devices, examination, launchers, network, packages, resources, run_folder
 from cuboid.doctor.finding import State, note, problem, right, within
 from cuboid.doctor.hostfile import hosts
-from cuboid.train import run_lock
 from launching import run
 
 

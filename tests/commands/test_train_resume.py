@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid import CheckpointError, CuboidError
+from cuboid.checkpoint import run_lock
 from cuboid.checkpoint.format.folder import begin, commit, point_latest
 from cuboid.checkpoint.format.manifest import Manifest, record_of
 from cuboid.checkpoint.format.state_file import STATE, write_state
@@ -32,7 +33,6 @@ from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.deepspeed.training_step import evaluate, train_step
-from cuboid.train import run_lock
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import History, RunLength
 from cuboid.train.prepare import prepare
@@ -418,7 +418,7 @@ def test_data_that_cannot_be_read_is_blamed_on_data(options, job, tmp_path):
 _HOLDING = """
     import sys, time
     from pathlib import Path
-    from cuboid.train.run_lock import held
+    from cuboid.checkpoint.run_lock import held
 
     with held(Path(sys.argv[1]), "cuboid train", print):
         print("held", flush=True)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid import ConfigError, LossGuardCallback, MetricsCallback
+from cuboid import ConfigError, CuboidError, LossGuardCallback, MetricsCallback, RunLockCallback
+from cuboid.checkpoint.run_lock import LOCK, Holder
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.integrations.callbacks import loss_guard
 from launching import as_ranks, world
@@ -101,7 +102,7 @@ INTERRUPT = """
                     time.sleep(0.01)
 
     stop = cuboid.InterruptCallback(plan["max_time_s"], exits=plan["exits"])
-    callbacks = [stop, cuboid.MetricsCallback(), *([Signal()] if plan["signals"] else [])]
+    callbacks = [stop, cuboid.MetricsCallback(), cuboid.RunLockCallback(), *([Signal()] if plan["signals"] else [])]
     trainer = trainer_of(plan["out"], list(range(16)), [], callbacks)
     trainer.train(resume_from_checkpoint=plan["resume"])
     report([str(stop.stopped_by), trainer.state.global_step])
@@ -185,6 +186,7 @@ def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes
     assert [line["step"] for line in lines_of(out)] == [1, 2, 3]
     assert results_of(run(out, 0, signals=False, resume=True)) == [["None", 4]] * 2
     assert results_of(run(f"{kind} whole", 0, signals=False, exits=False)) == [["None", 4]] * 2
+    assert not (root / out / LOCK).exists()
     assert lines_of(out) == lines_of(f"{kind} whole")
     pickles = {path.name for path in (root / out / "checkpoint-3").rglob("*") if path.suffix in (".bin", ".pt", ".pth")}
     assert bool(pickles) == (kind == "mesh"), pickles
@@ -281,3 +283,30 @@ def test_without_an_engine_of_cuboids_a_guard_is_refused_and_metrics_are_written
     assert list(first) == [*names, "idle_share"]
     assert (first["loss"], first["grad_norm"]) == (2.0, None)
     assert second == {"step": 1, "eval_loss": 1.5}
+
+
+def test_the_folder_of_a_run_belongs_to_it_until_it_ends(tmp_path):
+    state, args = SimpleNamespace(is_world_process_zero=True), SimpleNamespace(output_dir=str(tmp_path / "out"))
+    saving, going = SimpleNamespace(should_save=True), SimpleNamespace(should_save=False)
+    first, second = RunLockCallback(), RunLockCallback()
+    first.on_train_begin(args, state, going)
+    with pytest.raises(CuboidError, match=r"out' is in use by another run: `training`, process \d+ on host"):
+        second.on_train_begin(args, state, going)
+    first.on_step_end(args, state, saving)
+    first.on_train_end(args, state, going)
+    # The folder, in which nothing was written, is gone with the lock.
+    assert not (tmp_path / "out").exists()
+    second.on_train_begin(args, state, going)
+    (tmp_path / "out" / LOCK).write_text(Holder.here("another").model_dump_json())
+    second.on_step_end(args, state, going)
+    for event in (second.on_step_end, second.on_evaluate):
+        with pytest.raises(CuboidError, match="was taken over by another run, `another`"):
+            event(args, state, saving)
+    second.release()
+    assert (tmp_path / "out" / LOCK).exists()
+    # One that nobody releases goes with its callback.
+    (tmp_path / "out" / LOCK).unlink()
+    third = RunLockCallback()
+    third.on_train_begin(args, state, going)
+    del third
+    assert not (tmp_path / "out" / LOCK).exists()

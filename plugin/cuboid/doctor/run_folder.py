@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cuboid.checkpoint.run_lock import LOCK, state_of_lock
 from cuboid.doctor.finding import Finding, problem, right, within
 from cuboid.doctor.resources import disk
 from cuboid.errors import CuboidError
-from cuboid.train.run_lock import LOCK, state_of_lock
 
 #: For a lock of another host's, 45 s are needed.
 _LOCK_S, _SIZES_S = 90.0, 60.0

@@ -18,6 +18,7 @@ from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.metrics import MetricsCallback
+from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
 from cuboid.integrations.handoff import check_schedule
@@ -120,7 +121,7 @@ class CuboidTrainer(Trainer):
         except BaseException as error:
             # The Trainer tells its callbacks of an end, not of a failure.
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, InterruptCallback):
+                if isinstance(callback, InterruptCallback | RunLockCallback):
                     callback.release(type(error), error, error.__traceback__)
             raise
 

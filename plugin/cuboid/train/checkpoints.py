@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cuboid
+from cuboid.checkpoint.run_lock import RunLock
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
@@ -19,7 +20,6 @@ from cuboid.train.loop import History
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import CHECKPOINTS
 from cuboid.train.resume import RunState, find_run, with_remedy
-from cuboid.train.run_lock import RunLock
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.checkpoint.run_lock import held
 from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.initial_model import train_tokenizer, write_llama
 from cuboid.train.data.tokens import TOKENS, TokenFolder, tokenize
 from cuboid.train.job import load_tokenizer, tokenizer_in
 from cuboid.train.resume import reject_other_run
-from cuboid.train.run_lock import held
 
 #: Folder of the new model in that of a run.
 START = "start"

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
+from cuboid.checkpoint.run_lock import RunLock, held
 from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
@@ -43,7 +44,6 @@ from cuboid.train.loop import History, Loop, RunLength
 from cuboid.train.process import World, gather, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
-from cuboid.train.run_lock import RunLock, held
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from uuid import uuid4
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cuboid import CheckpointError, CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output, open_regular
 from cuboid.distributed.host_identity import host_identity
+from cuboid.errors import CheckpointError, CuboidError
 
 #: Name of the file. Hidden, so that it isn't taken for text where the folder is in that of the data.
 LOCK = ".run.lock"
@@ -188,8 +188,8 @@ def _take(path: Path, holder: Holder, say: Callable[[str], object]) -> RunLock:
             say(_watching(path, present))
         if ended is not None or _gives_sign_of_life(path, present):
             raise CuboidError(
-                f"--out {str(path.parent)!r} is in use by another run: {present}. Wait until it has ended, or give "
-                "this one another --out"
+                f"{str(path.parent)!r} is in use by another run: {present}. Wait until it has ended, or give this one "
+                "another folder"
             )
         silent = present
 
