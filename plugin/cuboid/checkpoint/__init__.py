@@ -17,4 +17,6 @@ Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``)
 
 ``format`` has the files themselves: their names, the manifest, safetensors, ``state.json``, and the renames that
 publish a checkpoint or a model. It knows one process only.
+
+``run_lock`` keeps other runs out of the folder that a run writes its checkpoints to.
 """
