@@ -13,7 +13,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.kept_attention import keep_attention
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.certification import check, sides, trials
+from cuboid.models.certification import sides, trials
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.kinds.probe_rows import probe_rows
@@ -38,8 +38,8 @@ def difference(architecture, lengths, padding="none", **checkpointing):
     config = small_config(AutoConfig.for_model(architecture, **OPTIONS.get(architecture, {})))
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A recomputation runs where what keeps float64 doesn't reach, so that norms are computed in float32 then.
-    with check.quiet_cpu(), precision(keep_float64=not checkpointing):
-        model = check.random_model(cls, config, None, trials.ATTEMPTS[0])
+    with sides.quiet_cpu(), precision(keep_float64=not checkpointing):
+        model = sides.random_model(cls, config, None, trials.ATTEMPTS[0])
         outline = draw_outline(cls, config)
         counts = sides.stage_counts(outline)
         stages = []

@@ -21,7 +21,7 @@ from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.integrations.callbacks.loss_guard import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
 from cuboid.models.batch.length_cases import check_length, longest_sequence
-from cuboid.models.certification.check import shifts_labels
+from cuboid.models.certification.sides import shifts_labels
 from cuboid.models.kinds.causal import check_causal
 from cuboid.train.data.corpus import check_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint

@@ -15,7 +15,7 @@ from cuboid.errors import CuboidError, MeshError, UnsupportedModelError
 from cuboid.models.architectures.small_model_names import ARCHITECTURES, Architecture, Rope
 from cuboid.models.certification.default_models import default_config, default_model
 from cuboid.models.certification.layer_kinds import on_meta, small_with_all_kinds
-from cuboid.models.certification.sides import name_padding, quiet_cpu, random_model
+from cuboid.models.certification.sides import quiet_cpu, random_model
 from cuboid.models.certification.small_config import DEFAULT_SIZES, KEYS, Sizes, layer_count, sizes_by_key
 from cuboid.models.certification.trials import ATTEMPTS
 from cuboid.models.kinds.probe_rows import CannotProbe
@@ -183,11 +183,9 @@ class SmallModel:
                 count = on_meta(cls, config).num_parameters()
                 if count > _MOST_PARAMETERS:
                     raise CannotProbe(f"a small one has {count:,} parameters, for some of whose sizes no key is known")
-                model = random_model(cls, config, None, ATTEMPTS[-1], seed=self.seed + 1)
+                return random_model(cls, config, None, ATTEMPTS[-1], seed=self.seed + 1)
         except CannotProbe as error:
             raise UnsupportedModelError(f"{self.architecture}: {error}") from error
-        name_padding(model)
-        return model
 
     def _with_options(self, config: PretrainedConfig) -> PretrainedConfig:
         """A real model's config with these options, as far as they decide which code runs."""

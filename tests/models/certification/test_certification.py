@@ -247,7 +247,7 @@ SPARSE = {"num_experts": 8, "num_hidden_layers": 24}
 def test_a_small_model_has_all_kinds_of_layers_wherever_they_begin(architecture, options, layers):
     config = AutoConfig.for_model(architecture, **options)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    small = check.small_for_probe(cls, config)
+    small = sides.small_for_probe(cls, config)
     deep = small_config(config, range(config.num_hidden_layers))
     with torch.device("meta"):
         (kinds,), (real,) = (layer_kinds(cls(config)).values() for config in (small, deep))
@@ -288,7 +288,7 @@ def test_a_model_with_more_kinds_of_layers_than_a_probe_can_hold_is_named():
                 layer.what = str(index)
 
     with pytest.raises(CannotProbe, match=r"model.layers.3 is of a kind that no small model of up to 12 layers has"):
-        check.small_for_probe(Various, transformers.LlamaConfig(num_hidden_layers=20))
+        sides.small_for_probe(Various, transformers.LlamaConfig(num_hidden_layers=20))
 
 
 def test_rotary_embeddings_that_remember_the_longest_sequence_are_right_in_any_order():
@@ -369,8 +369,8 @@ def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts)
     config = AutoConfig.for_model(architecture)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     assert certificates.certificate_of(cls, config).shifts_labels is shifts, "in the table"
-    with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(cls, small_config(config), None, trials.ATTEMPTS[0])
+    with sides.quiet_cpu(), precision(keep_float64=True):
+        model = sides.random_model(cls, small_config(config), None, trials.ATTEMPTS[0])
         batch = probe_rows(Case("", 12), model.config.vocab_size)
         assert sides.run_plain(model, batch).shifts_labels is shifts
 
@@ -408,8 +408,8 @@ def test_the_probe_sees_to_the_routers_loss(monkeypatch):
 
 def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
     config = AutoConfig.for_model("jetmoe", output_router_logits=True)
-    with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, trials.ATTEMPTS[0])
+    with sides.quiet_cpu(), precision(keep_float64=True):
+        model = sides.random_model(transformers.JetMoeForCausalLM, small_config(config), None, trials.ATTEMPTS[0])
         batch = probe_rows(Case("", 12), model.config.vocab_size)
         assert exact_router_loss(model, model(**batch), None) is None
         assert sides.run_plain(model, batch).shifts_labels is None

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import suppress
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import LABELLED, MODES, BatchKind, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import TOKEN_TYPES
 from cuboid.models.certification.sides import (
     SplitModel,
-    default_dtype,
-    name_padding,
+    first_that_runs,
     quiet_cpu,
-    random_model,
     run_plain,
     run_whole,
     small_for_probe,
@@ -34,12 +30,10 @@ from cuboid.models.certification.trials import (
     probe_groups,
 )
 from cuboid.models.kinds.model_kind import takes_token_types
-from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
+from cuboid.models.kinds.probe_rows import probe_rows
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
 
-#: Tokens of a sequence whose length doesn't matter.
-_SHORT = 12
 #: Why a pipeline can't run a model with another loss.
 OTHER_LOSS = (
     "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
@@ -58,19 +52,15 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         small = small_for_probe(cls, config)
         outline = draw_outline(cls, small)
         compare = _compare_head if outline.kind.runs_own_head else _best
-        for attempt in ATTEMPTS:
-            try:
-                with default_dtype(attempt.default):
-                    model = random_model(cls, small, config._attn_implementation, attempt)
-                    return compare(model, outline, attempt)
-            except CannotProbe as error:
-                obstacle = error
-        raise obstacle
+
+        def verdict_on(model: PreTrainedModel, attempt: Attempt) -> Verdict:
+            return compare(model, outline, attempt)
+
+        return first_that_runs(cls, small, config._attn_implementation, ATTEMPTS, verdict_on)
 
 
 def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     """The verdict on a model that computes its loss in its own forward."""
-    name_padding(model)
     head, takes_types, cut = outline.kind, takes_token_types(model), SplitModel(model, attempt, outline=outline)
 
     def batch_of(group: Cases, number: int) -> MicroBatch:
@@ -85,22 +75,6 @@ def _compare_head(model: PreTrainedModel, outline: Outline, attempt: Attempt) ->
     refused, error = Trials(groups, batch_of, run, attempt.tolerance).refusals(cut.largest_error, says_length=False)
     segments: dict[BatchKind, str] = {"whole rows": f"it is for {head.words}, whose loss is one of whole sequences"}
     return Verdict({"whole": refused, "segments": segments}, error)
-
-
-def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
-    """Whether a causal model's own loss compares each position with the next label, found with a small model.
-
-    Returns:
-        False if it compares a position with its own label; None if neither is so, or no small model runs.
-    """
-    with quiet_cpu(), suppress(Exception):
-        small = small_for_probe(cls, config)
-        for attempt in ATTEMPTS:
-            with suppress(Exception), default_dtype(attempt.default), attempt.precision():
-                model = random_model(cls, small, config._attn_implementation, attempt)
-                batch = probe_rows(Case("short", _SHORT), small.get_text_config().vocab_size)
-                return run_plain(model, batch, attempt.tolerance).shifts_labels
-    return None
 
 
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:

@@ -20,8 +20,7 @@ from cuboid.models.certification.check import OTHER_LOSS
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.sides import (
     SplitModel,
-    default_dtype,
-    name_padding,
+    first_that_runs,
     quiet_cpu,
     random_model,
     run_plain,
@@ -64,17 +63,11 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     with quiet_cpu():
         small = small_for_probe(cls, config)
         small = kind_of_class(cls).probe_config(small, lambda one: random_model(cls, one, None, ATTEMPTS[-1]))
-        for attempt in _EXACT:
-            with default_dtype(attempt.default):
-                try:
-                    model = random_model(cls, small, config._attn_implementation, attempt)
-                    name_padding(model)
-                    probe = _Probe(model, attempt)
-                except CannotProbe as error:
-                    obstacle = error
-                    continue
-                return _best(probe, gives_cache=_gives_cache(cls, config))
-        raise obstacle
+
+        def verdict_on(model: PreTrainedModel, attempt: Attempt) -> MeshVerdict:
+            return _best(_Probe(model, attempt), gives_cache=_gives_cache(cls, config))
+
+        return first_that_runs(cls, small, config._attn_implementation, _EXACT, verdict_on)
 
 
 def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:

@@ -9,8 +9,8 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,13 +22,14 @@ from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Mode, Verdict
 from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, granule
 from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all_kinds
 from cuboid.models.certification.trials import ATTEMPTS, Attempt, ProbeOutcome, largest_error
 from cuboid.models.kinds.language_models import with_shifted_labels
 from cuboid.models.kinds.model_kind import ModelKind
-from cuboid.models.kinds.probe_rows import CannotProbe
+from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
@@ -45,10 +46,13 @@ from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
+T = TypeVar("T")
 #: A mesh that splits nothing.
 _ONE_RANK = MeshShape()
 #: Large enough for scores, gates and norms to leave the range where every function is almost linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
+#: Tokens of a sequence whose length doesn't matter.
+_SHORT = 12
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
@@ -98,6 +102,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def random_model(
     cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt, seed: int = 1
 ) -> PreTrainedModel:
+    """A small config's model with random weights; a classifier that looks for padding has a padding token."""
     try:
         copied = copy.deepcopy(config)
         # The default, "sdpa", is probed in place of flash attention, which has no float64.
@@ -110,6 +115,9 @@ def random_model(
         # Some classifiers have a dropout of their own that no config turns off.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if kind_of_class(cls).reads_last_token and getattr(model.config, "pad_token_id", None) is None:
+        # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
+        model.config.pad_token_id = 0
     if attempt.precision is KeepFloat64:
         widen(model)
     generator = torch.Generator().manual_seed(seed)
@@ -125,11 +133,42 @@ def random_model(
     return model.train()
 
 
-def name_padding(model: PreTrainedModel) -> None:
-    """Give a classifier's config a padding token, if it has none."""
-    if kind_of_class(type(model)).reads_last_token and getattr(model.config, "pad_token_id", None) is None:
-        # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
-        model.config.pad_token_id = 0
+def first_that_runs(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    attention: str | None,
+    attempts: Iterable[Attempt],
+    examine: Callable[[PreTrainedModel, Attempt], T],
+) -> T:
+    """What ``examine`` makes of a small config's random model, in the first precision in which that runs.
+
+    Raises:
+        CannotProbe: it runs in none; has the last reason.
+    """
+    obstacle = CannotProbe("")
+    for attempt in attempts:
+        try:
+            with default_dtype(attempt.default):
+                return examine(random_model(cls, config, attention, attempt), attempt)
+        except CannotProbe as error:
+            obstacle = error
+    raise obstacle
+
+
+def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
+    """Whether a causal model's own loss compares each position with the next label, found with a small model.
+
+    Returns:
+        False if it compares a position with its own label; None if neither is so, or no small model runs.
+    """
+    with quiet_cpu(), suppress(Exception):
+        small = small_for_probe(cls, config)
+        for attempt in ATTEMPTS:
+            with suppress(Exception), default_dtype(attempt.default), attempt.precision():
+                model = random_model(cls, small, config._attn_implementation, attempt)
+                batch = probe_rows(Case("short", _SHORT), small.get_text_config().vocab_size)
+                return run_plain(model, batch, attempt.tolerance).shifts_labels
+    return None
 
 
 # --- the whole model ------------------------------------------------------------------------------------------------
