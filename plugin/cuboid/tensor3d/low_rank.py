@@ -116,16 +116,16 @@ class FactorA(ShardedModule, nn.Linear):
         self.register_parameter("bias", None)
         spec = ShardingSpec(tuple(factor.weight.shape), ((), split.in_axes))
         _take_shards(self, factor, {"weight": spec}, mesh)
-        self._reduce = split.reduce
-        self._sequence, self._hidden = mesh.along("sequence"), mesh.along("hidden")
+        self.reduce = split.reduce
+        self.sequence, self.hidden = mesh.along("sequence"), mesh.along("hidden")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the table in :mod:`cuboid.tensor3d.low_rank`."""
         z = nn.functional.linear(x, self.unsharded("weight"))
-        if self._reduce == "sum and gather":
-            return GatherPositions.apply(_Sum.apply(z, self._hidden), self._sequence)
-        if self._reduce == "scatter and sum":
-            return _Sum.apply(_ScatterPositions.apply(z, self._sequence), self._hidden)
+        if self.reduce == "sum and gather":
+            return GatherPositions.apply(_Sum.apply(z, self.hidden), self.sequence)
+        if self.reduce == "scatter and sum":
+            return _Sum.apply(_ScatterPositions.apply(z, self.sequence), self.hidden)
         return z
 
 

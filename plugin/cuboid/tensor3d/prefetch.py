@@ -54,6 +54,7 @@ class LayerPrefetcher:
         self._layer = layer
         #: The weights' blocks, while the layer is compiled and so takes them as plain tensors.
         self._blocks: LayerBlocks | None = None
+        self._has_hooks = False
         self.collect()
         self._has_begun = False
         self._started: list[ParamGroupUnshard] = []
@@ -61,9 +62,6 @@ class LayerPrefetcher:
         self._previous: LayerPrefetcher | None = None
         #: The dtypes that the last forward used the weights in. Backward can't ask autocast, which is off there.
         self._dtypes: list[torch.dtype] = []
-        if self._groups or self._weights:
-            layer.register_forward_pre_hook(self._before)
-            layer.register_forward_hook(self._after)
 
     def collect(self) -> None:
         """Find the layer's sharded parameters; again after adapters came into it or went."""
@@ -79,10 +77,17 @@ class LayerPrefetcher:
         self._groups = [ParamGroup(members) for members in _by_axes(small)]
         if self._blocks is not None:
             self._blocks = LayerBlocks(self._weights)
+        if (self._groups or self._weights) and not self._has_hooks:
+            self._has_hooks = True
+            self._layer.register_forward_pre_hook(self._before)
+            self._layer.register_forward_hook(self._after)
 
     def use_blocks(self, *, whole_layers: bool) -> None:
         """Give the layer its weights as plain tensors, as ``whole_layers``, or let each product unshard its own."""
         self.reset()
+        self._blocks = None
+        # Blocks that are computed whole unshard their parameters themselves, but not in a graph.
+        self.collect()
         self._blocks = LayerBlocks(self._weights) if whole_layers else None
 
     def is_of(self, layer: nn.Module) -> bool:

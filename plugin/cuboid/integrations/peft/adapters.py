@@ -247,4 +247,4 @@ def structure_changes(model: Any) -> Iterator[None]:
     state.adapters, state.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
     collect_prefetched(model)
     if state.compiled is not None:
-        state.compiled.check()
+        state.compiled.refresh()

@@ -108,7 +108,7 @@ class ShardedLora(SeededLora):
         result = self.base_layer(x, *args)
         if self.disable_adapters or self.merged:
             return result
-        source = self._input_of_factors(x)
+        source = self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
         total = result
         for name in self.active_adapters:
             if name in self.lora_A:
@@ -132,21 +132,6 @@ class ShardedLora(SeededLora):
             total = total - (bias if base.bias_rows is None else bias[base.bias_rows])
         product: torch.Tensor = (scale - 1) * total + scale * update
         return product
-
-    def _input_of_factors(self, x: torch.Tensor) -> torch.Tensor:
-        """The rank's own part of what the layer was given; it was gathered if the block's projections are fused.
-
-        Raises:
-            UnsupportedModelError: the model's own code has computed a tensor from the gathered one.
-        """
-        shard: torch.Tensor | None = getattr(x, "cuboid_shard", None)
-        base: Any = self.get_base_layer()
-        if shard is None and base.takes_gathered and base.mesh.size("sequence") > 1:
-            raise UnsupportedModelError(
-                "a layer with an adapter is given another tensor than its neighbours, for which there is no rule where "
-                "the mesh cuts the sequence; leave it out of the adapter's target_modules"
-            )
-        return x if shard is None else shard
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to the weight; collective. See PEFT's ``Linear.merge``.

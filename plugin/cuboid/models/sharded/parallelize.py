@@ -120,7 +120,7 @@ def parallelize_modules(
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _prefetch_layers(model, parallel_plan, stages)
+        _prefetch_layers(model, stages)
     draws = seed_random_modules(model, parallel_plan, mesh, late)
     set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
@@ -293,10 +293,9 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
             block.register_forward_hook(block_hook.restore)
 
 
-def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
+def _prefetch_layers(model: PreTrainedModel, stages: Sequence[Collection[str]]) -> None:
     """Register prefetching between the layers of each stage, or of the whole model."""
-    attention = attention_modules(parallel_plan)
-    layers = [layer for layer in layer_names(model) if any(name.startswith(f"{layer}.") for name in attention)]
+    layers = layer_names(model)
     if not layers:
         return
     runs = [

@@ -2,24 +2,37 @@
 
 The eager forwards start collectives early, keep what is in flight in Python objects, and write products into buffers.
 Nothing of that can be in a graph, and none of it needs to be: a compiler orders a graph's operations by itself. So each
-class has a subclass here, which has the same parameters and specs, and which a module becomes while its layer is
-compiled (:mod:`.layers`). Blocks over ``fsdp_axes`` are given from outside (:mod:`.blocks`).
+class has a subclass here or in :mod:`.mixtures`, which has the same parameters and specs, and which a module becomes
+while its layer is compiled (:mod:`.layers`). Blocks over ``fsdp_axes`` are given from outside (:mod:`.blocks`).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM
-from cuboid.distributed.mesh import AxisGroup
-from cuboid.tensor3d.compiled.collectives import gather, scatter, sum_over
+from cuboid.distributed.mesh import AxisGroup, Mesh
+from cuboid.tensor3d.compiled.blocks import block_of
+from cuboid.tensor3d.compiled.collectives import (
+    gather,
+    own_positions,
+    part,
+    scatter,
+    scatter_parts,
+    sum_over,
+    whole,
+)
+from cuboid.tensor3d.compiled.hooks import gathered
+from cuboid.tensor3d.compiled.mixtures import CompiledExperts, CompiledRouter, CompiledScaledExperts
+from cuboid.tensor3d.experts.router import ShardedRouter
+from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.dropout import MeshDropout, ShardedDropout
-from cuboid.tensor3d.layers.fused_projections import FusedProjections
-from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
+from cuboid.tensor3d.layers.head_bias import PerHeadParameters
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import HeadsRMSNorm, ShardedLayerNorm, ShardedRMSNorm, statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import (
@@ -30,13 +43,9 @@ from cuboid.tensor3d.layers.output_reduce import (
     SumFeatures,
 )
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
+from cuboid.tensor3d.layers.whole_block import WHOLE_OF, KeptWhole, Split, on_whole_activations
+from cuboid.tensor3d.low_rank import FactorA, FactorB
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-
-
-def block_of(module: ShardedModule, name: str) -> torch.Tensor:
-    """A parameter's block, which is there before the layer runs."""
-    parameter: torch.Tensor = module._parameters[name]  # type: ignore[assignment]
-    return parameter if module.sharded_params[name].ranks == 1 else module.prefetched_params[name]
 
 
 class CompiledLinear(ShardedLinear):
@@ -47,18 +56,16 @@ class CompiledLinear(ShardedLinear):
         dtype = autocast_dtype(x)
         weight = self.product.out_in(block_of(self, "weight"))
         multiply = rowwise.linear if self.product.is_fp8 else nn.functional.linear
-        y = multiply(_gathered(x.to(dtype), self._linear_op.input_gather), weight)
+        y = multiply(gathered(x.to(dtype), self._linear_op.input_gather), weight)
         y = _reduced(y, self.product.output_reduce)
         if self.bias is None:
             return y
         bias = block_of(self, "bias").to(dtype)
         return y + (bias if self.bias_rows is None else bias[self.bias_rows])
 
-
-def _gathered(x: torch.Tensor, input_gather: InputGather) -> torch.Tensor:
-    if isinstance(input_gather, GatherFeatures):
-        return gather(x, -1, input_gather.along)
-    return gather(x, SEQUENCE_DIM, input_gather.along) if isinstance(input_gather, GatherSequence) else x
+    def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's own part of the layer's input, of which low-rank updates are computed."""
+        return own_positions(x, SEQUENCE_DIM, self.mesh.along("sequence")) if self.takes_gathered else x
 
 
 def _reduced(y: torch.Tensor, output_reduce: OutputReduce) -> torch.Tensor:
@@ -66,15 +73,19 @@ def _reduced(y: torch.Tensor, output_reduce: OutputReduce) -> torch.Tensor:
     if isinstance(output_reduce, ScatterSequence):
         return scatter(y, SEQUENCE_DIM, output_reduce.along)
     if isinstance(output_reduce, ScatterFeatures):
-        (parts,), along = output_reduce.parts, output_reduce.along
-        if parts > 1 and along.size > 1:
-            # Each rank has a piece of every part: [..., parts, ranks, n] -> [..., ranks, parts, n]
-            y = y.unflatten(-1, (parts, along.size, -1)).transpose(-3, -2).flatten(-3)
-        return scatter(y, -1, along)
+        return scatter_parts(y, output_reduce.parts[0], output_reduce.along)
     if isinstance(output_reduce, SelectHeads):
         heads = sum_over(y, output_reduce.along).unflatten(-1, (output_reduce.heads, output_reduce.head_dim))
         return torch.cat([heads[..., head, :] for head in output_reduce.keep], -1)
     return sum_over(y, output_reduce.along) if isinstance(output_reduce, SumFeatures) else y
+
+
+class CompiledLatent(CompiledLinear):
+    """A projection to latents, which takes the rank's own positions of its input, and returns all positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B/b, S, H/h]`` to ``[B/b, S, R]``."""
+        return gather(super().forward(self.input_of_updates(x)), SEQUENCE_DIM, self.mesh.along("sequence"))
 
 
 class CompiledRMSNorm(ShardedRMSNorm):
@@ -151,18 +162,48 @@ class CompiledDropout(ShardedDropout):
         return nn.functional.dropout(x, self.p, training=self.training)
 
 
-class CompiledProjections:
-    """A forward pre-hook in a graph, in place of :class:`FusedProjections`: it gathers the block's input."""
+class CompiledFactorA(FactorA):
+    """:class:`FactorA` in a graph."""
 
-    def __init__(self, fused: FusedProjections) -> None:
-        self.fused = fused
-        self._gather = fused.input_gather
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the table in :mod:`cuboid.tensor3d.low_rank`."""
+        z = nn.functional.linear(x, block_of(self, "weight"))
+        if self.reduce == "sum and gather":
+            return gather(sum_over(z, self.hidden), SEQUENCE_DIM, self.sequence)
+        return sum_over(scatter(z, SEQUENCE_DIM, self.sequence), self.hidden) if self.reduce == "scatter and sum" else z
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``."""
-        shard = args[0] if args else kwargs["hidden_states"]
-        full = _gathered(shard.to(autocast_dtype(shard)), self._gather)
-        return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
+
+class CompiledFactorB(FactorB):
+    """:class:`FactorB` in a graph."""
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """See the table in :mod:`cuboid.tensor3d.low_rank`."""
+        weight = block_of(self, "weight")
+        bias = None if self.bias is None else block_of(self, "bias")
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        return nn.functional.linear(z, weight, bias)
+
+
+class CompiledPerHead(PerHeadParameters):
+    """:class:`PerHeadParameters` in a graph: blocks are in the place of its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return super(PerHeadParameters, self).forward(*args, **kwargs)
+
+
+class CompiledWhole(nn.Module):
+    """A block that is computed whole, in a graph: its parameters are whole."""
+
+    mesh: Mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, on whole activations."""
+        split = Split(self.mesh)
+        if self.mesh.size("sequence", "hidden") > 1:
+            split = Split(self.mesh, lambda x: whole(x, self.mesh), lambda x: part(x, self.mesh))
+        return on_whole_activations(type(self).__name__, split, super().forward, args, kwargs)
 
 
 #: What modules become; those of other sharded classes have no form in a graph.
@@ -173,8 +214,19 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     ShardedLayerNorm: CompiledLayerNorm,
     UnshardedModule: CompiledUnsharded,
     ShardedDropout: CompiledDropout,
+    FactorA: CompiledFactorA,
+    FactorB: CompiledFactorB,
 }
-#: Attribute of a class that draws with seeds of a mesh: the class whose code it is. Graphs that draw are refused.
+#: Mixins of modules whose own code runs, and what they become.
+_MIXINS: dict[type[nn.Module], type[nn.Module]] = {
+    ShardedScaledExperts: CompiledScaledExperts,
+    ShardedExperts: CompiledExperts,
+    ShardedRouter: CompiledRouter,
+    PerHeadParameters: CompiledPerHead,
+}
+#: Those of them whose code reads the parameters of the module.
+TAKE_BLOCKS = (ShardedRouter, PerHeadParameters, KeptWhole)
+#: Attribute of a class that draws with seeds of a mesh: the class whose code it is.
 UNDRAWN = "cuboid_undrawn"
 
 
@@ -183,4 +235,16 @@ def form_of(cls: type[nn.Module]) -> type[nn.Module] | None:
     cls = getattr(cls, UNDRAWN, cls)
     if cls in _FORMS:
         return _FORMS[cls]
+    if WHOLE_OF in vars(cls):
+        return _mixed(CompiledWhole, vars(cls)[WHOLE_OF])
+    mixin = next((form for kind, form in _MIXINS.items() if issubclass(cls, kind)), None)
+    if mixin is not None:
+        return cls if issubclass(cls, mixin) else _mixed(mixin, cls)
+    if issubclass(cls, (KeptWhole, CompiledWhole, CompiledLatent, *_FORMS.values())):
+        return cls
     return None if issubclass(cls, ShardedModule | MeshDropout) else cls
+
+
+@cache
+def _mixed(form: Any, cls: Any) -> type[nn.Module]:
+    return type(cls.__name__, (form, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

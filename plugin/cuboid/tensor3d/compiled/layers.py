@@ -20,19 +20,21 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cuboid.errors import CuboidError
-from cuboid.tensor3d.compiled.forms import CompiledProjections, form_of
+from cuboid.tensor3d.compiled.blocks import in_place
+from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, form_of
+from cuboid.tensor3d.compiled.hooks import has_form, latents_of, swap_hooks
 from cuboid.tensor3d.compiled.traffic import CountedGraph
-from cuboid.tensor3d.layers.fused_projections import FusedProjections
+from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.random_draws import RANDOM_FUNCTIONS, draws_at_all, without_draws
+from cuboid.tensor3d.layers.whole_block import KeptWhole
 from cuboid.tensor3d.prefetch import LayerPrefetcher, ModelPrefetcher
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 #: Graphs of all kinds of layers together: with and without gradients, masks and dynamic lengths.
 _MOST_GRAPHS = 64
-#: Hooks of modules inside of a layer that have a form in a graph.
-_OURS = (FusedProjections, CompiledProjections)
-#: Operations whose results are larger than what they are made of. The second one reads a segment's KV cache.
-_AGAIN = ("all_gather_into_tensor", "segment_prefix")
+#: Operations whose results are larger than what they are made of. The second one reads a segment's KV cache, the third
+#: has a token's features once for each of its experts.
+_AGAIN = ("all_gather_into_tensor", "segment_prefix", "expert_rows")
 #: What follows an all-gather until its result is one tensor, the ranks' parts in order.
 _REARRANGE = frozenset({"wait_tensor", "unflatten", "movedim", "flatten", "getitem"})
 
@@ -77,36 +79,45 @@ class CompiledLayers:
         ]
         self._refuse = refuse
         self._segments = segments
-        self._inner = [module for module in _modules(layers) if module not in self._layers]
         #: Modules whose class was replaced, with the former one.
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
         self._mesh = next((module.mesh for module in _modules(layers) if isinstance(module, ShardedModule)), None)
         self._is_cut = self._mesh is not None and self._mesh.shape.size > 1
         self.graphs = 0
-        self.reason = _obstacle(self._layers) or self._hooked()
+        self._find_modules()
+        self.reason = self._obstacle() or self._hooked()
         if self.reason is None:
             self._install()
         else:
             refuse(self.reason)
 
+    def _find_modules(self) -> None:
+        self._inner = [module for module in _modules(self._layers) if module not in self._layers]
+        #: By layer: modules whose own code reads their parameters.
+        self._takers = [
+            [module for module in layer.modules() if isinstance(module, TAKE_BLOCKS)] for layer in self._layers
+        ]
+
+    def _use_forms(self) -> None:
+        for module in _modules(self._layers):
+            for latent in latents_of(module):
+                self._swap(latent, CompiledLatent)
+        for module in _modules(self._layers):
+            form = form_of(type(module))
+            if form is not None:
+                self._swap(module, form)
+            swap_hooks(module, in_graph=True)
+            if isinstance(module, KeptWhole):
+                module.is_prefetched = True
+
+    def _swap(self, module: nn.Module, form: type[nn.Module]) -> None:
+        if type(module) is not form:
+            self._swapped.append((module, type(module)))
+            module.__class__ = form
+
     def _install(self) -> None:
-        for layer in self._layers:
-            for module in layer.modules():
-                form = form_of(type(module))
-                if form is not None and form is not type(module):
-                    self._swapped.append((module, type(module)))
-                    module.__class__ = form
-                for key, hook in module._forward_pre_hooks.items():
-                    if isinstance(hook, FusedProjections):
-                        module._forward_pre_hooks[key] = CompiledProjections(hook)
-        # torch counts graphs by code object; with one of its own, a model's are apart from those of others.
-        run = types.FunctionType(_run.__code__.replace(), _run.__globals__)
-        takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
-        limit: Any = {"recompile_limit": _MOST_GRAPHS} if takes_limit else {}
-        compiled = torch.compile(run, fullgraph=True, backend=self._backend, **limit)
-        # Before torch 2.13 the limit is one for all code, and read where a graph would be made.
-        patch: Any = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
-        self._compiled = compiled if takes_limit else patch(compiled)
+        self._use_forms()
+        self._compiled = self._new_code()
         for number, layer in enumerate(self._layers):
             layer.forward = functools.partial(self._forward, number)
         if self._segments is not None:
@@ -114,6 +125,16 @@ class CompiledLayers:
         for prefetcher in self._prefetchers:
             if prefetcher is not None:
                 prefetcher.use_blocks(whole_layers=True)
+
+    def _new_code(self) -> Callable[..., Any]:
+        # torch counts graphs by code object; with one of its own, a model's are apart from those of others.
+        run = types.FunctionType(_run.__code__.replace(), _run.__globals__)
+        takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+        limit: Any = {"recompile_limit": _MOST_GRAPHS} if takes_limit else {}
+        compiled = torch.compile(run, fullgraph=True, backend=self._backend, **limit)
+        # Before torch 2.13 the limit is one for all code, and read where a graph would be made.
+        patch: Any = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+        return compiled if takes_limit else patch(compiled)
 
     def _uninstall(self) -> None:
         for module, cls in self._swapped:
@@ -123,12 +144,12 @@ class CompiledLayers:
             self._segments.use(in_graphs=False)
         for layer, prefetcher in zip(self._layers, self._prefetchers, strict=True):
             del layer.forward
+            for module in layer.modules():
+                swap_hooks(module, in_graph=False)
+                if isinstance(module, KeptWhole):
+                    module.is_prefetched = False
             if prefetcher is not None:
                 prefetcher.use_blocks(whole_layers=False)
-            for module in layer.modules():
-                for key, hook in module._forward_pre_hooks.items():
-                    if isinstance(hook, CompiledProjections):
-                        module._forward_pre_hooks[key] = hook.fused
 
     def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
         layer, prefetcher = self._layers[number], self._prefetchers[number]
@@ -143,9 +164,10 @@ class CompiledLayers:
                 args = (prefetcher.enter(args[0]), *args[1:])
             elif "hidden_states" in kwargs:
                 kwargs["hidden_states"] = prefetcher.enter(kwargs["hidden_states"])
+        takers = self._takers[number]
         try:
-            if torch._C._len_torch_function_stack():
-                with without_draws():
+            if takers or torch._C._len_torch_function_stack():
+                with without_draws(), in_place(takers):
                     output = self._compiled(layer, *args, **kwargs)
             else:
                 output = self._compiled(layer, *args, **kwargs)
@@ -164,11 +186,21 @@ class CompiledLayers:
         # Nothing of the layer has run.
         return type(layer).forward(layer, *args, **kwargs)
 
-    def check(self) -> None:
-        """Look for obstacles again, after modules came into the layers."""
-        reason = None if self.reason is not None else _obstacle(self._layers)
+    def refresh(self) -> None:
+        """Compile anew, after modules came into the layers or went, unless one of them is an obstacle."""
+        if self.reason is not None:
+            return
+        self._find_modules()
+        reason = self._obstacle() or self._hooked()
         if reason is not None:
             self.give_up(reason)
+            return
+        self._use_forms()
+        self._find_modules()
+        self._compiled = self._new_code()
+        for prefetcher in self._prefetchers:
+            if prefetcher is not None:
+                prefetcher.use_blocks(whole_layers=True)
 
     def check_hooks(self) -> None:
         """Look for hooks of modules inside of the layers: graphs have no guards for them, and would leave them out."""
@@ -176,14 +208,27 @@ class CompiledLayers:
         if reason is not None:
             self.give_up(reason)
 
+    def _obstacle(self) -> str | None:
+        """Why the layers can't be compiled; None if nothing is known that speaks against it."""
+        for layer, prefetcher in zip(self._layers, self._prefetchers, strict=True):
+            for module in layer.modules():
+                reason = _obstacle(module, has_blocks=prefetcher is not None)
+                if reason is not None:
+                    return reason
+                for hook in module._forward_pre_hooks.values():
+                    # Those of the layers themselves run outside of the graph.
+                    is_ours = type(hook).__module__.startswith("cuboid.") and module is not layer
+                    if is_ours and not has_form(hook):
+                        return f"{type(hook).__name__} of {type(module).__name__} has no form in a graph"
+        return None
+
     def _hooked(self) -> str | None:
         for module in self._inner:
-            hooks = module._forward_pre_hooks
             if (
-                module._forward_hooks
-                or module._backward_hooks
+                module._backward_hooks
                 or module._backward_pre_hooks
-                or (hooks and not all(isinstance(hook, _OURS) for hook in hooks.values()))
+                or (module._forward_pre_hooks and not all(map(has_form, module._forward_pre_hooks.values())))
+                or (module._forward_hooks and not all(map(has_form, module._forward_hooks.values())))
             ):
                 return f"a {type(module).__name__} has a hook, which a graph would leave out"
         return None
@@ -227,17 +272,16 @@ def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def _obstacle(layers: Sequence[nn.Module]) -> str | None:
-    """Why layers can't be compiled; None if nothing is known that speaks against it."""
-    for module in _modules(layers):
-        if form_of(type(module)) is None:
-            return f"{type(module).__name__} has no form in a graph"
-        for hook in module._forward_pre_hooks.values():
-            # Those of the layers themselves run outside of the graph.
-            is_ours = type(hook).__module__.startswith("cuboid.") and module not in layers
-            if is_ours and not isinstance(hook, _OURS):
-                return f"{type(hook).__name__} of {type(module).__name__} has no form in a graph"
-    return None
+def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
+    name = type(module).__name__
+    if form_of(type(module)) is None:
+        return f"{name} has no form in a graph"
+    if any(vars(module).get(key) for key in ("cuboid_late", "cuboid_images", "cuboid_everywhere")):
+        return f"{name} is computed whole, of activations that have no form in a graph"
+    if isinstance(module, ShardedRouter) and module.is_random:
+        return f"{name} draws random numbers, for which graphs have no seeds of a mesh"
+    is_sharded = isinstance(module, ShardedModule) and any(p.ranks > 1 for p in module.sharded_params.values())
+    return f"{name} is in a layer whose weights aren't unsharded ahead" if is_sharded and not has_blocks else None
 
 
 def _first_lines(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,6 +14,20 @@ from cuboid.errors import CuboidError
 
 #: CUDA's grouped kernel needs rows whose size and start are multiples of this many bytes.
 _ALIGNMENT_BYTES = 16
+
+
+class ExpertRows(Protocol):
+    """Which rows are each expert's."""
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """``[E]``, int32, one past each expert's last row."""
+        ...
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) row of each expert, on the host."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Dispatch:
         return rows.index_select(0, self.places).unflatten(0, (-1, self.per_token)).sum(1)
 
 
-def multiply_rows(x: torch.Tensor, weight: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+def multiply_rows(x: torch.Tensor, weight: torch.Tensor, dispatch: ExpertRows) -> torch.Tensor:
     """Each row times its expert's weight: ``[R, K]`` and ``[E, K, N]`` to ``[R, N]``."""
     if has_kernel(x, weight):
         return torch.nn.functional.grouped_mm(x, weight, offs=dispatch.ends)
@@ -81,7 +96,7 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, dispatch: Dispatch) -> 
     return out
 
 
-def multiply_transposed(a: torch.Tensor, b: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+def multiply_transposed(a: torch.Tensor, b: torch.Tensor, dispatch: ExpertRows) -> torch.Tensor:
     """aᵀ b over each expert's rows: ``[R, M]`` and ``[R, N]`` to ``[E, M, N]``, zeros for an expert without rows."""
     if has_kernel(a, b):
         products: torch.Tensor = torch.nn.functional.grouped_mm(a.t(), b, offs=dispatch.ends)
@@ -111,7 +126,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % _ALIGNMENT_BYTES == 0 and all(size % _ALIGNMENT_BYTES == 0 for size in rows)
 
 
-def _in_use(dispatch: Dispatch) -> Iterator[tuple[int, slice]]:
+def _in_use(dispatch: ExpertRows) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, each with the slice of its rows."""
     if isinstance(dispatch.ends, FakeTensor):
         # Without values there is nothing to multiply, and nobody knows the slices.

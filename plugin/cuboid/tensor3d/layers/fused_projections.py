@@ -105,9 +105,9 @@ class LatentProjections:
     """
 
     def __init__(self, latents: Sequence[ShardedLinear], fused: FusedProjections | None) -> None:
-        self._latents = FusedProjections(latents, gather=NoGather())
-        self._fused = fused
-        self._along = latents[0].mesh.along("sequence")
+        self.latents, self.fused = list(latents), fused
+        self.along = latents[0].mesh.along("sequence")
+        self._to_latents = FusedProjections(latents, gather=NoGather())
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,15 +115,15 @@ class LatentProjections:
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        ((latent_input,), _) = self._latents(module, (shard,), {})
+        ((latent_input,), _) = self._to_latents(module, (shard,), {})
         # Removed from the input, because the results' graphs refer to it in turn: a cycle that isn't collected.
-        results = {key: GatherPositions.apply(x, self._along) for key, x in take_results(latent_input).items()}
-        if self._fused is not None:
-            args, kwargs = self._fused(module, args, kwargs)
+        results = {key: GatherPositions.apply(x, self.along) for key, x in take_results(latent_input).items()}
+        if self.fused is not None:
+            args, kwargs = self.fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]
         else:
             # The block's code uses only its shape. Should it compute with the values, NaN reveals that.
-            positions = shard.shape[1] * self._along.size
+            positions = shard.shape[1] * self.along.size
             full = shard.new_full((), torch.nan).expand(shard.shape[0], positions, shard.shape[2])
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}
@@ -163,17 +163,22 @@ class CrossProjections:
         down_projections: Sequence[ShardedLinear],
         source: str,
     ) -> None:
+        self.source = source
         self._of_one = FusedProjections([*queries, *keys_and_values], down_projections)
         # Queries are multiplied last, so their backward follows that of the down projections, which prefetches for it.
         self._keys_and_values = FusedProjections(keys_and_values)
         self._queries = FusedProjections(queries, down_projections)
-        self._source = source
+
+    @property
+    def input_gather(self) -> InputGather:
+        """How each of the inputs is gathered."""
+        return self._of_one.input_gather
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace both inputs by the gathered ones, ``[B/b, S, H/h]`` and ``[B/b, T, H/h]``."""
-        source = kwargs.get(self._source)
+        source = kwargs.get(self.source)
         if source is None:
             return self._of_one(module, args, kwargs)
         (full_source,), _ = self._keys_and_values(module, (source,), {})
-        return self._queries(module, args, {**kwargs, self._source: full_source})
+        return self._queries(module, args, {**kwargs, self.source: full_source})

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
@@ -74,6 +75,21 @@ class ShardedLinear(ShardedModule, nn.Linear):
         return isinstance(self._linear_op.input_gather, NoGather) and not isinstance(
             self.product.output_reduce, NoReduce
         )
+
+    def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's own part of the layer's input, of which low-rank updates are computed.
+
+        Raises:
+            UnsupportedModelError: the model's own code has computed a tensor from the gathered one.
+        """
+        # The block's fused projections have attached it.
+        shard: torch.Tensor | None = getattr(x, "cuboid_shard", None)
+        if shard is None and self.takes_gathered and self.mesh.size("sequence") > 1:
+            raise UnsupportedModelError(
+                "a layer with an adapter is given another tensor than its neighbours, for which there is no rule where "
+                "the mesh cuts the sequence; leave it out of the adapter's target_modules"
+            )
+        return x if shard is None else shard
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:

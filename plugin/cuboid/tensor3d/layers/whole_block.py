@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
@@ -33,14 +34,21 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 _FEATURE_DIM = -1
 
 
+#: Attribute of the class of a block that is computed whole: the class whose code it is.
+WHOLE_OF = "cuboid_whole_of"
+
+
+class KeptWhole(ShardedModule):
+    """Mixin for the modules of a block, which unshards the parameters of all of them together."""
+
+    is_prefetched = False
+
+
 def keep_whole(
     module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, specs: dict[str, ShardingSpec]
 ) -> None:
     """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code."""
-    shard_in_place(module, ShardedModule, parameters, mesh=mesh, specs=specs)
-    assert isinstance(module, ShardedModule)
-    # The block unshards the parameters of all its modules together.
-    module.is_prefetched = False
+    shard_in_place(module, KeptWhole, parameters, mesh=mesh, specs=specs)
 
 
 class LateSplit:
@@ -210,7 +218,7 @@ def _computed_whole(cls: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(self, cls, args, kwargs)
 
-    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members = {"forward": forward, WHOLE_OF: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), members)
 
 
@@ -226,37 +234,64 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         device = next(block.parameters()).device
         with random_numbers_of_block(mesh, device), _unsharded(block):
             return cls.forward(block, *args, **kwargs)
+    split = Split(mesh)
+    if images is not None:
+        split = Split(mesh, images.whole, images.part, images.length)
+    elif mesh.size("sequence", "hidden") > 1:
+        split = Split(mesh, lambda x: _GatherActivation.apply(x, mesh), lambda x: _OwnPart.apply(x, mesh))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
+        with random_numbers_of_block(mesh, next(block.parameters()).device), _unsharded(block):
+            return cls.forward(block, *args, **kwargs)
+
+    return on_whole_activations(cls.__name__, split, forward, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How activations become whole, and parts again; by default they stay as they are.
+
+    ``length`` is that of whole sequences; None if the axis `sequence` divides it.
+    """
+
+    mesh: Mesh
+    whole: Callable[[torch.Tensor], torch.Tensor] | None = None
+    part: Callable[[torch.Tensor], torch.Tensor] | None = None
+    length: int | None = None
+
+
+def on_whole_activations(
+    name: str, split: Split, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a block's forward with whole activations among its arguments, and return the rank's parts of its results.
+
+    Raises:
+        UnsupportedModelError: there is no activation among them; names the block.
+    """
     stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
     if stream is None:
         raise UnsupportedModelError(
-            f"{cls.__name__} would have to be computed whole, and isn't called with an activation [B, S, H]"
+            f"{name} would have to be computed whole, and isn't called with an activation [B, S, H]"
         )
     batch, length, width = stream.shape
-    is_split = mesh.size("sequence", "hidden") > 1
+    is_cut = split.mesh.size("sequence") > 1
 
     def gather(x: Any) -> Any:
         # Every activation among the arguments is gathered, which its shape tells. Rotary cosines and sines have three
         # dims too, but the whole sequence already; where it isn't split, only their width differs.
-        is_part = _is_activation(x) and x.shape[:2] == (batch, length)
-        is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
-        if is_part and images is not None:
-            return images.whole(x)
-        return _GatherActivation.apply(x, mesh) if is_part and is_split else x
+        is_part = _is_activation(x) and x.shape[:2] == (batch, length) and (is_cut or x.shape[2] == width)
+        return split.whole(x) if is_part and split.whole is not None else x
 
-    positions = length * mesh.size("sequence") if images is None else images.length
+    positions = length * split.mesh.size("sequence") if split.length is None else split.length
 
     def take_part(x: Any) -> Any:
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
-        if is_whole and images is not None:
-            return images.part(x)
-        return _OwnPart.apply(x, mesh) if is_whole and is_split else x
+        return split.part(x) if is_whole and split.part is not None else x
 
-    args, kwargs = tuple(map(gather, args)), {name: gather(x) for name, x in kwargs.items()}
-    # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
-    with random_numbers_of_block(mesh, stream.device), _unsharded(block):
-        output = cls.forward(block, *args, **kwargs)
+    output = forward(*[gather(x) for x in args], **{name: gather(x) for name, x in kwargs.items()})
     if isinstance(output, tuple):
-        return tuple(map(take_part, output))
+        return tuple([take_part(x) for x in output])
     return take_part(output)
 
 
