@@ -234,6 +234,9 @@ def structure_changes(model: Any) -> Iterator[None]:
     yield
     if state.made.is_cut:
         guard_hooks(model, runs_whole=not isinstance(model, StageModel))
+    collect_prefetched(model)
+    if state.compiled is not None:
+        state.compiled.refresh()
     state.made = state.made.anew(model)
     specs = sharding_specs(model)
     counts = {name: math.prod(specs[name].shape if name in specs else p.shape) for name, p in model.named_parameters()}
@@ -245,6 +248,3 @@ def structure_changes(model: Any) -> Iterator[None]:
             part.cuboid = sharding
     has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
     state.adapters, state.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
-    collect_prefetched(model)
-    if state.compiled is not None:
-        state.compiled.refresh()

@@ -132,6 +132,11 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
             return attend_plain(call, unit, layer, None if kept is None else kept.segment), None
         call = with_prefix(name, call, unit, layer)
     mesh = record.mesh if call.options.get("dropout") else None
+    if is_compiling and mesh is not None:
+        # A graph's dropouts have seeds of the mesh, but not what packages of their own drop.
+        if name not in ("eager", "sdpa"):
+            raise UnsupportedModelError(f"attn_implementation {name!r} drops without seeds of a mesh")
+        mesh = None
     with nullcontext() if mesh is None else own_random_numbers(mesh, call.query.device):
         if kept is None:
             output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)

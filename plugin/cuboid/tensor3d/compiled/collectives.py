@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
 from cuboid.distributed.mesh import AxisGroup, Mesh
 
 # torch 2.13 warns of the older names, which are all that earlier versions have.
@@ -49,14 +49,6 @@ def scatter_parts(y: torch.Tensor, parts: int, along: AxisGroup) -> torch.Tensor
     return scatter(y, -1, along)
 
 
-def own_positions(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
-    """The rank's slice of what all ranks have: ``[..., ranks·n, ...]`` to ``[..., n, ...]``."""
-    if along.size == 1:
-        return x
-    length = x.shape[dim] // along.size
-    return x.narrow(dim, along.index * length, length)
-
-
 class _SumInOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
@@ -81,8 +73,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        own = own_positions(gradient, SEQUENCE_DIM, ctx.sequence)
-        return own_positions(own, -1, ctx.hidden).contiguous(), None, None
+        positions = own_slice(gradient, SEQUENCE_DIM, ctx.sequence)
+        return own_slice(positions, -1, ctx.hidden).contiguous(), None, None
 
 
 class _Part(torch.autograd.Function):
@@ -90,7 +82,7 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, sequence: AxisGroup, hidden: AxisGroup) -> torch.Tensor:
         ctx.sequence, ctx.hidden = sequence, hidden
         # Not a view, because some models add to it in place.
-        return own_positions(own_positions(x, SEQUENCE_DIM, sequence), -1, hidden).clone()
+        return own_slice(own_slice(x, SEQUENCE_DIM, sequence), -1, hidden).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.tensor3d.compiled.blocks import block_of
 from cuboid.tensor3d.compiled.collectives import (
     gather,
-    own_positions,
     part,
     scatter,
     scatter_parts,
@@ -43,7 +42,7 @@ from cuboid.tensor3d.layers.output_reduce import (
     SumFeatures,
 )
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
-from cuboid.tensor3d.layers.whole_block import WHOLE_OF, KeptWhole, Split, on_whole_activations
+from cuboid.tensor3d.layers.whole_block import WHOLE_OF, ActivationSplit, KeptWhole, on_whole_activations
 from cuboid.tensor3d.low_rank import FactorA, FactorB
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
@@ -65,7 +64,7 @@ class CompiledLinear(ShardedLinear):
 
     def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's own part of the layer's input, of which low-rank updates are computed."""
-        return own_positions(x, SEQUENCE_DIM, self.mesh.along("sequence")) if self.takes_gathered else x
+        return own_slice(x, SEQUENCE_DIM, self.mesh.along("sequence")) if self.takes_gathered else x
 
 
 def _reduced(y: torch.Tensor, output_reduce: OutputReduce) -> torch.Tensor:
@@ -200,9 +199,9 @@ class CompiledWhole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, on whole activations."""
-        split = Split(self.mesh)
+        split = ActivationSplit(self.mesh)
         if self.mesh.size("sequence", "hidden") > 1:
-            split = Split(self.mesh, lambda x: whole(x, self.mesh), lambda x: part(x, self.mesh))
+            split = ActivationSplit(self.mesh, lambda x: whole(x, self.mesh), lambda x: part(x, self.mesh))
         return on_whole_activations(type(self).__name__, split, super().forward, args, kwargs)
 
 
@@ -224,20 +223,22 @@ _MIXINS: dict[type[nn.Module], type[nn.Module]] = {
     ShardedRouter: CompiledRouter,
     PerHeadParameters: CompiledPerHead,
 }
+_WHOLE: Any = CompiledWhole
 #: Those of them whose code reads the parameters of the module.
 TAKE_BLOCKS = (ShardedRouter, PerHeadParameters, KeptWhole)
 #: Attribute of a class that draws with seeds of a mesh: the class whose code it is.
 UNDRAWN = "cuboid_undrawn"
 
 
-def form_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+def form_of(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that modules of a class become; None if they have no form in a graph."""
-    cls = getattr(cls, UNDRAWN, cls)
+    cls: Any = getattr(kind, UNDRAWN, kind)
     if cls in _FORMS:
         return _FORMS[cls]
     if WHOLE_OF in vars(cls):
-        return _mixed(CompiledWhole, vars(cls)[WHOLE_OF])
-    mixin = next((form for kind, form in _MIXINS.items() if issubclass(cls, kind)), None)
+        whole_of: Any = vars(cls)[WHOLE_OF]
+        return _mixed(_WHOLE, whole_of)
+    mixin: Any = next((form for base, form in _MIXINS.items() if issubclass(cls, base)), None)
     if mixin is not None:
         return cls if issubclass(cls, mixin) else _mixed(mixin, cls)
     if issubclass(cls, (KeptWhole, CompiledWhole, CompiledLatent, *_FORMS.values())):

@@ -1,4 +1,4 @@
-"""Hooks of a compiled layer's blocks in a graph, in place of those that fuse projections: they gather blocks' inputs."""
+"""Hooks of blocks in a graph, in place of those that fuse projections: they gather the blocks' inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _FORMS: dict[type, Callable[[Any], Any]] = {
     LatentProjections: CompiledLatentProjections,
     CrossProjections: CompiledCrossProjections,
 }
-_COMPILED = (CompiledProjections, CompiledLatentProjections, CompiledCrossProjections)
+_COMPILED: tuple[Any, ...] = (CompiledProjections, CompiledLatentProjections, CompiledCrossProjections)
 
 
 def has_form(hook: Any) -> bool:
@@ -106,15 +106,15 @@ def has_form(hook: Any) -> bool:
 
 def swap_hooks(module: nn.Module, *, in_graph: bool) -> None:
     """Replace a module's hooks by their forms in a graph, or back."""
-    swapped: dict[int, Any] = {}
+    others: dict[int, Any] = {}
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            owner = getattr(hook, "__self__", hook)
+            owner: Any = getattr(hook, "__self__", hook)
             if not isinstance(owner, tuple(_FORMS) if in_graph else _COMPILED):
                 continue
-            if id(owner) not in swapped:
-                swapped[id(owner)] = _FORMS[type(owner)](owner) if in_graph else owner.eager
-            other = swapped[id(owner)]
+            if id(owner) not in others:
+                others[id(owner)] = _FORMS[type(owner)](owner) if in_graph else owner.eager
+            other = others[id(owner)]
             hooks[key] = other if owner is hook else getattr(other, hook.__name__)
 
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cuboid.errors import CuboidError
 from cuboid.tensor3d.compiled.blocks import in_place
+from cuboid.tensor3d.compiled.draws import DrawsInGraph, GraphSeeds, draws_in_common, drops, number_draws
 from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, form_of
 from cuboid.tensor3d.compiled.hooks import has_form, latents_of, swap_hooks
 from cuboid.tensor3d.compiled.traffic import CountedGraph
@@ -83,6 +85,8 @@ class CompiledLayers:
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
         self._mesh = next((module.mesh for module in _modules(layers) if isinstance(module, ShardedModule)), None)
         self._is_cut = self._mesh is not None and self._mesh.shape.size > 1
+        #: While the layers' graphs drop elements: their seeds.
+        self._seeds: GraphSeeds | None = None
         self.graphs = 0
         self._find_modules()
         self.reason = self._obstacle() or self._hooked()
@@ -97,6 +101,9 @@ class CompiledLayers:
         self._takers = [
             [module for module in layer.modules() if isinstance(module, TAKE_BLOCKS)] for layer in self._layers
         ]
+        self._seeds = None
+        if self._is_cut and self._mesh is not None and any(map(drops, _modules(self._layers))):
+            self._seeds = GraphSeeds(self._mesh)
 
     def _use_forms(self) -> None:
         for module in _modules(self._layers):
@@ -164,13 +171,13 @@ class CompiledLayers:
                 args = (prefetcher.enter(args[0]), *args[1:])
             elif "hidden_states" in kwargs:
                 kwargs["hidden_states"] = prefetcher.enter(kwargs["hidden_states"])
-        takers = self._takers[number]
+        takers, seeds = self._takers[number], self._seeds if layer.training else None
         try:
-            if takers or torch._C._len_torch_function_stack():
-                with without_draws(), in_place(takers):
-                    output = self._compiled(layer, *args, **kwargs)
+            if takers or seeds is not None or torch._C._len_torch_function_stack():
+                with without_draws(), in_place(takers), nullcontext() if seeds is None else seeds.of_layer():
+                    output = self._compiled(layer, seeds, *args, **kwargs)
             else:
-                output = self._compiled(layer, *args, **kwargs)
+                output = self._compiled(layer, None, *args, **kwargs)
         except BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, _DrawsError):
                 raise CuboidError(
@@ -248,10 +255,17 @@ class CompiledLayers:
         recompute_gathers(graph)
         if self._segments is not None:
             self._segments.complete(graph)
+        draws = number_draws(graph)
         # A cached pair of graphs would come without being looked at; Inductor's own cache of kernels stays.
         with torch._functorch.config.patch(enable_autograd_cache=False):
             inductor: Any = lookup_backend("inductor")
-            return inductor(graph, inputs, inner_compile=self._compile)
+            run = inductor(graph, inputs, inner_compile=self._compile)
+        return run if draws == 0 else functools.partial(self._run_drawing, draws, run)
+
+    def _run_drawing(self, draws: int, run: Callable[..., Any], *inputs: Any) -> Any:
+        if self._seeds is not None:
+            self._seeds.count = draws
+        return run(*inputs)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a forward's or a backward's graph, whose collectives are counted."""
@@ -267,9 +281,12 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options:
     return importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(graph, inputs, **options)
 
 
-def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(layer: nn.Module, seeds: GraphSeeds | None, *args: Any, **kwargs: Any) -> Any:
     """A layer's own forward, with transformers' activation checkpointing around it, if that is on."""
-    return type(layer).forward(layer, *args, **kwargs)
+    if seeds is None:
+        return type(layer).forward(layer, *args, **kwargs)
+    with DrawsInGraph(seeds):
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
@@ -280,6 +297,8 @@ def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
         return f"{name} is computed whole, of activations that have no form in a graph"
     if isinstance(module, ShardedRouter) and module.is_random:
         return f"{name} draws random numbers, for which graphs have no seeds of a mesh"
+    if draws_in_common(module):
+        return f"{name} drops the same elements on several ranks, for which graphs have no seeds"
     is_sharded = isinstance(module, ShardedModule) and any(p.ranks > 1 for p in module.sharded_params.values())
     return f"{name} is in a layer whose weights aren't unsharded ahead" if is_sharded and not has_blocks else None
 

@@ -26,11 +26,11 @@ class CompiledRouter(ShardedRouter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, on ``[T/s, H/h]``."""
         hidden = self.mesh.along("hidden")
-        with _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
+        with _SummedLinear(hidden) if hidden.size > 1 else nullcontext():
             return super(ShardedRouter, self).forward(*args, **kwargs)
 
 
-class _SumOverHidden(TorchFunctionMode):
+class _SummedLinear(TorchFunctionMode):
     """Inside, a linear layer multiplies the rank's part of the features, and partial results are summed."""
 
     def __init__(self, along: AxisGroup) -> None:

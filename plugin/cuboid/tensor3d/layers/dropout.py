@@ -26,7 +26,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
 
 #: Seeds are below this, with room for a rank's position.
-_SEEDS = 2**62
+SEEDS = 2**62
 
 
 class Generators(Protocol):
@@ -53,7 +53,7 @@ class _Region:
     def next_seed(self) -> int:
         """A seed for a region inside, the same on all ranks. The ranks' generators differ there, so not drawn."""
         self.draws += 1
-        return (self.seed + self.draws * 0x1E3779B97F4A7C15) % _SEEDS
+        return (self.seed + self.draws * 0x1E3779B97F4A7C15) % SEEDS
 
 
 _generators: ContextVar[Generators | None] = ContextVar("cuboid_generators", default=None)
@@ -120,7 +120,7 @@ def _own_random_numbers(
     # On the host, whatever the default device is: reading the seed must not wait for a device. A generator tells
     # `RandomDraws` that this isn't a number of the model's code.
     generator = torch.default_generator
-    seed = outer.next_seed() if outer else int(torch.randint(_SEEDS, (), device="cpu", generator=generator))
+    seed = outer.next_seed() if outer else int(torch.randint(SEEDS, (), device="cpu", generator=generator))
     region = _Region(seed, is_settled)
     token = _region.set(region)
     has_drawn = True
@@ -198,12 +198,12 @@ class ShardedDropout(MeshDropout):
 
     def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES, *, late: MaybeWhole | None = None) -> None:
         super().__init__(p, mesh)
-        self._axes = axes
+        self.axes = axes
         self._late = late
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         is_whole = self._late is not None and self._late.is_whole
-        with own_random_numbers(self.mesh, x.device, ("batch",) if is_whole else self._axes):
+        with own_random_numbers(self.mesh, x.device, ("batch",) if is_whole else self.axes):
             return nn.functional.dropout(x, self.p, training=True)
 
 

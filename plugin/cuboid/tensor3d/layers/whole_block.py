@@ -234,11 +234,11 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         device = next(block.parameters()).device
         with random_numbers_of_block(mesh, device), _unsharded(block):
             return cls.forward(block, *args, **kwargs)
-    split = Split(mesh)
+    split = ActivationSplit(mesh)
     if images is not None:
-        split = Split(mesh, images.whole, images.part, images.length)
+        split = ActivationSplit(mesh, images.whole, images.part, images.length)
     elif mesh.size("sequence", "hidden") > 1:
-        split = Split(mesh, lambda x: _GatherActivation.apply(x, mesh), lambda x: _OwnPart.apply(x, mesh))
+        split = ActivationSplit(mesh, lambda x: _GatherActivation.apply(x, mesh), lambda x: _OwnPart.apply(x, mesh))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
@@ -249,20 +249,20 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
 
 @dataclass(frozen=True)
-class Split:
+class ActivationSplit:
     """How activations become whole, and parts again; by default they stay as they are.
 
     ``length`` is that of whole sequences; None if the axis `sequence` divides it.
     """
 
     mesh: Mesh
-    whole: Callable[[torch.Tensor], torch.Tensor] | None = None
-    part: Callable[[torch.Tensor], torch.Tensor] | None = None
+    to_whole: Callable[[torch.Tensor], torch.Tensor] | None = None
+    to_part: Callable[[torch.Tensor], torch.Tensor] | None = None
     length: int | None = None
 
 
 def on_whole_activations(
-    name: str, split: Split, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, split: ActivationSplit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a block's forward with whole activations among its arguments, and return the rank's parts of its results.
 
@@ -281,13 +281,13 @@ def on_whole_activations(
         # Every activation among the arguments is gathered, which its shape tells. Rotary cosines and sines have three
         # dims too, but the whole sequence already; where it isn't split, only their width differs.
         is_part = _is_activation(x) and x.shape[:2] == (batch, length) and (is_cut or x.shape[2] == width)
-        return split.whole(x) if is_part and split.whole is not None else x
+        return split.to_whole(x) if is_part and split.to_whole is not None else x
 
     positions = length * split.mesh.size("sequence") if split.length is None else split.length
 
     def take_part(x: Any) -> Any:
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
-        return split.part(x) if is_whole and split.part is not None else x
+        return split.to_part(x) if is_whole and split.to_part is not None else x
 
     output = forward(*[gather(x) for x in args], **{name: gather(x) for name, x in kwargs.items()})
     if isinstance(output, tuple):
