@@ -173,12 +173,12 @@ def _dropout_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.T
 
 
 _dropout.register_autograd(_dropout_backward, setup_context=_save_mask)
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _attend(
-    heads: _Three, mask: torch.Tensor | None, options: tuple[float, bool, float | None, bool], seed: int
-) -> tuple[_Three, torch.Tensor]:
+    heads: _Heads, mask: torch.Tensor | None, options: tuple[float, bool, float | None, bool], seed: int
+) -> tuple[_Heads, torch.Tensor]:
     """Attention that drops, and its inputs, with a graph of it. Whether it has one decides which kernel torch takes."""
     with _recording(), seeded(heads[0].device, seed):
         query, key, value = (x.detach().requires_grad_() for x in heads)
@@ -249,7 +249,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 @_attention_backward.register_fake
 def _attention_gradient_shapes(
     _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any
-) -> _Three:
+) -> _Heads:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

@@ -101,16 +101,21 @@ _COMPILED: tuple[Any, ...] = (CompiledProjections, CompiledLatentProjections, Co
 
 def has_form(hook: Any) -> bool:
     """Whether a hook, perhaps a method of such an object, runs in graphs, or has a form that does."""
-    return isinstance(getattr(hook, "__self__", hook), (*_FORMS, *_COMPILED))
+    return isinstance(_owner(hook), (*_FORMS, *_COMPILED))
+
+
+def _owner(hook: Any) -> Any:
+    return getattr(hook, "__self__", hook)
 
 
 def swap_hooks(module: nn.Module, *, in_graph: bool) -> None:
     """Replace a module's hooks by their forms in a graph, or back."""
     others: dict[int, Any] = {}
+    kinds: Any = tuple(_FORMS) if in_graph else _COMPILED
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            owner: Any = getattr(hook, "__self__", hook)
-            if not isinstance(owner, tuple(_FORMS) if in_graph else _COMPILED):
+            owner: Any = _owner(hook)
+            if not isinstance(owner, kinds):
                 continue
             if id(owner) not in others:
                 others[id(owner)] = _FORMS[type(owner)](owner) if in_graph else owner.eager
