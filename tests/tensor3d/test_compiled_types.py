@@ -1,0 +1,237 @@
+"""Which types of models have one graph for each kind of layer: their modules' forms, dropout, and adapters."""
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.distributed.topology import MeshShape
+from cuboid.tensor3d.compiled import layers as compiled_layers
+from cuboid.verify import SmallModel
+
+ROWS, LENGTH = 4, 16
+#: Inductor may take minutes for the first graph on a machine.
+TIMEOUT_S = 600
+#: By type, the most graphs of a pass over the layers: a kind of layer may have one of its own.
+TYPES = {
+    # Dense.
+    **dict.fromkeys(("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "fuyu", "gemma"), 2),
+    **dict.fromkeys(("gemma2", "gemma3", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "helium"), 2),
+    **dict.fromkeys(("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"), 1),
+    **dict.fromkeys(("mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi"), 2),
+    **dict.fromkeys(("qwen2", "qwen3", "stablelm", "starcoder2"), 1),
+    # Attention that all ranks compute, recurrent layers, cross-attention without another sequence.
+    **dict.fromkeys(("bamba", "biogpt", "bloom", "codegen", "diffllama", "falcon", "gpt_bigcode", "gpt_neo"), 2),
+    **dict.fromkeys(("jamba", "lfm2", "modernbert-decoder", "mpt", "opt", "phi3"), 3),
+    # Experts and latents.
+    **dict.fromkeys(("aria_text", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "llama4_text"), 2),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), 1),
+    **dict.fromkeys(("afmoe", "lfm2_moe"), 4),
+}
+LAYERS_AGAIN = {"activation_checkpointing": {"mode": "layers"}}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint):
+    return lambda architecture: checkpoint(SmallModel.fitting(architecture, 8, layers=2))
+
+
+def tokens(shift=0):
+    return (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 + shift) % 61
+
+
+def sharded(path, axes, *, compiles, inductor=False, sections=None, pipeline=None, **options):
+    torch._dynamo.reset()
+    counters.clear()
+    if not inductor:
+        # As Inductor, with its partition into forward and backward, but what is in them runs uncompiled.
+        compiled_layers.compile_graph = lambda graph, _, **__: make_boxed_func(graph.forward)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    mesh = dict(zip(("batch", "sequence", "hidden"), axes, strict=True))
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": mesh, "compile": compiles}, **(sections or {})}
+    if pipeline:
+        config["pipeline"] = {"engine": "seq1f1b", **pipeline}
+    return cuboid.shard(plain, config).train()
+
+
+def step(model, pipeline=None):
+    model.zero_grad()
+    if pipeline:
+        batches = [{"input_ids": tokens(shift), "labels": tokens(shift)} for shift in (0, 3)]
+        return float(cuboid.Pipeline(model).train(iter(batches), 2))
+    loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def errors_of(gradients, others):
+    """Of each tensor's gradient, the largest difference, in units of its largest element if that is above one."""
+    assert gradients.keys() == others.keys()
+    pairs = ((gradients[name], others[name]) for name in others)
+    return max(float((mine - other).abs().max() / max(1, other.abs().max())) for mine, other in pairs)
+
+
+def train(path, axes, pipeline, inductor, steps):
+    """Graphs after each step, breaks, and the difference from uncompiled layers' loss and gradients."""
+    # Dropout has a test of its own.
+    options = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if "gpt2" in path else {}
+    uncompiled = sharded(path, axes, compiles=False, pipeline=pipeline, **options)
+    loss, gradients = step(uncompiled, pipeline), cuboid.full_gradients(uncompiled)
+    model, after_step = sharded(path, axes, compiles=True, inductor=inductor, pipeline=pipeline, **options), []
+    for _ in range(steps):
+        compiled_loss = step(model, pipeline)
+        after_step.append(model.cuboid.state.compiled.graphs)
+    assert model.cuboid.state.compiled.reason is None
+    compiled_gradients = cuboid.full_gradients(model)
+    return (
+        after_step,
+        sum(counters["graph_break"].values()),
+        compiled_loss - loss,
+        errors_of(compiled_gradients, gradients),
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "axes", "pipeline", "inductor", "steps"),
+    [
+        # Latents, routers, experts and a layer without them.
+        ("deepseek_v3", (1, 2, 1), None, False, 3),
+        # Attention that all ranks compute.
+        ("bloom", (2, 1, 1), None, False, 3),
+        *(
+            pytest.param(architecture, axes, pipeline, False, 10, marks=pytest.mark.slow)
+            for architecture in TYPES
+            for axes, pipeline in [
+                ((1, 1, 1), None),
+                ((1, 2, 1), None),
+                ((2, 1, 1), None),
+                ((2, 2, 2), None),
+            ]
+        ),
+        *(
+            pytest.param(architecture, (1, 1, 1), {"stages": 2, "segments": 4}, False, 10, marks=pytest.mark.slow)
+            for architecture in TYPES
+            if architecture not in ("bamba", "jamba", "lfm2", "lfm2_moe")  # recurrent states have no segments here
+        ),
+        *(
+            pytest.param(architecture, axes, None, True, 10, marks=pytest.mark.slow)
+            for architecture in ("mixtral", "deepseek_v3", "gpt_oss", "bloom", "phi3")
+            for axes in [(1, 2, 1), (2, 2, 2)]
+        ),
+    ],
+    ids=str,
+)
+def test_a_kind_of_layer_is_one_graph(pool, path, architecture, axes, pipeline, inductor, steps):
+    size = MeshShape(*axes).size * (pipeline or {}).get("stages", 1)
+    arguments = path(architecture), axes, pipeline, inductor, steps
+    for after_step, breaks, loss_error, error in pool.run(size, train, *arguments, timeout_s=TIMEOUT_S):
+        assert after_step == after_step[:1] * steps
+        assert 0 < after_step[0] <= TYPES[architecture]
+        assert breaks == 0
+        assert abs(loss_error) < 1e-5
+        # Of plain transformers', uncompiled layers' gradients are as far in types whose multipliers are large.
+        assert error < 5e-6
+
+
+# --- dropout --------------------------------------------------------------------------------------------------------
+
+
+def dropped(path, axes, inductor, sections, options):
+    """Losses and the last gradients of steps of uncompiled and of compiled layers, and the generators' last states."""
+    runs = []
+    for compiles in (False, True):
+        model = sharded(path, axes, compiles=compiles, inductor=inductor, sections=sections, **options)
+        torch.manual_seed(1)
+        losses = [step(model) for _ in range(3)]
+        runs.append((losses, cuboid.full_gradients(model), torch.get_rng_state()))
+    assert model.cuboid.state.compiled.reason is None
+    assert model.cuboid.state.compiled.graphs == 1
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "axes", "inductor", "sections"),
+    [
+        # In its code, its modules and its attention.
+        ("gpt2", {}, (1, 2, 1), False, LAYERS_AGAIN),
+        pytest.param("gpt2", {"attn_implementation": "eager"}, (2, 2, 2), False, {}, marks=pytest.mark.slow),
+        pytest.param("opt", {"dropout": 0.2}, (1, 2, 1), False, {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, (1, 2, 1), True, LAYERS_AGAIN, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_graphs_drop_what_uncompiled_layers_drop(pool, path, architecture, options, axes, inductor, sections):
+    arguments = path(architecture), axes, inductor, sections, options
+    ranks = pool.run(MeshShape(*axes).size, dropped, *arguments, timeout_s=TIMEOUT_S)
+    for (losses, gradients, state), (compiled_losses, compiled_gradients, compiled_state) in ranks:
+        assert compiled_losses == pytest.approx(losses, rel=1e-6)
+        assert len(set(losses)) == len(losses)
+        if gradients:
+            assert errors_of(compiled_gradients, gradients) < 1e-6
+        # What is drawn next is the same, too.
+        assert torch.equal(state, compiled_state)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def adapted(path, axes, rate):
+    """Graphs after each step of a compiled model with an adapter, and its loss's and gradients' differences."""
+    runs = []
+    for compiles in (False, True):
+        model = sharded(path, axes, compiles=compiles)
+        torch.manual_seed(1)
+        names = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
+        config = LoraConfig(r=4, target_modules=names, lora_dropout=rate, init_lora_weights=False)
+        adapted_model, after_step = get_peft_model(model, config), []
+        for _ in range(3):
+            loss = step(adapted_model)
+            after_step.append(compiles and model.cuboid.state.compiled.graphs)
+        gradients = {name: p.grad for name, p in adapted_model.named_parameters() if p.grad is not None}
+        runs.append((loss, gradients))
+        if compiles:
+            assert model.cuboid.state.compiled.reason is None
+            # Without the adapter, the layers' graphs are others.
+            adapted_model.unload()
+            step(model)
+            assert model.cuboid.state.compiled.reason is None
+    (loss, gradients), (compiled_loss, compiled_gradients) = runs
+    return after_step, compiled_loss - loss, errors_of(compiled_gradients, gradients)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rate"),
+    [
+        ((1, 2, 1), 0.0),
+        *(pytest.param(axes, 0.1, marks=pytest.mark.slow) for axes in [(1, 1, 2), (2, 1, 1), (2, 2, 2)]),
+    ],
+    ids=str,
+)
+def test_layers_with_adapters_are_compiled(pool, path, axes, rate):
+    for after_step, loss_error, error in pool.run(
+        MeshShape(*axes).size, adapted, path("llama"), axes, rate, timeout_s=TIMEOUT_S
+    ):
+        # The input of the first layer needs no gradient, the others' do.
+        assert after_step == [2] * 3
+        assert abs(loss_error) < 1e-6
+        assert error < 1e-6
+
+
+def with_magnitudes(path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = sharded(path, (1, 2, 1), compiles=True)
+        adapted_model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+        step(adapted_model)
+    return [str(warning.message) for warning in caught if "compiling" in str(warning.message)]
+
+
+def test_adapters_without_a_form_are_named_once(pool, path):
+    for (message,) in pool.run(2, with_magnitudes, path("llama"), timeout_s=TIMEOUT_S):
+        assert "Magnitudes has no form in a graph" in message
