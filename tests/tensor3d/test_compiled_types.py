@@ -33,7 +33,6 @@ TYPES = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), 1),
     **dict.fromkeys(("afmoe", "lfm2_moe"), 4),
 }
-LAYERS_AGAIN = {"activation_checkpointing": {"mode": "layers"}}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,9 @@ def errors_of(gradients, others):
     """Of each tensor's gradient, the largest difference, in units of its largest element if that is above one."""
     assert gradients.keys() == others.keys()
     pairs = ((gradients[name], others[name]) for name in others)
-    return max(float((mine - other).abs().max() / max(1, other.abs().max())) for mine, other in pairs)
+    errors = (float((mine - other).abs().max() / max(1, other.abs().max())) for mine, other in pairs)
+    # The first rank has all gradients.
+    return max(errors, default=0.0)
 
 
 def train(path, axes, pipeline, inductor, steps):
@@ -158,11 +159,11 @@ def dropped(path, axes, inductor, sections, options):
     ("architecture", "options", "axes", "inductor", "sections"),
     [
         # In its code, its modules and its attention.
-        ("gpt2", {}, (1, 2, 1), False, LAYERS_AGAIN),
+        ("gpt2", {}, (1, 2, 1), False, {}),
         pytest.param("gpt2", {"attn_implementation": "eager"}, (2, 2, 2), False, {}, marks=pytest.mark.slow),
         pytest.param("opt", {"dropout": 0.2}, (1, 2, 1), False, {}, marks=pytest.mark.slow),
         pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, {}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {}, (1, 2, 1), True, LAYERS_AGAIN, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, (1, 2, 1), True, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
