@@ -280,7 +280,7 @@ def test_layers_that_are_no_graph_run_uncompiled_and_are_named_once(pool):
         for (message,), losses in said.values():
             assert message.startswith("compiling was asked for, but the layers of")
             assert all(loss > 0 for loss in losses)
-        assert "Router draws random numbers, for which graphs have no seeds of a mesh" in said["jitter"][0][0]
+        assert "draws random numbers in training (uniform_), for which graphs have no seeds" in said["jitter"][0][0]
         assert said["tagger"][0][0].endswith("for causal language modelling, not for token classification")
 
 
