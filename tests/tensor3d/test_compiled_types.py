@@ -200,7 +200,8 @@ def adapted(path, axes, rate):
             assert model.cuboid.state.compiled.reason is None
             # Without the adapter, the layers' graphs are others.
             adapted_model.unload()
-            step(model)
+            with torch.no_grad():
+                model(input_ids=tokens(), use_cache=False)
             assert model.cuboid.state.compiled.reason is None
     (loss, gradients), (compiled_loss, compiled_gradients) = runs
     return after_step, compiled_loss - loss, errors_of(compiled_gradients, gradients)
