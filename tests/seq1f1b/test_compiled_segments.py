@@ -84,6 +84,7 @@ def plain_gradients(path, padded, attention):
     [
         ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 2, "sdpa", 2),
         ((1, 2, 1), {"stages": 2}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
+        ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, LAYERS_AGAIN, PARTITION_ONLY, 0, "sdpa", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -92,6 +93,8 @@ def plain_gradients(path, padded, attention):
                 ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 1, 1), NOTHING, NOTHING, PARTITION_ONLY, 2, "sdpa", 2),
                 ((1, 1, 1), {"segments": 1}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
+                ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, NOTHING, INDUCTOR, 0, "sdpa", 1),
+                ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, ATTENTION_ONCE, INDUCTOR, 2, "sdpa", 2),
                 ((2, 1, 1), NOTHING, STEP, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 2, 1), {"stages": 2}, NOTHING, INDUCTOR, 2, "sdpa", 2),
                 ((2, 1, 1), {"stages": 2}, LAYERS_AGAIN, INDUCTOR, 0, "sdpa", 1),
@@ -120,31 +123,32 @@ def test_segments_share_a_layers_graphs_and_give_the_gradients_of_plain_transfor
 # --- what stays uncompiled, and says so ---------------------------------------------------------------------------
 
 
-def named(path, pipeline):
+def named(path, axes, pipeline):
     """The warnings of stages whose layers can't be one graph, and the losses of uncompiled ones and of them."""
     said, losses = [], []
     for compiles in (False, True):
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model = staged(plain, config_of((1, 1, 1), pipeline, compiles=compiles), PARTITION_ONLY)
+            model = staged(plain, config_of(axes, pipeline, compiles=compiles), PARTITION_ONLY)
             losses.append(float(cuboid.Pipeline(model).train(iter([micro_batch()] * 2), 2)))
         said += [str(warning.message) for warning in caught if "compiling" in str(warning.message)]
     return said, losses
 
 
 @pytest.mark.parametrize(
-    ("architecture", "pipeline", "reason"),
+    ("architecture", "axes", "pipeline", "reason"),
     [
-        ("llama", {"schedule": "zero_bubble"}, 'pipeline.schedule is "zero_bubble"'),
-        ("falcon_h1", {}, "FalconH1DecoderLayer isn't one graph"),
+        ("llama", (1, 2, 1), {"schedule": "zero_bubble"}, 'pipeline.schedule is "zero_bubble"'),
+        ("falcon_h1", (1, 1, 1), {}, "FalconH1DecoderLayer isn't one graph"),
     ],
 )
 def test_stages_whose_layers_are_no_graph_run_uncompiled_and_are_named_once(
-    pool, checkpoint, architecture, pipeline, reason
+    pool, checkpoint, architecture, axes, pipeline, reason
 ):
-    small = SmallModel.fitting(architecture, 1, layers=2)
-    (((message,), losses),) = pool.run(1, named, checkpoint(small), pipeline, timeout_s=TIMEOUT_S)
-    assert message.startswith("compiling was asked for, but the layers of")
-    assert reason in message
-    assert losses[0] == losses[1]
+    size = MeshShape(*axes).size
+    path = checkpoint(SmallModel.fitting(architecture, size, layers=2))
+    for (message,), losses in pool.run(size, named, path, axes, pipeline, timeout_s=TIMEOUT_S):
+        assert message.startswith("compiling was asked for, but the layers of")
+        assert reason in message
+        assert losses[0] == losses[1]

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.models.sharded.fp8 import Fp8Conv1D, Fp8Linear
+from cuboid.tensor3d.compiled.split_backward import ProductsInGraph, multiply
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -37,24 +38,55 @@ def defer_weight_gradients(modules: Iterable[nn.Module], store: WeightGradientSt
                 module.weight_gradients = store  # type: ignore[assignment]
 
 
-class _DeferredLinear(nn.Linear):
-    weight_gradients: WeightGradientStore
+class _LeavesGradient:
+    """Mixin of linear layers that defer, also in compiled graphs.
 
+    Attributes:
+        in_graph, number: while the layer is part of a graph.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    weight_gradients: WeightGradientStore
+    in_graph: ProductsInGraph | None = None
+    number = 0
+    in_first = False
+
+    def leave(self, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """Add to the store what the weight's gradient needs."""
+        layer = _DeferredLayer(self.weight, self.weight_gradients, self.in_first, is_fp8=False)
+        self.weight_gradients.add(_DeferredProduct(layer, x.flatten(0, -2), dy.flatten(0, -2)))
+
+    def multiply_in_graph(self, x: torch.Tensor) -> torch.Tensor:
+        """As :func:`_multiply`, while a graph is made."""
+        assert self.in_graph is not None
+        weight, bias = self.weight.t() if self.in_first else self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = autocast_dtype(x)
+            x, weight, bias = x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype)
+        return multiply(x, weight, bias, self.in_graph, self.number)
+
+
+class _DeferredLinear(_LeavesGradient, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.multiply_in_graph(x)
         layer = _DeferredLayer(self.weight, self.weight_gradients, in_first=False, is_fp8=isinstance(self, Fp8Linear))
         return _multiply(x, self.bias, layer)
 
 
-class _DeferredConv1D(Conv1D):  # type: ignore[misc]
-    weight_gradients: WeightGradientStore
+class _DeferredConv1D(_LeavesGradient, Conv1D):  # type: ignore[misc]
+    in_first = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[…, I]`` to ``[…, O]``."""
         if not self.weight_gradients.defers(self.weight):
             return super().forward(x)  # type: ignore[no-any-return]
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.multiply_in_graph(x)
         layer = _DeferredLayer(self.weight, self.weight_gradients, in_first=True, is_fp8=isinstance(self, Fp8Conv1D))
         return _multiply(x, self.bias, layer)
 

@@ -289,9 +289,9 @@ def finish_stage(
     )
     hook_heads(model)
     if plan.config.tensor_parallel.compile:
-        if is_generated(pipeline.schedule):
-            splits = f'pipeline.schedule is "{pipeline.schedule}", whose backwards may be split'
-            stay_uncompiled(model, f'{splits}, for which graphs have no form; "seq1f1b" has one')
+        splits = f'pipeline.schedule is "{pipeline.schedule}", whose backwards may be split'
+        if is_generated(pipeline.schedule) and (mesh.shape.size > 1 or plan.config.tensor_parallel.fp8 is not None):
+            stay_uncompiled(model, f'{splits}, for which graphs have no form on a mesh or in fp8; "seq1f1b" has one')
         else:
             compile_layers(model, list(local_layers.values()), staging.slot)
     model.staging = staging

@@ -25,6 +25,7 @@ from cuboid.tensor3d.compiled.blocks import in_place
 from cuboid.tensor3d.compiled.draws import DrawsInGraph, GraphSeeds, draws_in_common, drops, number_draws
 from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, form_of
 from cuboid.tensor3d.compiled.hooks import has_form, latents_of, swap_hooks
+from cuboid.tensor3d.compiled.split_backward import ProductsInGraph
 from cuboid.tensor3d.compiled.traffic import CountedGraph
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.random_draws import RANDOM_FUNCTIONS, draws_at_all, without_draws
@@ -101,6 +102,8 @@ class CompiledLayers:
         self._takers = [
             [module for module in layer.modules() if isinstance(module, TAKE_BLOCKS)] for layer in self._layers
         ]
+        products = ProductsInGraph(self._layers)
+        self._products = None if products.is_empty else products
         self._seeds = None
         if self._is_cut and self._mesh is not None and any(map(drops, _modules(self._layers))):
             self._seeds = GraphSeeds(self._mesh)
@@ -166,6 +169,8 @@ class CompiledLayers:
             return type(layer).forward(layer, *args, **kwargs)
         if self._segments is not None:
             self._segments.begin(number)
+        if self._products is not None:
+            self._products.begin(number)
         if prefetcher is not None:
             if args:
                 args = (prefetcher.enter(args[0]), *args[1:])
@@ -269,7 +274,10 @@ class CompiledLayers:
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a forward's or a backward's graph, whose collectives are counted."""
+        completed = None if self._products is None else self._products.completed(graph)
         run = compile_graph(graph, inputs, **options)
+        if completed is not None:
+            return completed(run)
         if self._mesh is None or not self._is_cut:
             return run
         return CountedGraph(graph, run, self._mesh.counters_by_group())
