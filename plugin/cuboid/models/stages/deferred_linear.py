@@ -45,8 +45,8 @@ class _LeavesGradient:
         in_graph, number: while the layer is part of a graph.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Any
+    bias: Any
     weight_gradients: WeightGradientStore
     in_graph: ProductsInGraph | None = None
     number = 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.compiled.blocks import block_of
 from cuboid.tensor3d.compiled.collectives import gather, max_over, scatter, scatter_parts, sum_in_order
 from cuboid.tensor3d.experts.operators import expert_rows, multiply_rows, token_sums
-from cuboid.tensor3d.experts.router import ShardedRouter
+from cuboid.tensor3d.experts.router import ShardedRouter, SumOverHidden
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -26,26 +23,12 @@ class CompiledRouter(ShardedRouter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, on ``[T/s, H/h]``."""
         hidden = self.mesh.along("hidden")
-        with _SummedLinear(hidden) if hidden.size > 1 else nullcontext():
+        with _SumInGraph(hidden) if hidden.size > 1 else nullcontext():
             return super(ShardedRouter, self).forward(*args, **kwargs)
 
 
-class _SummedLinear(TorchFunctionMode):
-    """Inside, a linear layer multiplies the rank's part of the features, and partial results are summed."""
-
-    def __init__(self, along: AxisGroup) -> None:
-        super().__init__()
-        self._along = along
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        return self._linear(*args, **kwargs) if func is nn.functional.linear else func(*args, **kwargs)
+class _SumInGraph(SumOverHidden):
+    """:class:`SumOverHidden` in a graph."""
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype = autocast_dtype(input)

@@ -60,10 +60,10 @@ class ProductsInGraph:
 
     def completed(self, graph: torch.fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
         """Let a backward's graph return what weight gradients need; what then runs it. None if there is nothing."""
-        nodes = [node for node in graph.graph.nodes if node.target is _LEAVE]
+        nodes: list[Any] = [node for node in graph.graph.nodes if node.target is _LEAVE]
         if not nodes:
             return None
-        output = graph.graph.output_node()
+        output: Any = graph.graph.output_node()
         results, factors = list(output.args[0]), [factor for node in nodes for factor in node.args[:2]]
         layer, numbers = nodes[0].args[2], [node.args[3] for node in nodes]
         output.args = ((*results, layer, *factors),)
@@ -99,11 +99,11 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: ProductsInGraph, number: int
 ) -> torch.Tensor:
     """``x`` ``[…, I]`` times a weight ``[O, I]``, whose gradient is left."""
-    y: torch.Tensor = _Multiply.apply(x, weight.detach(), bias, products.anchor, products.layer, number)
+    y: torch.Tensor = _MultiplyAndLeave.apply(x, weight.detach(), bias, products.anchor, products.layer, number)
     return y
 
 
-class _Multiply(torch.autograd.Function):
+class _MultiplyAndLeave(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

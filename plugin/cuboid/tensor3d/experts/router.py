@@ -45,14 +45,14 @@ class ShardedRouter(ShardedModule):
         is_random = self.is_random and self.training
         # Ranks along `hidden` route the same tokens, and must draw the same random numbers.
         draws = own_random_numbers(self.mesh, self._device(), ("batch", "sequence")) if is_random else nullcontext()
-        with self.unsharded_in_place(), draws, _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
+        with self.unsharded_in_place(), draws, SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
             return super().forward(*args, **kwargs)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
 
-class _SumOverHidden(TorchFunctionMode):
+class SumOverHidden(TorchFunctionMode):
     """Inside, a linear layer multiplies the rank's part of the features, and partial results are summed."""
 
     def __init__(self, along: AxisGroup) -> None:
