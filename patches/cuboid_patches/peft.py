@@ -9,6 +9,7 @@ from typing import Any
 from transformers.utils import is_peft_available
 
 from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid_patches.base import Patch
 
 
@@ -33,7 +34,8 @@ def _changes_structure(original: Any) -> Any:
             return original(self, *args, **kwargs)
         from cuboid.integrations.peft.adapters import structure_changes
 
-        with structure_changes(self.model):
+        # After the last adapter is deleted, or all are unloaded, there are none.
+        with structure_changes(self.model, lambda: original.__name__ == "delete_adapter" and bool(self.peft_config)):
             return original(self, *args, **kwargs)
 
     return method
@@ -55,6 +57,19 @@ def _set_trainable(original: Any) -> Any:
             original(model, *args, **kwargs)
 
     return set_trainable
+
+
+def _init_token_rows(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_modules(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self.original_module, ShardedModule):
+            original(self, adapter_name, *args, **kwargs)
+            return
+        from cuboid.integrations.peft.token_layer import ShardedTokens
+
+        self.token_adapter = ShardedTokens(self.original_module, adapter_name, *args, **kwargs)
+
+    return init_modules
 
 
 def _init(original: Any) -> Any:
@@ -151,6 +166,13 @@ _PATCHES = [
         reason="know which modules of a sharded model an adapter trains whole",
         parameters=("model", "module_names"),
         replace=_set_trainable,
+    ),
+    Patch(
+        target="peft.utils.other:TrainableTokensWrapper.init_modules",
+        package="peft",
+        reason="train some rows of an embedding or a head that is cut over a mesh",
+        parameters=("adapter_name", "token_indices", "tied_adapter"),
+        replace=_init_token_rows,
     ),
     Patch(
         target="peft.peft_model:PeftModel.__init__",

@@ -11,10 +11,12 @@ up            [B/b, S/s, I/h]     [r, I/h]              [B/b, S, r]           [O
 down          [B/b, S, I/(s·h)]   [r, I/(s·h)]          [B/b, S/s, r]         [O/h, r]        scatter, sum over `hidden`
 to latents    [B/b, S/s, I/h]     [r, I/h]              [B/b, S, r]           [O, r]          sum over `hidden`, gather
 from latents  [B/b, S, I]         [r, I]                [B/b, S, r]           [O/(s·h), r]    –
+head          [B/b, S/s, I/h]     [r, I/h]              [B/b, S/h, r]         [V/s, r]        gather, scatter, sum
 ============  ==================  ====================  ====================  ==============  =======================
 
-"Gather" and "scatter" are along the sequence, over `sequence`. The input of A in an "up" layer is what its block was
-given, before the sequence is gathered: that shard is saved for the layer's own backward anyway.
+"Gather" and "scatter" are along the sequence, over `sequence`; the head's scatter is over `hidden`, and sums. The input
+of A in an "up" layer and in the head is what its block was given, before the sequence is gathered: that shard is saved
+for the layer's own backward anyway.
 
 Each rank's gradient of Z is a partial sum, over the ranks with other rows of B. So the backward of a sum over `hidden`
 is a sum again.
@@ -38,7 +40,7 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule, take_whole
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 #: How Z becomes what B is multiplied with.
-ZReduce = Literal["sum and gather", "scatter and sum", "none"]
+ZReduce = Literal["sum and gather", "scatter and sum", "gather and scatter", "none"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class LowRankSplit:
         parts: number of parts of the out features that are cut separately, as in GPT-2's fused query, key and value.
         reduce: how Z becomes what B is multiplied with.
         input_axes: axes along which ranks have different elements of A's input.
+        ragged: whether the out features are a vocabulary, whose last block is padded.
     """
 
     in_axes: tuple[Axis, ...]
@@ -58,10 +61,11 @@ class LowRankSplit:
     parts: int
     reduce: ZReduce
     input_axes: tuple[Axis, ...] = AXES
+    ragged: bool = False
 
     @classmethod
     def of(cls, linear: ShardedLinear) -> LowRankSplit | None:
-        """The split for a layer; None for one whose update has no rule, such as a head over the vocabulary."""
+        """The split for a layer; None for one whose update has no rule."""
         reduce = linear.product.output_reduce
         weight = linear.spec("weight")
         if isinstance(reduce, ScatterFeatures):
@@ -74,7 +78,9 @@ class LowRankSplit:
             return cls(("hidden",), (), 1, "sum and gather")
         if isinstance(reduce, NoReduce):
             return cls((), ("sequence", "hidden"), 1, "none", ("batch",))
-        if isinstance(reduce, ScatterSequence) and not weight.ragged:
+        if isinstance(reduce, ScatterSequence):
+            if weight.ragged:
+                return cls(("hidden",), ("sequence",), 1, "gather and scatter", ragged=True)
             return cls(("sequence", "hidden"), ("hidden",), 1, "scatter and sum")
         return None
 
@@ -94,7 +100,7 @@ class Magnitudes(ShardedModule):
     def __init__(self, magnitudes: nn.Module, split: LowRankSplit, mesh: Mesh, rows: torch.Tensor | None) -> None:
         super().__init__()
         shape = tuple(magnitudes.get_parameter("weight").shape)
-        _take_shards(self, magnitudes, {"weight": ShardingSpec(shape, (split.out_axes,), (split.parts,))}, mesh)
+        take_shards(self, magnitudes, {"weight": ShardingSpec(shape, (split.out_axes,), (split.parts,))}, mesh)
         self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, norms: torch.Tensor) -> torch.Tensor:
@@ -115,7 +121,7 @@ class FactorA(ShardedModule, nn.Linear):
         self.in_features, self.out_features = factor.in_features, factor.out_features
         self.register_parameter("bias", None)
         spec = ShardingSpec(tuple(factor.weight.shape), ((), split.in_axes))
-        _take_shards(self, factor, {"weight": spec}, mesh)
+        take_shards(self, factor, {"weight": spec}, mesh)
         self.reduce = split.reduce
         self.sequence, self.hidden = mesh.along("sequence"), mesh.along("hidden")
 
@@ -125,7 +131,9 @@ class FactorA(ShardedModule, nn.Linear):
         if self.reduce == "sum and gather":
             return GatherPositions.apply(_Sum.apply(z, self.hidden), self.sequence)
         if self.reduce == "scatter and sum":
-            return _Sum.apply(_ScatterPositions.apply(z, self.sequence), self.hidden)
+            return _Sum.apply(ScatterPositions.apply(z, self.sequence), self.hidden)
+        if self.reduce == "gather and scatter":
+            return ScatterPositions.apply(GatherPositions.apply(z, self.sequence), self.hidden)
         return z
 
 
@@ -146,11 +154,11 @@ class FactorB(ShardedModule, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = factor.in_features, factor.out_features
         shape, parts = tuple(factor.weight.shape), split.parts
-        specs = {"weight": ShardingSpec(shape, (split.out_axes, ()), (parts, 1))}
+        specs = {"weight": ShardingSpec(shape, (split.out_axes, ()), (parts, 1), split.ragged)}
         self.register_parameter("bias", None)
         if factor.bias is not None:
-            specs["bias"] = ShardingSpec(shape[:1], (split.out_axes,), (parts,))
-        _take_shards(self, factor, specs, mesh)
+            specs["bias"] = ShardingSpec(shape[:1], (split.out_axes,), (parts,), split.ragged)
+        take_shards(self, factor, specs, mesh)
         self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
@@ -162,7 +170,7 @@ class FactorB(ShardedModule, nn.Linear):
         return nn.functional.linear(z, weight, bias)
 
 
-def _take_shards(module: ShardedModule, original: nn.Module, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
+def take_shards(module: ShardedModule, original: nn.Module, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:
     for name, spec in specs.items():
         full = original.get_parameter(name)
         shard = take_shard(full.detach(), spec, mesh)
@@ -186,8 +194,8 @@ class _Sum(torch.autograd.Function):
         return gradient if ctx.along.size == 1 else all_reduce(gradient.clone(), ctx.along), None
 
 
-class _ScatterPositions(torch.autograd.Function):
-    """Partial sums ``[B/b, S, r]`` to the rank's positions of the sum, ``[B/b, S/s, r]``."""
+class ScatterPositions(torch.autograd.Function):
+    """Partial sums ``[B/b, S, r]`` to the rank's positions of the sum, ``[B/b, S/s, r]``; or ``[B/b, S/h, r]``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:

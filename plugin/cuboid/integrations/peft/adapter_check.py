@@ -36,6 +36,12 @@ def _is_layers(x: Any) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) for item in (x if isinstance(x, list) else [x]))
 
 
+def _is_tokens(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(isinstance(tokens, list) and _is_tokens(tokens) for tokens in x.values())
+    return isinstance(x, list) and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in x)
+
+
 def _is_flag(x: Any) -> bool:
     return isinstance(x, bool)
 
@@ -51,8 +57,10 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lora_dropout": ("a number from 0 to below 1", lambda x: _is_number(x) and 0 <= x < 1),
     "bias": ('"none", "all" or "lora_only"', lambda x: x in ("none", "all", "lora_only")),
     "target_modules": ("a name, or a list of names", _is_names),
+    "target_parameters": ("a list of names", lambda x: isinstance(x, list) and _is_names(x)),
     "exclude_modules": ("a name, or a list of names", _is_names),
     "modules_to_save": ("a list of names", lambda x: isinstance(x, list) and _is_names(x)),
+    "trainable_token_indices": ("a list of tokens, or such lists by layer", _is_tokens),
     "layers_pattern": ("a name, or a list of names", _is_names),
     "layers_to_transform": ("a layer's number, or a list of them", _is_layers),
     "rank_pattern": ("positive integers by name", _by_pattern(_is_count)),
@@ -139,6 +147,12 @@ def _check_patterns(path: Path, options: Mapping[str, Any]) -> None:
 
 
 def _check_tensors(path: Path, options: Mapping[str, Any], tensors: Path, specs: Mapping[str, TensorSpec]) -> None:
+    table = next((name for name in specs if ".lora_embedding_" in name), None)
+    if table is not None:
+        raise UnsupportedModelError(
+            f"{tensors}: {table!r} adapts an embedding, which this command doesn't compare, as it does adapters of "
+            "linear layers, the head and trainable_token_indices; leave the embedding out of target_modules"
+        )
     ranks = [spec.shape[0] for name, spec in specs.items() if ".lora_A." in name and len(spec.shape) == 2]
     if not ranks:
         raise CheckpointError(f"{tensors}: has no factors of LoRA (base_model.model….lora_A.weight)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import PeftConfig
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
@@ -26,11 +26,18 @@ from cuboid.weights.state_dict_map import sharding_specs
 #: What PEFT's files put before the names of a model's parameters.
 PREFIX = "base_model.model."
 #: A factor, or a module that an adapter trains whole, in a parameter's name, with the adapter's name behind it.
-_OF_ADAPTER = re.compile(r"(?P<factor>\.lora_\w+)?(?(factor)|\.modules_to_save)\.(?P<adapter>[^.]+)(?=\.)")
+_OF_ADAPTER = re.compile(
+    r"(?P<factor>\.lora_\w+|\.ia3_l|\.trainable_tokens_delta)?(?(factor)|\.modules_to_save)\.(?P<adapter>[^.]+)(?=\.|$)"
+)
+#: The begin of what an adapter adds to one of its ``target_modules``.
+_FACTOR = re.compile(r"\.(?:lora_|ia3_l)")
+#: A factor that is kept as the transpose of the file's; see :class:`~cuboid.tensor3d.low_rank_embedding.TokenRows`.
+_TRANSPOSED = re.compile(r"\.lora_embedding_A(\.|$)")
 #: Options that decide which tensors an adapter has, and what they mean.
 _IDENTITY = (
+    "peft_type",
     *("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "rank_pattern", "alpha_pattern"),
-    "modules_to_save",
+    *("modules_to_save", "trainable_token_indices", "feedforward_modules", "target_parameters"),
 )
 
 
@@ -45,7 +52,11 @@ class AdapterFiles:
         def value(parameter: torch.Tensor) -> torch.Tensor | None:
             return parameter.detach() if id(parameter) in kept else None
 
-        return {f"{PREFIX}{name}": tensor for name, tensor in full_values(inner, value).items()}
+        # Tied layers share a parameter of an adapter, which files have under its first name.
+        first = {name for name, _ in inner.named_parameters()}
+        others = {name for name, _ in inner.named_parameters(remove_duplicate=False)} - first
+        values = {name: tensor for name, tensor in full_values(inner, value).items() if name not in others}
+        return {f"{PREFIX}{name}": _in_file(name, tensor) for name, tensor in values.items()}
 
     def write(
         self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path, selected: Sequence[str] | None = None
@@ -72,7 +83,7 @@ class AdapterFiles:
             tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _adapter_of(key) in (name, None)}
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
             saved = copy.copy(config)
-            saved.target_modules = _targets(config.target_modules, tensors)
+            saved.target_modules = _targets(config, tensors)
             saved.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
             saved.inference_mode = True
             saved.save_pretrained(str(target))
@@ -96,13 +107,15 @@ class AdapterFiles:
                     key = _saved_name(f"{PREFIX}{name}")
                     sharding, spec = shardings.get(name), file.specs.get(key)
                     shape = tuple(parameter.shape) if sharding is None else sharding.shape
+                    if _TRANSPOSED.search(name):
+                        shape = shape[::-1]
                     if spec is None or tuple(spec.shape) != shape:
                         has = "nothing" if spec is None else f"a tensor of shape {list(spec.shape)}"
                         raise CheckpointError(
                             f"{file.path}: for {key}, of shape {list(shape)} in the model, it has {has}; make the "
                             "adapter with the same options and target_modules"
                         )
-                    full = file.read(key)
+                    full = _in_file(name, file.read(key))
                     read.append((parameter, full if sharding is None else take_shard(full, sharding, mesh)))
         with torch.no_grad():
             for parameter, value in read:
@@ -155,15 +168,21 @@ def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
     run_on_all_ranks(lambda: write(state) if mesh.rank == 0 else None, mesh, what="PeftModel.save_pretrained")
 
 
+def _in_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A whole parameter as files have it; or the other way round."""
+    return tensor.t() if _TRANSPOSED.search(name) else tensor
+
+
 def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether a state dict has whole tensors of adapters."""
-    shapes = {f"{PREFIX}{name}": spec.shape for name, spec in sharding_specs(unwrap(model)).items()}
+    specs = sharding_specs(unwrap(model))
+    shapes = {f"{PREFIX}{name}": spec.shape[:: -1 if _TRANSPOSED.search(name) else 1] for name, spec in specs.items()}
     return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
 
 
 def _parameters(inner: Any) -> Iterator[tuple[str | None, str, nn.Parameter]]:
     """What adapters' files hold: the adapter (None for trained biases of the model), the name and the parameter."""
-    trains_biases = any(config.bias != "none" for config in inner.peft_config.values())
+    trains_biases = any(getattr(config, "bias", "none") != "none" for config in inner.peft_config.values())
     for name, parameter in inner.named_parameters():
         adapter = _adapter_of(name)
         if adapter is not None or (trains_biases and name.endswith(".bias")):
@@ -183,14 +202,20 @@ def _saved_name(name: str) -> str:
     return saved.removesuffix(".weight") if saved.endswith(".lora_magnitude_vector.weight") else saved
 
 
-def _targets(asked: Any, tensors: Iterable[str]) -> Any:
+def _targets(config: Any, tensors: Iterable[str]) -> Any:
     """``target_modules`` for a file: those asked for, and layers of other stages that they don't name.
 
     On a stage, PEFT makes a list of its own layers out of ``"all-linear"``.
     """
+    asked = config.target_modules
     if not isinstance(asked, set | list | tuple):
         return asked
-    layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    layers = {_FACTOR.split(name.removeprefix(PREFIX), maxsplit=1)[0] for name in tensors if _FACTOR.search(name)}
+    # Experts aren't named there, but in ``target_parameters``.
+    experts = [name.rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
+    layers = {
+        name for name in layers if not f".{name.replace('.base_layer', '')}".endswith(tuple(f".{x}" for x in experts))
+    }
     missing = {layer for layer in layers if not any(layer == key or layer.endswith(f".{key}") for key in asked)}
     return sorted({*asked, *missing})
 
@@ -200,7 +225,7 @@ def _folder_of(folder: Path, adapter: str) -> Path:
     return folder if adapter == "default" else folder / adapter
 
 
-def _check_same(config: LoraConfig, folder: Path) -> None:
+def _check_same(config: PeftConfig, folder: Path) -> None:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -209,10 +234,11 @@ def _check_same(config: LoraConfig, folder: Path) -> None:
         )
     saved = read_object(path)
     for key in _IDENTITY:
-        if _as_set(saved.get(key)) != _as_set(getattr(config, key)):
+        value = getattr(config, key, None)
+        if _as_set(saved.get(key)) != _as_set(value):
             raise CheckpointError(
-                f"{path}: {key} is {saved.get(key)!r}, and {getattr(config, key)!r} in the model's adapter; make the "
-                "adapter with the same options"
+                f"{path}: {key} is {saved.get(key)!r}, and {value!r} in the model's adapter; make the adapter with the "
+                "same options"
             )
 
 

@@ -10,23 +10,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft.tuners.ia3 import IA3Config, IA3Model
 from peft.tuners.lora import LoraConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.other import _get_input_embeddings_name
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import Mesh, WeightSeed
 from cuboid.errors import MeshError, UnsupportedModelError
+from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
-from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora, is_loading, seeded_by
+from cuboid.integrations.peft.embedding_layer import EmbeddingLora, on_mesh
+from cuboid.integrations.peft.experts_layer import ParamWrapper
+from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora
+from cuboid.integrations.peft.scaled_layer import ShardedIA3
+from cuboid.integrations.peft.seeding import is_loading, seeded_by
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
+from cuboid.models.stages.placeholders import PlaceholderModule
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.experts.sharded_experts import ShardedExperts
 from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.low_rank import LowRankSplit
 from cuboid.tensor3d.prefetch import collect_prefetched
+from cuboid.tensor3d.scaling import input_spec, output_spec
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, knowing_of_shards, take_whole
 from cuboid.weights.save import save_sharded
 from cuboid.weights.state_dict_map import sharding_specs
@@ -38,6 +50,7 @@ _FREE = frozenset(
         *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "bias"),
         *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("rank_pattern", "alpha_pattern", "init_lora_weights", "runtime_config", "modules_to_save"),
+        *("trainable_token_indices", "target_parameters", "feedforward_modules", "init_ia3_weights"),
     }
 )
 #: Values of ``init_lora_weights`` that don't compute with the layer's weight, of which a rank has a part.
@@ -52,29 +65,109 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
-    with _giving_head(model):
-        _check_targets(tuner, model, config)
-        config._register_custom_module({ShardedLinear: ShardedLora, nn.Linear: SeededLora, Conv1D: SeededLora})
+    with _giving_head(model), _skipping(tuner, _absent(model)):
+        is_here, tokens = _check_targets(tuner, model, config), _checked_tokens(model, config)
+        if isinstance(config, LoraConfig):
+            config._register_custom_module(
+                {
+                    ShardedExperts: ParamWrapper,
+                    ShardedLinear: ShardedLora,
+                    **{nn.Linear: SeededLora, Conv1D: SeededLora, nn.Embedding: EmbeddingLora},
+                }
+            )
         if not is_loading.get():
             # Each rank makes the whole factors, so all must draw the same.
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
             model.cuboid.mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
-            if config.use_dora:
+            if isinstance(config, LoraConfig) and config.use_dora:
                 _connect_for_norms(model.cuboid.mesh)
         # Each stage makes its own layers' factors only, so that ranks would draw different numbers for a layer.
         seed_of = _seeds_by_name(model) if isinstance(model, StageModel) else None
-        with structure_changes(model), seeded_by(seed_of):
+        with (
+            structure_changes(model, lambda: True),
+            seeded_by(seed_of),
+            on_mesh(model.cuboid.mesh),
+            _targeting(config, is_here, tokens),
+            _scaling_shards(tuner),
+        ):
             result = action()
-        if config.bias != "none":
-            _load_whole_biases(model)
-        return result
+    _load_whole_tensors(model, biases=getattr(config, "bias", "none") != "none")
+    _note_ties(model)
+    return result
 
 
-def _load_whole_biases(model: Any) -> None:
-    """Let the model's own biases be loaded from PEFT's files too, which have the trained ones."""
+@contextmanager
+def _scaling_shards(tuner: Any) -> Iterator[None]:
+    """In the ``with`` block, the layers of IA³ around sharded ones are those for shards; it takes no classes itself."""
+    if not isinstance(tuner, IA3Model):
+        yield
+        return
+    create: Callable[..., nn.Module] = tuner._create_new_module
+
+    def create_new_module(config: IA3Config, adapter_name: str, target: nn.Module, **options: Any) -> nn.Module:
+        if not isinstance(target, ShardedLinear):
+            return create(config, adapter_name, target, **options)
+        return ShardedIA3(target, adapter_name, config, is_feedforward=options["is_feedforward"])
+
+    tuner._create_new_module = create_new_module  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del tuner._create_new_module
+
+
+@contextmanager
+def _targeting(config: Any, is_here: bool, tokens: Any) -> Iterator[None]:
+    """In the ``with`` block, PEFT doesn't miss layers of the adapter that other stages have.
+
+    Args:
+        config: the adapter's.
+        is_here: whether this stage has any of its ``target_modules``.
+        tokens: its ``trainable_token_indices`` on this stage.
+    """
+    targets, all_tokens = config.target_modules, getattr(config, "trainable_token_indices", None)
+    if all_tokens is not None:
+        config.trainable_token_indices = tokens
+    if not is_here:
+        config.target_modules = DUMMY_TARGET_MODULES
+    try:
+        yield
+    finally:
+        if all_tokens is not None:
+            config.trainable_token_indices = all_tokens
+        if not is_here:
+            config.target_modules = targets
+
+
+def _load_whole_tensors(model: Any, *, biases: bool) -> None:
+    """Let the model's own parameters that PEFT's files may have be loaded from them, whole, into the shards.
+
+    Those are trained biases, and the weights of embeddings and heads that have adapters.
+    """
+    adapted = {id(layer.get_base_layer()) for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
     for module in model.modules():
-        if isinstance(module, ShardedModule) and "bias" in module.sharded_params:
+        if isinstance(module, ShardedModule) and (
+            (biases and "bias" in module.sharded_params) or (id(module) in adapted and _is_end(module))
+        ):
             module.register_load_state_dict_pre_hook(take_whole)
+
+
+def _is_end(module: ShardedModule) -> bool:
+    """Whether a layer's rows are a vocabulary."""
+    return "weight" in module.sharded_params and module.spec("weight").ragged
+
+
+def _note_ties(model: Any) -> None:
+    """Tell the adapters of embeddings and heads whose weight is tied what that is tied to; they can't be merged."""
+    ties = model.staging.plan.outline.tied if isinstance(model, StageModel) else model.all_tied_weights_keys
+    modules = {name.rpartition(".")[0]: other.rpartition(".")[0] for name, other in ties.items()}
+    for name, other in {**{other: name for name, other in modules.items()}, **modules}.items():
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(layer, AdaptedLayer):
+            layer.tied_to = other
 
 
 def _connect_for_norms(mesh: Mesh) -> None:
@@ -108,16 +201,48 @@ def loading() -> Iterator[None]:
 def _giving_head(model: Any) -> Iterator[None]:
     """In the ``with`` block, the model's head is the module itself, whose name PEFT looks up."""
     # Otherwise scripts are given the whole head, or a stand-in on stages that have none.
-    try:
-        head = model.cuboid.base.get_output_embeddings(model)
-    except AttributeError:
-        # The module that contains it is a placeholder on this stage.
-        head = None
+    head = _head_of(model)
     model.get_output_embeddings = lambda: head
     try:
         yield
     finally:
         del model.get_output_embeddings
+
+
+def _head_of(model: Any) -> nn.Module | None:
+    """The model's own head, as it is in its modules."""
+    try:
+        head: nn.Module | None = model.cuboid.base.get_output_embeddings(model)
+    except AttributeError:
+        # The module that contains it is a placeholder on this stage.
+        return None
+    return head
+
+
+def _absent(model: Any) -> frozenset[str]:
+    """Names of modules that are another stage's to adapt.
+
+    They are placeholders, or what the last stage keeps of the first one for a tied weight.
+    """
+    names = {name for name, module in model.named_modules() if isinstance(module, PlaceholderModule)}
+    if not isinstance(model, StageModel):
+        return frozenset()
+    outline = model.staging.plan.outline
+    if not any(cut.is_first for cut in model.staging.plan.cuts):
+        sources = {name.rpartition(".")[0] for name in outline.tied.values()}
+        names |= {name for name in sources if any(f"{name}.".startswith(f"{unit}.") for unit in outline.before)}
+    return frozenset(names)
+
+
+@contextmanager
+def _skipping(tuner: Any, names: frozenset[str]) -> Iterator[None]:
+    """In the ``with`` block, PEFT takes none of these modules for one of an adapter's targets."""
+    is_target = tuner._check_target_module_exists
+    tuner._check_target_module_exists = lambda config, key: key not in names and is_target(config, key)
+    try:
+        yield
+    finally:
+        del tuner._check_target_module_exists
 
 
 def check_adapter(config: Any) -> None:
@@ -127,11 +252,12 @@ def check_adapter(config: Any) -> None:
         UnsupportedModelError: names one that has no rule.
     """
     kind = type(config).__name__
-    if type(config) is not LoraConfig:
+    if type(config) not in (LoraConfig, IA3Config):
         raise UnsupportedModelError(
-            f"{kind}: of PEFT's adapters, LoRA (LoraConfig) is cut over a mesh; others have no rules"
+            f"{kind}: of PEFT's adapters, LoRA (LoraConfig) and IA³ (IA3Config) are cut over a mesh; others have no "
+            "rules, and train in plain transformers"
         )
-    default = LoraConfig()
+    default = type(config)()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in _FREE and value != getattr(default, field.name) and value not in ([], {}, False):
@@ -139,6 +265,8 @@ def check_adapter(config: Any) -> None:
                 f"{kind}({field.name}={value!r}) has no rule on a mesh; leave it out, or train this adapter in plain "
                 "transformers"
             )
+    if type(config) is IA3Config:
+        return
     if config.use_dora and config.lora_dropout:
         raise UnsupportedModelError(
             f"{kind}(use_dora=True, lora_dropout={config.lora_dropout}) has no rule on a mesh: the layers' own "
@@ -151,8 +279,11 @@ def check_adapter(config: Any) -> None:
         )
 
 
-def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
+def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
     """Check the modules that an adapter is for.
+
+    Returns:
+        False if a stage has none of them, but others have.
 
     Raises:
         UnsupportedModelError: names one that has no rule.
@@ -161,19 +292,125 @@ def _check_targets(tuner: BaseTuner, model: Any, config: LoraConfig) -> None:
     # PEFT does the same to the same config again, with the same result.
     prepared = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     prepared = _maybe_include_all_linear_layers(prepared, model)
-    head = model.get_output_embeddings()
+
+    def is_target(name: str) -> bool:
+        return bool(name) and bool(tuner._check_target_module_exists(prepared, name))
+
+    head, here = model.get_output_embeddings(), 0
     for name, module in model.named_modules():
-        if not name or not tuner._check_target_module_exists(prepared, name):
+        if not is_target(name):
             continue
+        here += 1
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        # A stage of one rank splits no layer, so that its layers have PEFT's own adapters.
-        is_whole = model.cuboid.mesh.shape.size == 1 and isinstance(base, nn.Linear | Conv1D) and base is not head
-        if not is_whole and (not isinstance(base, ShardedLinear) or LowRankSplit.of(base) is None):
+        # A stage of one rank splits no layer.
+        is_whole = model.cuboid.mesh.shape.size == 1 and isinstance(base, nn.Linear | Conv1D | nn.Embedding)
+        is_cut = isinstance(base, ShardedEmbedding) or (
+            isinstance(base, ShardedLinear) and LowRankSplit.of(base) is not None
+        )
+        if not is_whole and not is_cut:
             raise UnsupportedModelError(
                 f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
-                "layers of attention and of dense MLPs have adapters; name those in target_modules, or this one in "
-                "exclude_modules"
+                "layers of attention and of dense MLPs, embeddings of tokens and their head have adapters; name those "
+                "in target_modules, or this one in exclude_modules"
             )
+        if isinstance(config, IA3Config):
+            _check_scaled(tuner, config, name, base)
+        elif config.use_dora and (isinstance(base, nn.Embedding) or module is head):
+            raise UnsupportedModelError(
+                f"LoraConfig(use_dora=True) has no rule for {name}, whose rows are the vocabulary; leave it out of "
+                "target_modules, or set use_dora=False"
+            )
+    here += _check_parameters(model, getattr(config, "target_parameters", None) or ())
+    if here or not isinstance(model, StageModel):
+        return True
+    # A name that no stage has is left to PEFT's own error.
+    return not any(type(tuner)._check_target_module_exists(prepared, name) for name in _whole_names(model))
+
+
+def _check_parameters(model: Any, targets: Sequence[str]) -> int:
+    """Check the parameters that an adapter is for, and count them.
+
+    Raises:
+        UnsupportedModelError: names one that has no rule.
+    """
+    count = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain_name = name.replace(".base_layer.", ".")
+        if not any(plain_name == target or plain_name.endswith(f".{target}") for target in targets):
+            continue
+        count += 1
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        is_weight = isinstance(module, ShardedExperts) and leaf in (module.form.up, module.form.down)
+        if not is_weight and not (model.cuboid.mesh.shape.size == 1 and parameter.dim() > 1):
+            raise UnsupportedModelError(
+                f"target_parameters={list(targets)}: {plain_name} of {type(module).__name__} has no rule on a mesh; of "
+                "a model's parameters, the weights of experts that have all of them in one tensor are adapted; name "
+                "linear layers in target_modules"
+            )
+    return count
+
+
+def _check_scaled(tuner: Any, config: IA3Config, name: str, base: nn.Module) -> None:
+    """Check a layer whose input or output IA³ multiplies with a vector.
+
+    Raises:
+        UnsupportedModelError: it has no rule.
+    """
+    is_input = tuner._check_target_module_feedforward(config, name)
+    if isinstance(base, nn.Embedding) or (
+        isinstance(base, ShardedLinear) and (input_spec if is_input else output_spec)(base) is None
+    ):
+        what = "is one of feedforward_modules, whose inputs are multiplied" if is_input else "is an end of the model"
+        raise UnsupportedModelError(
+            f"IA3Config: {name} ({type(base).__name__}) {what}, which has no rule on a mesh, where IA³ multiplies "
+            "outputs of the linear layers of attention and dense MLPs, and inputs of those that project back to the "
+            "hidden states (down_proj, for one); name those only"
+        )
+
+
+def _checked_tokens(model: Any, config: Any) -> Any:
+    """Check the layers of which an adapter trains some tokens' rows.
+
+    Returns:
+        ``trainable_token_indices`` for this stage.
+
+    Raises:
+        UnsupportedModelError: names a layer that has no rule.
+    """
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens is None:
+        return None
+    what, absent = f"trainable_token_indices={tokens}", _absent(model)
+    stage = model.staging.plan if isinstance(model, StageModel) else None
+    if stage is not None and stage.outline.tied:
+        raise UnsupportedModelError(
+            f"{what} has no rule in a pipeline where embedding and head are tied (config.tie_word_embeddings), whose "
+            "rows are on two stages; train it on a mesh without a pipeline section"
+        )
+    if not isinstance(tokens, dict):
+        if stage is not None and not any(cut.is_first for cut in stage.cuts):
+            return None
+        tokens = {str(_get_input_embeddings_name(model, "embed_tokens")): tokens}
+    here = {}
+    for ending, indices in tokens.items():
+        for name, module in model.named_modules():
+            if not name.endswith(ending) or name in absent:
+                continue
+            here[ending] = indices
+            base = module.token_adapter.get_base_layer() if isinstance(module, TrainableTokensWrapper) else module
+            is_head = isinstance(base, ShardedLinear) and base.spec("weight").ragged and base.bias is None
+            is_whole = model.cuboid.mesh.shape.size == 1 and isinstance(base, nn.Embedding | nn.Linear)
+            if not (is_whole or is_head or isinstance(base, ShardedEmbedding)):
+                raise UnsupportedModelError(
+                    f"{what}: {name} ({type(base).__name__}) has no rule on a mesh; of a model's modules, embeddings "
+                    "of tokens and heads over the vocabulary without a bias have some rows trained"
+                )
+    # A name that no stage has is left to PEFT's own error.
+    is_elsewhere = stage is not None and any(name.endswith(end) for name in _whole_names(model) for end in tokens)
+    if is_elsewhere or not isinstance(config.trainable_token_indices, dict):
+        return here or None
+    return tokens
 
 
 def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
@@ -203,12 +440,18 @@ def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
             )
 
 
+def _whole_names(model: Any) -> list[str]:
+    """Names of the modules of all stages, of which a stage has others' as placeholders, or not at all."""
+    # Tied parameters are counted under one of their names.
+    parameters = [*model.cuboid.whole_model.parameters, *model.staging.plan.outline.tied]
+    owners = {name.rpartition(".")[0] for name in parameters}
+    return sorted({".".join(owner.split(".")[:end]) for owner in owners for end in range(1, owner.count(".") + 2)})
+
+
 def _names_ending(model: Any, ends: Sequence[str]) -> list[str]:
     """Names of the model's modules with one of these ends, as PEFT looks for them, but not those that it has made."""
     if isinstance(model, StageModel):
-        # All stages must come to the same result, and a stage has other stages' modules as placeholders, or not at all.
-        owners = {name.rpartition(".")[0] for name in model.cuboid.whole_model.parameters}
-        names = sorted({".".join(owner.split(".")[:end]) for owner in owners for end in range(1, owner.count(".") + 2)})
+        names = _whole_names(model)
     else:
         names = [name for name, module in model.named_modules() if not isinstance(module, ModulesToSaveWrapper)]
     return [
@@ -221,8 +464,12 @@ def _names_ending(model: Any, ends: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def structure_changes(model: Any) -> Iterator[None]:
+def structure_changes(model: Any, has_adapters: Callable[[], bool] | None = None) -> Iterator[None]:
     """Around a method of PEFT that replaces modules of a sharded model: it is checked before, and noted after.
+
+    Args:
+        model: sharded.
+        has_adapters: whether the model has adapters afterwards, perhaps on other stages; by default, as before.
 
     Raises:
         UnsupportedModelError: before, if a script has changed the model since it was sharded.
@@ -242,9 +489,10 @@ def structure_changes(model: Any) -> Iterator[None]:
     counts = {name: math.prod(specs[name].shape if name in specs else p.shape) for name, p in model.named_parameters()}
     others = {name: count for name, count in sharding.whole_model.parameters.items() if name not in before}
     whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
-    sharding = dataclasses.replace(sharding, whole_model=whole_model)
+    head = None if sharding.head is None else _head_of(model)
+    sharding = dataclasses.replace(sharding, whole_model=whole_model, head=head)
     for part in (model, model.base_model):
         if isinstance(part, ShardedModel | ShardedBase):
             part.cuboid = sharding
-    has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-    state.adapters, state.save = (AdapterFiles(), save_adapters) if has_adapters else (None, save_sharded)
+    if has_adapters is not None:
+        state.adapters, state.save = (AdapterFiles(), save_adapters) if has_adapters() else (None, save_sharded)

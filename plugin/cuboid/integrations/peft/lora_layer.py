@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,19 +17,16 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.dropout import ShardedDropout, seeded
+from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.seeding import is_loading, seeded_for
+from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankSplit, Magnitudes
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
-#: Gives the seed of a layer's new adapter; None for whatever torch's generator draws next, as in plain PEFT.
-_seeds: ContextVar[Callable[[nn.Module], int] | None] = ContextVar("cuboid_adapter_seeds", default=None)
-#: Whether the initial values of a new adapter don't matter, since it is being read from files.
-is_loading: ContextVar[bool] = ContextVar("cuboid_adapter_is_loading", default=False)
 
-
-class SeededLora(lora.Linear):
+class SeededLora(AdaptedLayer, lora.Linear):
     """As PEFT's own class. In a pipeline, initial values don't depend on which layers a stage has."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -43,20 +38,8 @@ class SeededLora(lora.Linear):
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
-        seed_of = _seeds.get()
-        seed = None if seed_of is None else seed_of(self.get_base_layer())
-        with nullcontext() if seed is None else seeded(torch.device("cpu"), seed):
+        with seeded_for(self.get_base_layer()):
             super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
-
-
-@contextmanager
-def seeded_by(seed_of: Callable[[nn.Module], int] | None) -> Iterator[None]:
-    """In the ``with`` block, new adapters get a seed for each layer that they are around; None for the generator's."""
-    token = _seeds.set(seed_of)
-    try:
-        yield
-    finally:
-        _seeds.reset(token)
 
 
 class ShardedLora(SeededLora):
@@ -80,6 +63,8 @@ class ShardedLora(SeededLora):
         mesh: Mesh = base.mesh
         split = LowRankSplit.of(base)
         assert split is not None, "checked before layers are put in"
+        # Not looked up in a forward, inside which a head is unsharded.
+        self._is_head = split.ragged
         whole_a: Any = self.lora_A[adapter_name]
         whole_b: Any = self.lora_B[adapter_name]
         a, b = FactorA(whole_a, split, mesh), FactorB(whole_b, split, mesh, base.bias_rows)
@@ -100,15 +85,13 @@ class ShardedLora(SeededLora):
         Raises:
             UnsupportedModelError: ``adapter_names`` gives rows different adapters.
         """
-        if kwargs.pop("adapter_names", None) is not None:
-            raise UnsupportedModelError("adapter_names: on a mesh, all rows of a micro-batch have the same adapters")
-        if self.disable_adapters and self.merged:
-            self.unmerge()
+        is_plain = self.is_plain(kwargs)
         # First: it takes the result that the block's fused projections have attached to exactly this tensor.
         result = self.base_layer(x, *args)
-        if self.disable_adapters or self.merged:
+        if is_plain:
             return result
-        source = self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
+        # The head gathers what it is given itself.
+        source = x if self._is_head else self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
         total = result
         for name in self.active_adapters:
             if name in self.lora_A:
@@ -119,6 +102,23 @@ class ShardedLora(SeededLora):
                     self._decomposed(name, total, update) if name in self.lora_magnitude_vector else update
                 )
         return total.to(result.dtype)
+
+    def whole_update(self, x: torch.Tensor) -> torch.Tensor:
+        """The active adapters' updates ``[…, O]`` for whole inputs ``[…, I]`` that every rank has alike; collective."""
+        total = x.new_zeros(())
+        for name in () if self.disable_adapters or self.merged else self.active_adapters:
+            if name in self.lora_A:
+                factors: Any = self.lora_A[name], self.lora_B[name]
+                a, b, bias = (
+                    whole_parameter(factor, parameter)
+                    for factor, parameter in zip((*factors, factors[1]), ("weight", "weight", "bias"), strict=True)
+                )
+                assert a is not None
+                assert b is not None
+                features = self.lora_dropout[name](x.to(a.dtype))
+                update = nn.functional.linear(nn.functional.linear(features, a), b, bias)
+                total = total + (update * self.scaling[name]).to(x.dtype)
+        return total
 
     def _decomposed(self, adapter: str, total: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """What DoRA adds to the output so far: all of it but the bias becomes as long as the magnitudes say."""

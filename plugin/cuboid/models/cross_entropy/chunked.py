@@ -94,6 +94,9 @@ class ChunkedCrossEntropy:
         self, loss: torch.Tensor, part: torch.Tensor, unsharded: Sequence[UnshardedParam], *, alone: bool
     ) -> torch.Tensor:
         """Run a chunk's backward into ``part.grad`` and ``unsharded``, and return the detached loss."""
+        if not loss.requires_grad:
+            # All that is trained is an adapter of the head that is merged or disabled now.
+            return loss
         known = {id(part), *[id(param.block) for param in unsharded]}
         for node in graph_of(loss):
             leaf = getattr(node, "variable", None)

@@ -92,9 +92,16 @@ class Head:
         """In the ``with`` block, the head's parameters are unsharded; see :func:`unshard_modules`."""
         return unshard_modules(self._modules)
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether what it computes has dropout, as an adapter's may."""
+        return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in self._modules)
+
     @cached_property
     def _modules(self) -> list[nn.Module]:
         """All modules outside the base model. Cached, since walking through all layers for each unit would be slow."""
         base = self.outline.base
-        named = self.model.named_modules()
-        return [module for name, module in named if name != base and not name.startswith(f"{base}.")]
+        # An adapter of a head that is tied to the embedding has the embedding's module, under two names.
+        named = self.model.named_modules(remove_duplicate=False)
+        outside = [module for name, module in named if name != base and not name.startswith(f"{base}.")]
+        return list(dict.fromkeys(outside))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,6 +149,8 @@ class _DifferentiableLoss(torch.autograd.Function):
         ctx.loss = loss
         if ctx.precision.is_narrow or not any(ctx.needs_input_grad):
             ctx.save_for_backward(hidden, *parameters)
+            # An adapter of the head may have dropout, whose masks backward draws again.
+            ctx.generators = _generator_states(hidden.device) if loss.head.drops_out else None
             return loss.value(hidden)
         value, gradient = loss.value_and_gradients(hidden, unsharded)
         ctx.save_for_backward(gradient, *(param.gradient() for param in unsharded))
@@ -160,9 +162,39 @@ class _DifferentiableLoss(torch.autograd.Function):
         if not ctx.precision.is_narrow:
             return None, None, *(None if gradient is None else gradient * factor for gradient in ctx.saved_tensors)
         hidden, *_ = ctx.saved_tensors
-        with ctx.precision.again(), ctx.loss.head.unsharded() as unsharded:
+        with _drawing_again(ctx.generators), ctx.precision.again(), ctx.loss.head.unsharded() as unsharded:
             _, gradient = ctx.loss.value_and_gradients(hidden, unsharded, factor)
             return None, None, gradient, *(param.gradient() for param in unsharded)
+
+
+_Generators = dict[torch.device, torch.Tensor]
+
+
+def _generator_states(device: torch.device) -> _Generators:
+    """The states of the generators on the host and on a device."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+@contextmanager
+def _drawing_again(states: _Generators | None) -> Iterator[None]:
+    """In the ``with`` block, generators have these states; afterwards, those from before."""
+    before = None if states is None else [_generator_states(device) for device in states][-1]
+    _set_generators(states or {})
+    try:
+        yield
+    finally:
+        _set_generators(before or {})
+
+
+def _set_generators(states: _Generators) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _Precision(NamedTuple):

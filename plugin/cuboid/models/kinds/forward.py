@@ -22,6 +22,7 @@ from cuboid.models.batch.local_batch import LABELS, LocalBatch, given_tensors
 from cuboid.models.cross_entropy.loss_function import own_loss_of
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.tensor3d.layers.dropout import compared_by
+from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, gather_rows
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
@@ -72,7 +73,8 @@ def gathering_logits(sharding: Sharding, batch: LocalBatch) -> Iterator[None]:
 @uncompiled
 def _gather_logits(mesh: Mesh, batch: LocalBatch, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
     """A forward hook of the head that gathers logits, for code that computes the loss from whole ones."""
-    size = head.out_features
+    # It may have an adapter around it.
+    size = next(module for module in head.modules() if isinstance(module, ShardedLinear)).out_features
     gathered = gather_logits(logits, mesh, rows=batch.rows, length=batch.length, vocabulary=size)
     return gathered.contiguous()
 

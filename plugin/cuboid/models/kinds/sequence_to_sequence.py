@@ -31,6 +31,7 @@ from cuboid.models.kinds.forward import (
 from cuboid.models.kinds.language_models import LanguageModel, loss_in_place
 from cuboid.models.kinds.probe_rows import RowsOf
 from cuboid.models.kinds.sharding import Sharding
+from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden
 from cuboid.tensor3d.layers.whole_block import LateSplit
 
@@ -198,7 +199,9 @@ def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def _vocabulary_parts(model: Any) -> Iterator[None]:
     """In the ``with`` block, buffers with one element per logit (BART's logit bias) are cut to the rank's part."""
     size, along = model.cuboid.whole_model.limits.tokens, model.cuboid.mesh.along("sequence")
-    rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
+    # It may have an adapter around it.
+    head = next(module for module in model.cuboid.head.modules() if isinstance(module, ShardedLinear))
+    rows = head.sharded_params["weight"].block_shape[0]
     buffers = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
     for name, x in buffers.items():
         padded = nn.functional.pad(x, (0, rows * along.size - size))

@@ -90,7 +90,12 @@ class WholeInterface:
     def get_output_embeddings(self) -> nn.Module | None:
         """The head, with the whole model's weight. Its computation isn't sharded: each rank does all of it."""
         head: nn.Module | None = super().get_output_embeddings()  # type: ignore[misc]
-        return WholeHead(head) if isinstance(head, ShardedLinear) else head
+        if head is None or isinstance(head, ShardedLinear):
+            return None if head is None else WholeHead(head)
+        # An adapter around it adds to what it computes.
+        linear = next((module for module in head.modules() if isinstance(module, ShardedLinear)), None)
+        adapted = next((module for module in head.modules() if hasattr(type(module), "whole_update")), None)
+        return head if linear is None or adapted is None else WholeHead(linear, adapted)
 
     def _set_gradient_checkpointing(self: Any, *args: Any, enable: bool = True, **options: Any) -> None:
         """As in transformers, which calls it for ``gradient_checkpointing_enable`` and for ``…_disable``.
@@ -272,12 +277,16 @@ class WholeHead(nn.Module):
             nothing counts what they or an optimizer change in a shard by ``.data``. Gradients go to the shards; all
             ranks must compute the same with it.
         bias: ``[V]`` or None; as ``weight``.
+
+    Args:
+        head: the layer itself.
+        adapted: an adapter around it, whose ``whole_update(hidden)`` is added.
     """
 
-    def __init__(self, head: ShardedLinear) -> None:
+    def __init__(self, head: ShardedLinear, adapted: Any = None) -> None:
         super().__init__()
         # In a tuple, so that its parameters aren't registered as this module's.
-        self._head = (head,)
+        self._head, self._adapted = (head,), (adapted,)
         self.in_features, self.out_features = head.in_features, head.out_features
 
     @property
@@ -292,7 +301,9 @@ class WholeHead(nn.Module):
         """``[B, S, H]`` to ``[B, S, V]``, both whole and the same on all ranks."""
         weight = self.weight
         assert weight is not None
-        return nn.functional.linear(hidden, weight, self.bias)
+        logits = nn.functional.linear(hidden, weight, self.bias)
+        (adapted,) = self._adapted
+        return logits if adapted is None else logits + adapted.whole_update(hidden)
 
 
 def _check_alike(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,19 @@ class ShardedExperts(ShardedModule):
         """Set the form, after :meth:`init_sharding`."""
         self.form = form
         self.gathered_once = frozenset(form.biases)
+        self.updates: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def updated(self, name: str, update: torch.Tensor) -> Iterator[None]:
+        """In the ``with`` block, ``update`` is added to this rank's shard of a weight, differentiably.
+
+        The weight must not be prefetched.
+        """
+        self.updates[name] = update
+        try:
+            yield
+        finally:
+            del self.updates[name]
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
@@ -105,6 +119,9 @@ class ShardedExperts(ShardedModule):
             param.set_parameter(parameter)
         if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
             shard, deferred = parameter.to(x.dtype), None
+        if name in self.updates:
+            assert not self.is_prefetched, "a gather of the weight without its update may be in flight"
+            shard = (parameter + self.updates[name].to(parameter.dtype)).to(x.dtype)
         return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)
 
 

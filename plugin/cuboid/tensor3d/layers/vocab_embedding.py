@@ -47,6 +47,12 @@ class _LookUp(torch.autograd.Function):
         return None, param.reduce_scatter(table[: ctx.rows]), None, None
 
 
+def look_up(ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam, padding_idx: int | None) -> torch.Tensor:
+    """Vectors of the rank's own positions, ``[B/b, S/s, …]``, of ids ``[B/b, S]`` in a table cut over its rows."""
+    vectors: torch.Tensor = _LookUp.apply(ids, weight, param, padding_idx)
+    return vectors
+
+
 class ShardedEmbedding(ShardedModule, nn.Embedding):
     """``[B/b, S]`` ids to ``[B/b, S/s, H/h]``. Ids of the whole sequence go in, the rank's part comes out."""
 
@@ -67,7 +73,9 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
         param = self.sharded_params["weight"]
         if param.optimizer_steps is not None:
             param.set_parameter(self.weight)
-        return _LookUp.apply(ids, self.weight, param, self.padding_idx)
+        # Not by `look_up`: a call less in each step.
+        vectors: torch.Tensor = _LookUp.apply(ids, self.weight, param, self.padding_idx)
+        return vectors
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""

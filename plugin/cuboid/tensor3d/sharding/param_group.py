@@ -106,7 +106,13 @@ class ParamGroupUnshard:
 
     def finish(self) -> None:
         """Wait, and give the modules the blocks, differentiably."""
-        self._group.put(_Blocks.apply(self, *self._shards))
+        blocks: Sequence[torch.Tensor] = _Blocks.apply(self, *self._shards)
+        if self.deferred is not None and not all(self._trained):
+            # One node gives all blocks, so that frozen ones would require gradients, too: autograd would compute those,
+            # and save more tensors than a recomputation, which unshards each block by itself.
+            pairs = zip(blocks, self._trained, strict=True)
+            blocks = [block if trains else block.detach() for block, trains in pairs]
+        self._group.put(blocks)
 
     def blocks(self) -> tuple[torch.Tensor, ...]:
         """Each parameter's block."""

@@ -283,12 +283,14 @@ class ShardedModule(nn.Module):
         gathered_once: names of small parameters with several dims. Like parameters of one dim, they are unsharded once
             per forward, bucketed with others, and autograd saves them for backward.
         weight_gradients: the store that gradients of ``weight`` may be deferred to; None if they never are.
+        is_transposed: whether its matrices are kept as transposes of those that a state dict of whole ones has.
     """
 
     mesh: Mesh
     is_prefetched = True
     gathered_once: Collection[str] = ()
     weight_gradients: WeightGradientStore | None = None
+    is_transposed = False
 
     def init_sharding(self, mesh: Mesh, specs: dict[str, ShardingSpec]) -> None:
         """Attach the mesh and the specs, by the parameter's name in this module."""
@@ -338,6 +340,8 @@ def take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: An
     """A hook before a state dict is loaded: whole tensors in it become the rank's shards."""
     for name, param in module.sharded_params.items():
         value = state.get(f"{prefix}{name}")
+        if isinstance(value, torch.Tensor) and module.is_transposed:
+            value = value.t()
         if isinstance(value, torch.Tensor) and tuple(value.shape) == param.spec.shape:
             state[f"{prefix}{name}"] = take_shard(value, param.spec, module.mesh)
 

@@ -1,0 +1,47 @@
+"""What adapters' layers on a mesh have in common, whatever they are around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuboid.errors import UnsupportedModelError
+
+
+class AdaptedLayer:
+    """Mixed into a layer of PEFT.
+
+    Attributes:
+        tied_to: the name of another module that has the base layer's weight, too; None if the weight isn't tied.
+    """
+
+    tied_to: str | None = None
+    disable_adapters: Any
+    merged: Any
+    unmerge: Any
+
+    def is_plain(self, arguments: dict[str, Any]) -> bool:
+        """Whether a forward with these keywords computes what the base layer does.
+
+        Raises:
+            UnsupportedModelError: ``adapter_names`` gives rows different adapters.
+        """
+        if arguments.pop("adapter_names", None) is not None:
+            raise UnsupportedModelError("adapter_names: on a mesh, all rows of a micro-batch have the same adapters")
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        return bool(self.disable_adapters or self.merged)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's method.
+
+        Raises:
+            UnsupportedModelError: the weight is tied.
+        """
+        if self.tied_to is not None:
+            raise UnsupportedModelError(
+                f"this adapter's layer shares its weight with {self.tied_to} (config.tie_word_embeddings), whose "
+                "output would change too if it was merged; keep the adapter unmerged, or train it on a checkpoint that "
+                "was saved with tie_word_embeddings=False"
+            )
+        parent: Any = super()
+        parent.merge(safe_merge, adapter_names)

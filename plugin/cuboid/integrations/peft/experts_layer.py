@@ -1,0 +1,77 @@
+"""PEFT's LoRA layer around a module of experts, for one of its parameters (``target_parameters``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraConfig, layer
+from torch import nn
+
+from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.seeding import seeded_for
+from cuboid.tensor3d.experts.expert_update import ExpertFactor, shard_of_update
+from cuboid.tensor3d.sharding.full_params import whole_parameter
+
+
+# PEFT goes by the name of the class where a module has adapters of several parameters.
+class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
+    """As PEFT's own class, around experts that are cut over the mesh."""
+
+    def _get_in_out_features(self, module: nn.Module) -> Any:  # noqa: ARG002
+        base: Any = self.get_base_layer()
+        self.num_experts, in_features, out_features = base.spec(self.parameter_name).shape
+        self._param_ndim = 3
+        return in_features, out_features
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Add an adapter. See PEFT's ``ParamWrapper.update_layer``."""
+        base: Any = self.get_base_layer()
+        # PEFT makes whole factors, the same on every rank and as in one process, of which each keeps its shards.
+        with seeded_for(base):
+            super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
+        weight = base.sharded_params[self.parameter_name]
+        for factors in (self.lora_A, self.lora_B):
+            whole_factor: Any = factors[adapter_name]
+            factor = ExpertFactor(whole_factor, base.mesh)
+            factor.sharded_params["weight"].follow(weight)
+            factors[adapter_name] = factor
+        # The experts multiply with the sum of weight and update, so neither a gather of the weight that was started
+        # before nor a block that was kept is of use.
+        base.is_prefetched = False
+        weight.optimizer_steps = weight.copies_of_step = None
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The experts' output, with the updates of the active adapters."""
+        base: Any = self.get_base_layer()
+        if base.mesh.shape.size == 1:
+            return super().forward(x, *args, **kwargs)
+        names = [] if self.is_plain(kwargs) else [name for name in self.active_adapters if name in self.lora_A]
+        if not names:
+            return self.base_layer(x, *args, **kwargs)
+        factors: list[tuple[Any, Any]] = [(self.lora_A[name], self.lora_B[name]) for name in names]
+        updates = [
+            self._shard(a.unsharded("weight"), b.unsharded("weight"), name)
+            for name, (a, b) in zip(names, factors, strict=True)
+        ]
+        with base.updated(self.parameter_name, torch.stack(updates).sum(0)):
+            return self.base_layer(x, *args, **kwargs)
+
+    def _shard(self, a: Any, b: Any, adapter: str) -> torch.Tensor:
+        base: Any = self.get_base_layer()
+        spec = base.spec(self.parameter_name)
+        update = shard_of_update(a, b, spec, base.mesh, in_first=not self._did_swap_in_out_features)
+        return update * self.scaling[adapter]
+
+    @torch.no_grad()
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """This rank's shard of the adapter's update of the weights; collective."""
+        base: Any = self.get_base_layer()
+        if base.mesh.shape.size == 1:
+            return super().get_delta_weight(adapter_name, *args, **kwargs)
+        # Adapters may be merged before anything else has connected the ranks.
+        base.mesh.connect()
+        factors: tuple[Any, Any] = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        a, b = (whole_parameter(factor, "weight") for factor in factors)
+        return self._shard(a, b, adapter_name).to(base.get_parameter(self.parameter_name).dtype)

@@ -1,0 +1,140 @@
+"""LoRA on the weights of experts (``target_parameters``): as plain PEFT's, on meshes and in stages."""
+
+import copy
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_attention_layouts import CHECKPOINTING
+from test_lora import Adapted, assert_losses, batch, inner_names
+from test_lora_stages import Staged, assert_as_plain
+from test_mixtures import small
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64, precision
+from threaded import Threaded, step_of
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import LoraConfig, PeftModel, get_peft_model
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(model, **options):
+    torch.manual_seed(7)
+    options = {"r": 3, "init_lora_weights": False, "target_modules": ["q_proj"], **options}
+    return get_peft_model(model, LoraConfig(**{"target_parameters": EXPERTS, **options}))
+
+
+class AdaptedExperts(Adapted):
+    def __init__(self, model, mesh, **options):
+        Threaded.__init__(self, model, mesh)
+        self.models = [adapted(rank_model, **options) for rank_model in self.models]
+
+
+CASES = [
+    ("qwen3_moe", "1x2x1", {}),
+    ("mixtral", "1x1x2", {"target_parameters": EXPERTS[:1], "target_modules": []}),
+    ("gpt_oss", "2x1x1", {}),
+    ("qwen3_moe", "2x2x2", {"use_rslora": True}),
+    ("gpt_oss", "1x2x2", {"target_parameters": EXPERTS[1:]}),
+    ("deepseek_v3", "3x1x2", {"target_modules": ["o_proj"]}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "mesh", "options"), CASES)
+def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, options):
+    assert_as_plain_peft(small(architecture), mesh, **options)
+
+
+def test_activation_checkpointing_changes_nothing():
+    model = small("qwen3_moe")
+    model.gradient_checkpointing_enable(CHECKPOINTING)
+    model.enable_input_require_grads()
+    assert_as_plain_peft(model, "1x2x1")
+
+
+def assert_as_plain_peft(model, mesh, **options):
+    micro_batch = batch(rows=6, vocabulary=61)
+    plain, threaded = adapted(copy.deepcopy(model), **options), AdaptedExperts(model, mesh, **options)
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+    for loss in threaded.run(step_of(**micro_batch)):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients = threaded.whole(lambda parameter: parameter.grad)
+    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
+    assert gradients.keys() == trained.keys()
+    assert any("experts" in name for name in trained)
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_disabled_merged_and_unloaded(architecture):
+    model = small(architecture)
+    micro_batch = batch(vocabulary=61)
+    plain, threaded = adapted(copy.deepcopy(model)), AdaptedExperts(model, "1x2x2")
+    first = assert_losses(plain, threaded, micro_batch)
+
+    def both(change):
+        change(plain)
+        threaded.run(change)
+        return assert_losses(plain, threaded, micro_batch)
+
+    disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
+    assert abs(disabled - first) > 1e-4
+    assert both(lambda peft_model: peft_model.base_model.enable_adapter_layers()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
+    assert assert_losses(plain, threaded, micro_batch) == pytest.approx(first, abs=1e-9)
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
+def test_gradients_in_segments(tmp_path, mesh, lengths):
+    model, micro_batch = small("qwen3_moe"), batch(vocabulary=61)
+    micro_batch["labels"][:, -1] = -100
+    trained = assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+    assert any("experts" in name for name in trained)
+
+
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "self_attn.q_norm.weight"])
+def test_other_parameters_are_refused_by_name(name):
+    model = Threaded(small("qwen3_moe"), "1x2x1").models[0]
+    before = [name for name, _ in model.named_modules()]
+    with pytest.raises(UnsupportedModelError, match=rf"target_parameters=.*{re.escape(name)}"):
+        adapted(model, target_parameters=[name])
+    assert [name for name, _ in model.named_modules()] == before
+
+
+def saved_by_ranks(start, folder):
+    def on(mesh):
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64, experts_implementation="eager")
+        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
+
+    model, other = adapted(on("1x2x1")), on("2x1x1")
+    with precision(keep_float64=True):
+        model.save_pretrained(folder)
+        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
+        return [either(**batch(vocabulary=61)).logits.detach() for either in (model, read)]
+
+
+def test_they_are_in_pefts_folder(pool, tmp_path):
+    model = small("qwen3_moe").eval()
+    model.save_pretrained(tmp_path / "start")
+    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
+    adapted(copy.deepcopy(model)).save_pretrained(tmp_path / "plain")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
+    assert saved.keys() == expected.keys()
+    plain = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad(), KeepFloat64():
+        logits = plain(**batch(vocabulary=61)).logits
+    for rank_logits in results:
+        for either in rank_logits:
+            torch.testing.assert_close(either, logits, rtol=1e-9, atol=1e-9)

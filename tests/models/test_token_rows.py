@@ -1,0 +1,163 @@
+"""Rows of some tokens, trained beside LoRA (``trainable_token_indices``): as plain PEFT's, on meshes and in stages."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_lora import Adapted, adapted, assert_losses, batch
+from test_lora_ends import assert_gradients, ended
+from test_lora_stages import Staged, assert_as_plain
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64, precision
+from threaded import Threaded, step_of
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import PeftModel
+
+#: Some that the micro-batch has, and one that it hasn't. On two ranks of `sequence`, rows from 51 on are another's.
+TOKENS = [3, 60, 7, 100, 52]
+
+
+def tokens_batch():
+    micro_batch = batch(rows=6, vocabulary=101)
+    micro_batch["input_ids"][:, 4:8] = torch.tensor(TOKENS[:4])
+    micro_batch["labels"][:, 4:8] = torch.tensor(TOKENS[:4])
+    return micro_batch
+
+
+def with_tokens(model, tokens=TOKENS, **options):
+    """The rows begin as the embedding's, so they are moved; alike on all ranks."""
+    return adapted(model, **{"target_modules": ["q_proj"], "trainable_token_indices": tokens, **options})
+
+
+class WithTokens(Adapted):
+    def __init__(self, model, mesh, tokens=TOKENS):
+        Threaded.__init__(self, model, mesh)
+        self.models = self.run(lambda rank_model: with_tokens(rank_model, tokens))
+
+
+def moved(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.mul_(-2)
+
+
+CASES = [
+    ("llama", "1x2x1", False, TOKENS),
+    ("llama", "1x1x2", True, TOKENS),
+    ("llama", "2x1x1", True, TOKENS),
+    ("llama", "2x2x2", True, TOKENS),
+    ("llama", "3x2x1", False, {"lm_head": [1, 60, 100], "embed_tokens": [3, 52]}),
+    ("gemma", "1x2x2", True, TOKENS),
+    ("gpt2", "1x2x1", True, TOKENS),
+]
+
+
+@pytest.mark.parametrize(("architecture", "mesh", "tied", "tokens"), CASES)
+def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tied, tokens):
+    model = ended(architecture, tied=tied)
+    if architecture == "gpt2":
+        options = {"target_modules": ["c_fc"]}
+        plain = with_tokens(copy.deepcopy(model), tokens, **options)
+        threaded = Adapted.__new__(Adapted)
+        Threaded.__init__(threaded, model, mesh)
+        threaded.models = threaded.run(lambda rank_model: with_tokens(rank_model, tokens, **options))
+    else:
+        plain, threaded = with_tokens(copy.deepcopy(model), tokens), WithTokens(model, mesh, tokens)
+    for either in (plain, *threaded.models):
+        moved(either)
+    with KeepFloat64():
+        expected = step_of(**tokens_batch())(plain)
+    for loss in threaded.run(step_of(**tokens_batch())):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    trained = assert_gradients(plain, threaded)
+    assert any("trainable_tokens_delta" in name and gradient.any() for name, gradient in trained.items())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_rows_are_disabled_merged_and_unloaded(tied):
+    model = ended(tied=tied)
+    plain, threaded = with_tokens(copy.deepcopy(model)), WithTokens(model, "1x2x2")
+    untouched = assert_losses(plain, threaded)
+    for either in (plain, *threaded.models):
+        moved(either)
+    first = assert_losses(plain, threaded)
+    assert abs(first - untouched) > 1e-3
+
+    def both(change):
+        change(plain)
+        threaded.run(change)
+        return assert_losses(plain, threaded)
+
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.base_model.disable_adapter_layers()) != pytest.approx(first)
+    assert both(lambda peft_model: peft_model.base_model.enable_adapter_layers()) == pytest.approx(first, abs=1e-9)
+    hidden = torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64)
+
+    def of_head(peft_model):
+        with torch.no_grad():
+            return peft_model.get_base_model().get_output_embeddings()(hidden)
+
+    for logits in threaded.run(of_head):
+        torch.testing.assert_close(logits, of_head(plain), rtol=1e-9, atol=1e-9)
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
+    assert assert_losses(plain, threaded) == pytest.approx(first, abs=1e-9)
+    assert {name for name, _ in threaded.models[0].named_parameters()} == {name for name, _ in plain.named_parameters()}
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("2x1x2", (8, 4))])
+def test_gradients_in_segments(tmp_path, mesh, lengths):
+    model, micro_batch = ended(), tokens_batch()
+    micro_batch["labels"][:, -1] = -100
+    plain = with_tokens(copy.deepcopy(model))
+    moved(plain)
+    trained = assert_as_plain(model, plain, Staged(model, mesh), micro_batch, lengths, tmp_path)
+    assert "model.embed_tokens.token_adapter.trainable_tokens_delta.default" in trained
+
+
+def test_what_has_no_rule_is_refused_by_name():
+    tied = Staged(ended(tied=True)).models[1]
+    mesh = Threaded(ended(), "1x2x1").models[0]
+    for model, tokens, named in ((tied, TOKENS, "tie_word_embeddings"), (mesh, {"q_proj": [1]}, "q_proj")):
+        before = [name for name, _ in model.named_modules()]
+        with pytest.raises(UnsupportedModelError, match=rf"trainable_token_indices=.*{named}"):
+            with_tokens(model, tokens)
+        assert [name for name, _ in model.named_modules()] == before
+
+
+def saved_by_ranks(start, folder):
+    def on(mesh):
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
+
+    model, other = with_tokens(on("1x2x1")), on("2x1x1")
+    moved(model)
+    with precision(keep_float64=True):
+        model.save_pretrained(folder)
+        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
+        return [either(**tokens_batch()).logits.detach() for either in (model, read)]
+
+
+def test_they_are_in_pefts_folder(pool, tmp_path):
+    model = ended(tied=True).eval()
+    model.save_pretrained(tmp_path / "start")
+    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
+    written = with_tokens(copy.deepcopy(model))
+    written.save_pretrained(tmp_path / "plain")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
+    assert saved.keys() == expected.keys()
+    plain = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad(), KeepFloat64():
+        expected = plain(**tokens_batch()).logits
+    for rank_logits in results:
+        for logits in rank_logits:
+            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
