@@ -65,6 +65,9 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
+    if model.cuboid.state.compiled is not None and getattr(config, "target_parameters", IA3Config):
+        what = "IA3Config" if isinstance(config, IA3Config) else f"target_parameters={config.target_parameters}"
+        raise UnsupportedModelError(f"{what} has no rule in compiled layers; don't compile them")
     with _giving_head(model), _skipping(tuner, _absent(model)):
         is_here, tokens = _check_targets(tuner, model, config), _checked_tokens(model, config)
         if isinstance(config, LoraConfig):

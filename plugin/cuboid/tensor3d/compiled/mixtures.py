@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.compiled.blocks import block_of
 from cuboid.tensor3d.compiled.collectives import gather, max_over, scatter, scatter_parts, sum_in_order
 from cuboid.tensor3d.experts.operators import expert_rows, multiply_rows, token_sums
@@ -42,6 +43,14 @@ class _SumInGraph(SumOverHidden):
 
 class CompiledExperts(ShardedExperts):
     """:class:`ShardedExperts` in a graph."""
+
+    def updated(self, name: str, update: torch.Tensor) -> Any:  # noqa: ARG002
+        """Not supported in a graph.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(f"target_parameters: {name} has no rule in compiled layers; don't compile them")
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """``[T/s, H/h]`` to the same shape; see :meth:`ShardedExperts.forward`."""
