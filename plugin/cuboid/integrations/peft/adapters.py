@@ -65,8 +65,9 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
-    if model.cuboid.state.compiled is not None and getattr(config, "target_parameters", IA3Config):
-        what = "IA3Config" if isinstance(config, IA3Config) else f"target_parameters={config.target_parameters}"
+    of_experts = getattr(config, "target_parameters", None)
+    if model.cuboid.state.compiled is not None and (of_experts or isinstance(config, IA3Config)):
+        what = f"target_parameters={of_experts}" if of_experts else "IA3Config"
         raise UnsupportedModelError(f"{what} has no rule in compiled layers; don't compile them")
     with _giving_head(model), _skipping(tuner, _absent(model)):
         is_here, tokens = _check_targets(tuner, model, config), _checked_tokens(model, config)
