@@ -185,7 +185,7 @@ def _draw_layer(axes: Axes) -> None:
     """The residual stream, and a weight beside it."""
     layout.draw_cuboid(axes, layout.RESIDUAL, 0, 0, "hidden")
     axes.text(0.78, 2.72, "activations between layers", ha="center", fontsize=12, color="#222222")
-    weight = layout.llama_layouts()["model.layers.0.mlp.up_proj"]["weight"]
+    weight = layout.llama_specs()["model.layers.0.mlp.up_proj"]["weight"]
     left, bottom, side = 2.55, 0.35, 1.7
     for rank, ((top, low), (start, stop)) in layout.owned_boxes(weight):
         corner = (left + start * side, bottom + (1 - low) * side)

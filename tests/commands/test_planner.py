@@ -26,7 +26,7 @@ from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.meta_model import describe
-from cuboid.planner.estimate import estimate, layout_of_config, remedies
+from cuboid.planner.estimate import estimate, layout_of_config, remedies, segment_counts
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
@@ -206,6 +206,16 @@ def test_the_optimizer_is_planned_in_host_memory_where_nothing_else_fits():
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert layout_of_config(*split_config(config), model, cluster, 8192) == best.layout
     check_framework_config(*require_config(config), 1, is_complete=True)
+
+
+def test_more_segments_are_tried_for_the_bubble_of_few_micro_batches_of_long_rows():
+    layout = Layout(MeshShape(4, 16, 1), 16, 4)
+    assert segment_counts(layout, 2**20) == [1, 2, 4, 8, 16, 32, 64]
+    assert segment_counts(replace(layout, micro_batches=2), 2**20) == [1, 2, 4, 8, 16, 32]
+    assert segment_counts(replace(layout, micro_batches=8), 2**20) == [1, 2, 4, 8, 16]
+    # Segments of 4,096 tokens at least.
+    assert segment_counts(layout, 2**17) == [1, 2, 4, 8, 16, 32]
+    assert segment_counts(layout, 2**16) == [1, 2, 4, 8, 16]
 
 
 def test_other_schedules_are_tried_on_pipelines_that_fit():

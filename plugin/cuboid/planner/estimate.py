@@ -24,7 +24,10 @@ from cuboid.seq1f1b.schedule.choice import NAMES
 from cuboid.seq1f1b.schedule.partition import check_lengths, even_cut
 
 #: Numbers of segments that are tried.
-SEGMENTS = (1, 2, 4, 8, 16)
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
+#: More segments than these are only tried for the bubble of a few micro-batches: up to so many units of a stage in a
+#: step, of so many tokens. On an H100, 16 segments of 8,192 tokens took no longer than one of all; 16 of 2,048 did.
+MANY, _MOST_UNITS, _LEAST_TOKENS_OF_MANY = 16, 64, 4096
 #: Fewest tokens of a segment, for each of the mesh's pieces of a sequence; shorter segments are never fast.
 _LEAST_TOKENS = 64
 #: The host's time for a layer's forward on a mesh, collectives included: measured beside an H200, where it was 2.2 to
@@ -238,7 +241,8 @@ def segment_counts(layout: Layout, length: int) -> list[int]:
     if layout.stages == 1 or layout.schedule == "1f1b":
         return [1]
     grain = _LEAST_TOKENS * math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    return [count for count in SEGMENTS if count == 1 or length >= count * grain]
+    most = min(_MOST_UNITS // layout.micro_batches, length // _LEAST_TOKENS_OF_MANY)
+    return [count for count in SEGMENTS if count == 1 or (length >= count * grain and count <= max(most, MANY))]
 
 
 def best_segments(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> int:

@@ -18,7 +18,7 @@ from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usabl
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
-from cuboid.planner.estimate import Estimate, check_fp8, cuboid_software, segment_counts
+from cuboid.planner.estimate import MANY, Estimate, check_fp8, cuboid_software, segment_counts
 from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
@@ -147,7 +147,10 @@ def _with_less_bubble(
 
     of_first = {pipeline: estimates(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
     fastest = sorted(pipelines, key=shortest_s)[:_FASTEST_PIPELINES]
-    return [*chain(*of_first.values()), *chain(*(estimates(pipeline, _SCHEDULES[1:]) for pipeline in fastest))]
+    # So many segments made the bubble of a fixed schedule small; one with less of it may be faster with longer units.
+    halved = [replace(pipeline, segments=pipeline.segments // 2) for pipeline in fastest if pipeline.segments > MANY]
+    more = [*(estimates(one, _SCHEDULES[1:]) for one in fastest), *(estimates(one, _SCHEDULES) for one in halved)]
+    return [*chain(*of_first.values()), *chain(*more)]
 
 
 def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layout]:
@@ -310,12 +313,10 @@ def layouts(
             for mesh in MeshShape.of_size(size):
                 if _is_worth_it(mesh, cluster, length) and model.limits.reason_against(mesh, stages) is None:
                     base = replace(like, mesh=mesh, stages=stages, replicas=replicas)
-                    counts = [
-                        count
-                        for count in segment_counts(base, length)
-                        if model.limits.reason_against(mesh, stages, count) is None
-                    ]
-                    yield from _variants(base, counts, global_batch // replicas)
+                    may_cut = model.limits.reason_against(mesh, stages, segments=2) is None
+                    for layout in _variants(base, global_batch // replicas, length):
+                        if layout.segments == 1 or may_cut:
+                            yield layout
 
 
 def _is_worth_it(mesh: MeshShape, cluster: Cluster, length: int) -> bool:
@@ -324,8 +325,8 @@ def _is_worth_it(mesh: MeshShape, cluster: Cluster, length: int) -> bool:
     return inner <= _MOST_NODES_OF_MESH * cluster.gpus_per_node and length % math.lcm(mesh.sequence, mesh.hidden) == 0
 
 
-def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iterator[Layout]:
-    """All combinations of the other choices for one mesh with its stages and replicas; ``counts`` are of segments."""
+def _variants(base: Layout, rows_of_replica: int, length: int) -> Iterator[Layout]:
+    """All combinations of the other choices for one mesh with its stages and replicas."""
     batch = base.mesh.batch
     zeros = (1, 2) if base.replicas > 1 and base.stages == 1 else (1,)
     # Pairs of weight_gather and gradient_sync: only units of a pipeline can defer the reduction to the end of the step.
@@ -336,7 +337,7 @@ def _variants(base: Layout, counts: Sequence[int], rows_of_replica: int) -> Iter
         if rows_of_replica % rows:
             continue
         sized = replace(base, micro_batch=rows, micro_batches=rows_of_replica // rows)
-        for segments in counts:
+        for segments in segment_counts(sized, length):
             for gather, sync in gathers:
                 for zero in zeros:
                     one = replace(
