@@ -22,6 +22,7 @@ from boosting import (
     under_deepspeed,
 )
 from cuboid.config.schema import parse_config
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.parallel_sizes import StageManager
@@ -55,13 +56,19 @@ def reference(pool, checkpoint):
 @pytest.mark.parametrize(
     ("mesh", "stages"), [("1x1x2", 2), ("2x2x1", None), ("1x2x2", None)], ids=["2 stages of 1x1x2", "2x2x1", "1x2x2"]
 )
-def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint, reference, mesh, stages):
-    path, config = checkpoint(LLAMA), settings(mesh, stages)
-    results = pool.run(4, under_booster, path, config)[0]
+def test_five_steps_equal_those_of_one_process(pool, checkpoint, reference, mesh, stages):
+    results = pool.run(4, under_booster, checkpoint(LLAMA), settings(mesh, stages))[0]
     assert_alike(results, reference(LLAMA, by_tokens=stages is not None), EXACT)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("mesh", "stages"), [("1x1x1", 2), ("2x1x1", None), ("1x1x2", 2), ("2x2x1", None)], ids=str)
+def test_five_steps_equal_those_of_deepspeed(pool, checkpoint, mesh, stages):
     # DeepSpeed refuses gradients in float64.
-    results = pool.run(4, under_booster, path, config, torch.float32)[0]
-    assert_alike(results, pool.run(4, under_deepspeed, path, config, torch.float32)[0], CLOSE)
+    path, config = checkpoint(LLAMA), settings(mesh, stages)
+    ranks = MeshShape.parse(mesh).size * (stages or 1)
+    results = pool.run(ranks, under_booster, path, config, torch.float32)[0]
+    assert_alike(results, pool.run(ranks, under_deepspeed, path, config, torch.float32)[0], CLOSE)
 
 
 @pytest.mark.sample(2)
