@@ -80,7 +80,7 @@ def compile_later(model: Any, options: dict[str, Any]) -> None:
 def stay_uncompiled(model: Any, reason: str) -> None:
     """Say once why a model's layers run uncompiled."""
     if model.cuboid.state.made is not None:
-        model.cuboid.state.made = model.cuboid.state.made.anew(model)
+        model.cuboid.state.made.note_classes()
     warnings.warn(
         f"compiling was asked for, but the layers of {type(model).__name__} run uncompiled, as they would without: "
         f"{reason}",

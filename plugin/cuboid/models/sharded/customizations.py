@@ -446,6 +446,12 @@ class AsSharded:
         noted.taken_by, noted.code = self.taken_by, self.code
         return noted
 
+    def note_classes(self) -> None:
+        """Note the modules' classes and methods again, after layers stay uncompiled. Their children stay as noted: in a
+        pipeline's unit, others are in the places of some."""
+        for module, part in self._parts.items():
+            part.cls, part.methods = type(module), frozenset(_own_methods(module))
+
     def take(self, model: nn.Module, by: str) -> None:
         """Note what was given the model's parameters for an optimizer, which steps on no others from now on."""
         for module, part in self._parts.items():
