@@ -25,11 +25,11 @@ TIMEOUT_S = 120.0
 #: Files that take longest. They begin first, so that the processes of ``make test`` end together: each takes a whole
 #: file at a time.
 _LONGEST_FILES = (
-    *("tensor3d/test_parity.py", "seq1f1b/test_pipeline_parity.py", "commands/test_planner.py"),
+    *("tensor3d/test_parity.py", "seq1f1b/test_pipeline_parity.py", "planner/test_planner.py"),
     *("tensor3d/test_compile.py", "seq1f1b/test_spread_head.py", "frameworks/test_import_orders.py"),
-    *("frameworks/test_deterministic.py", "frameworks/test_parity_engine.py", "models/test_script_idioms.py"),
-    *("commands/test_train_launch.py", "checkpoint/test_checkpoints.py", "models/test_sharded_model.py"),
-    *("models/certification/test_mesh_certification.py", "frameworks/test_colossalai.py", "commands/test_automatic.py"),
+    *("frameworks/test_deterministic.py", "frameworks/test_parity_engine.py", "scripts/test_script_idioms.py"),
+    *("train/test_train_launch.py", "checkpoint/test_checkpoints.py", "models/test_sharded_model.py"),
+    *("models/certification/test_mesh_certification.py", "booster/test_colossalai.py", "planner/test_automatic.py"),
     *("checkpoint/test_checkpoint_crash.py", "failures/test_failing_together.py", "docs/test_readme.py"),
     *("tensor3d/test_chunked_loss.py", "tensor3d/test_prefetch.py", "tensor3d/test_host_sync.py"),
     *("seq1f1b/test_split_backward.py", "checkpoint/test_stage_checkpoints.py", "tensor3d/test_optimizers.py"),

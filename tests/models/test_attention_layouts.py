@@ -1,44 +1,21 @@
 """Attention of other kinds than Llama's on a mesh: the same loss and gradients as on one process."""
 
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.roles import blocks_computed_whole
-from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
+from small_layers import CHECKPOINTING, EXPERTS, LATENT
+from small_layers import with_attention as small
 from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
 
-COMMON = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
-LATENT = {
-    **{"kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8},
-    **{"num_attention_heads": 8, "num_key_value_heads": 8},
-}
-EXPERTS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-#: Recomputed in the precision of the forward.
-CHECKPOINTING = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), KeepFloat64())}
 #: Query heads and key/value heads, of which the latter divide by no, by some or by all of the meshes' ranks.
 HEADS = [(12, 12), (12, 6), (12, 3), (12, 1)]
-
-
-def small(architecture, **options):
-    """A model in float64 whose numbers are far from zero."""
-    config = AutoConfig.for_model(architecture, **{**COMMON, **options})
-    config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_((0.3 if is_norm else 0.2) * noise + (1 if is_norm else 0))
-    return model
 
 
 def batch_of(rows=2, length=8):

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
@@ -23,40 +22,11 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.experts.sharded_experts import ShardedScaledExperts
+from small_layers import MIXTURES as SIZES
+from small_layers import mixture as small
 from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
 
 ONE_AXIS = ("1x2x1", "1x1x2", "2x1x1")
-COMMON = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": None}
-SIZES = {
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
-    # Biases, weights the other way round, gate and up alternating, and an activation that is cut off.
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
-    # Every expert is given all tokens, multiplied with what it weighs.
-    "llama4_text": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 40},
-        **{"head_dim": 8, "attention_chunk_size": 6},
-    },
-    "deepseek_v3": {
-        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-        **{"moe_intermediate_size": 24, "intermediate_size": 48, "kv_lora_rank": 8, "q_lora_rank": 8},
-        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-    },
-}
-
-
-def small(architecture, **options):
-    """A model in float64 whose numbers are far from zero."""
-    heads = {} if architecture == "deepseek_v3" else {"num_key_value_heads": 2}
-    config = AutoConfig.for_model(architecture, **{**COMMON, **heads, **SIZES[architecture], **options})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").train()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(0.15 * noise + (1 if parameter.dim() == 1 else 0))
-    return model
 
 
 def batch_of(rows=2, length=8, seed=0):

@@ -1,6 +1,6 @@
 """Communication and activation memory of embedding, last norm, head and loss, by closed formulas.
 
-docs/formulas.md has them as tables; tests/commands/test_memory_formula.py compares them with running models.
+docs/formulas.md has them as tables; tests/planner/test_memory_formula.py compares them with running models.
 """
 
 from __future__ import annotations

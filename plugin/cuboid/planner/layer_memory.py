@@ -1,6 +1,6 @@
 """Activation memory of a layer, and memory of a rank's parameters and optimizer states, by closed formulas.
 
-docs/formulas.md has them as tables; tests/commands/test_memory_formula.py compares them with what autograd saves in
+docs/formulas.md has them as tables; tests/planner/test_memory_formula.py compares them with what autograd saves in
 running models. They hold without dropout and activation checkpointing, for attention kernels that don't keep the
 scores.
 """

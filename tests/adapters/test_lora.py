@@ -7,8 +7,6 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_attention_layouts import CHECKPOINTING, EXPERTS, LATENT
-from test_attention_layouts import small as latent_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -21,6 +19,8 @@ from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
 from cuboid.weights.state_dict_map import sharding_specs
+from small_layers import CHECKPOINTING, EXPERTS, LATENT
+from small_layers import with_attention as latent_model
 from threaded import Threaded, step_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")

@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from test_attention_layouts import LATENT
-from test_attention_layouts import small as latent_model
 from test_lora import DENSE, LATENTS, Adapted, assert_losses, batch, built, inner_names
 from test_lora import adapted as lora_adapted
 from test_lora_dtypes import Expected
@@ -14,6 +12,8 @@ from test_lora_stages import Staged, assert_as_plain
 
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64
+from small_layers import LATENT
+from small_layers import with_attention as latent_model
 from threaded import Threaded, step_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")

@@ -6,10 +6,8 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_attention_layouts import CHECKPOINTING
 from test_lora import Adapted, assert_losses, batch, inner_names
 from test_lora_stages import Staged, assert_as_plain
-from test_mixtures import small
 from transformers import AutoModelForCausalLM
 
 import cuboid
@@ -17,6 +15,8 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
+from small_layers import CHECKPOINTING
+from small_layers import mixture as small
 from threaded import Threaded, step_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
