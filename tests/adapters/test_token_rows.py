@@ -124,6 +124,14 @@ def test_gradients_in_segments(tmp_path, mesh, lengths):
     assert "model.embed_tokens.token_adapter.trainable_tokens_delta.default" in trained
 
 
+@pytest.mark.parametrize(("tokens", "named"), [([3, -1], r"\[-1\] are none"), ([2, 9, 2], r"\[2\] are given more")])
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
+def test_tokens_that_are_no_rows_or_no_single_ones_are_named(mesh, tokens, named):
+    model = Threaded(ended(), mesh).models[0]
+    with pytest.raises(UnsupportedModelError, match=f"model.embed_tokens are 0 to .*{named}"):
+        with_tokens(model, tokens)
+
+
 def test_what_has_no_rule_is_refused_by_name():
     tied = Staged(ended(tied=True)).models[1]
     mesh = Threaded(ended(), "1x2x1").models[0]

@@ -410,6 +410,7 @@ def _checked_tokens(model: Any, config: Any) -> Any:
                     f"{what}: {name} ({type(base).__name__}) has no rule on a mesh; of a model's modules, embeddings "
                     "of tokens and heads over the vocabulary without a bias have some rows trained"
                 )
+            _check_tokens(indices, name, base)
     # A name that no stage has is left to PEFT's own error.
     is_elsewhere = stage is not None and any(name.endswith(end) for name in _whole_names(model) for end in tokens)
     if is_elsewhere or not isinstance(config.trainable_token_indices, dict):
@@ -442,6 +443,23 @@ def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
                 f"{what} ({type(module).__name__}) has no rule on a mesh; of a model's modules, those around the base "
                 "model with few outputs, such as a classifier's head, are trained whole"
             )
+
+
+def _check_tokens(indices: Sequence[int], name: str, base: Any) -> None:
+    """Check that tokens are rows of a layer, each once.
+
+    Raises:
+        UnsupportedModelError: names those that aren't.
+    """
+    size = (base.spec("weight") if isinstance(base, ShardedModule) else base.weight).shape[0]
+    absent = [token for token in indices if not 0 <= token < size]
+    repeated = sorted({token for token in indices if list(indices).count(token) > 1})
+    if absent or repeated:
+        what = f"{absent} are none of these" if absent else f"{repeated} are given more than once"
+        raise UnsupportedModelError(
+            f"trainable_token_indices: the tokens of {name} are 0 to {size - 1}, and {what}; give each token once, and "
+            "resize the embeddings for new ones before the model is sharded"
+        )
 
 
 def _whole_names(model: Any) -> list[str]:
