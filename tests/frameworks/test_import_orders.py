@@ -145,7 +145,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_everything_is_patched_before_it_can_be_called(order):
     status, output = run(sys.executable, "-c", textwrap.dedent(CHECK) + textwrap.dedent(ORDERS[order]))

@@ -70,7 +70,7 @@ def check(config, mesh):
             assert count.kept.of(*sizes) == pytest.approx(max(rank[indices[-1]] for rank in ranks), rel=1e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_of_a_mesh_keeps_what_is_counted(name, mesh):
