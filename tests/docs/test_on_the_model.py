@@ -76,7 +76,7 @@ MODELS = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", DEEPSEEK, ("mesh",)),
     "Llama4ForCausalLM": ("llama4_text", LLAMA4, ("mesh",)),
     "LlamaForSequenceClassification": ("llama", {**LLAMA, "pad_token_id": 0}, ("mesh",)),
-    "OPTForCausalLM": ("opt", OPT, ("mesh",)),
+    "OPTForCausalLM": ("opt", OPT, ("mesh", "compiled")),
     "BloomForCausalLM": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64}, ("mesh", "stages")),
     "BertForSequenceClassification": ("bert", SIZES, ("mesh",)),
     "T5ForConditionalGeneration": ("t5", T5, ("mesh",)),
@@ -101,7 +101,8 @@ def name_of_class(cls):
         code = getattr(function, "__code__", None)
         if code is not None and "<locals>" in code.co_qualname and "/plugin/cuboid/" in code.co_filename:
             return code.co_qualname.partition(".")[0]
-        inside += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        inside += [content for content in held if not any(content is one for one in inside)]
     base = next(base for base in cls.__mro__ if base.__module__.startswith("cuboid."))
     # Some are given the name of the class that they stand for.
     return next(name for name, value in vars(sys.modules[base.__module__]).items() if value is base)

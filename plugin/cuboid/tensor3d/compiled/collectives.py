@@ -45,7 +45,7 @@ def scatter_parts(y: torch.Tensor, parts: int, along: AxisGroup) -> torch.Tensor
     """Reduce-scatter of features, of whose ``parts`` each rank gets a piece of every one."""
     if parts > 1 and along.size > 1:
         # [..., parts, ranks, n] -> [..., ranks, parts, n]
-        y = y.unflatten(-1, (parts, along.size, -1)).transpose(-3, -2).flatten(-3)
+        y = torch.unflatten(y, -1, (parts, along.size, -1)).transpose(-3, -2).flatten(-3)
     return scatter(y, -1, along)
 
 

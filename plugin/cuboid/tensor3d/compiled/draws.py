@@ -4,6 +4,9 @@ Outside, each draw takes a number from the generator that all ranks share, and s
 rank's position (:mod:`cuboid.tensor3d.layers.dropout`). A graph can't set generators, and may run a draw again in
 backward. So the numbers are taken before the layer runs, and given to the graph as a tensor of seeds; a draw is an
 operator whose result follows from its arguments.
+
+A block that is computed whole takes one number, of which the seeds of its draws are made. Outside of graphs its code
+draws the same, but its modules' draws follow each other on one generator.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.dropout import SEEDS, MeshDropout, ShardedDropout, seeded
+from cuboid.tensor3d.layers.dropout import SEEDS, MeshDropout, ShardedDropout, seed_inside, seeded
 
 #: As many seeds are given to a graph: more than any layer draws.
 _MOST_DRAWS = 64
@@ -31,13 +34,20 @@ class GraphSeeds:
     Attributes:
         seeds: ``[64]`` on the host: the next numbers of the generator that all ranks share.
         position: of this rank among those that draw differently.
-        count: the number of draws in the graph that has run last, which a graph sets.
+        block: 0, or while a block that is computed whole is traced, its number in the layer: as outside of graphs, the
+            block takes one seed, of which those of its draws are made, and ranks with the same rows draw the same.
+        count: the number of seeds that the graph has used that has run last, which a graph sets.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.position = mesh.index(*AXES)
+        self._positions = mesh.index(*AXES), mesh.index("batch")
         self.seeds = torch.empty(0, dtype=torch.int64)
+        self.block = 0
         self.count = 0
+
+    @property
+    def position(self) -> int:
+        return self._positions[self.block > 0]
 
     @contextmanager
     def of_layer(self) -> Iterator[None]:
@@ -82,9 +92,12 @@ class DrawsInGraph(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training or p == 0:
             return input
-        # The number, 0 here, is set when the graph is complete (`number_draws`).
-        y: torch.Tensor = _DROPOUT(input, float(p), self._seeds.seeds, 0, self._seeds.position)[0]
+        y: torch.Tensor = _DROPOUT(input, float(p), self._seeds.seeds, *self._place())[0]
         return y
+
+    def _place(self) -> tuple[int, int, int]:
+        # The first number, 0 here, is set when the graph is complete (`number_draws`).
+        return 0, self._seeds.block, self._seeds.position
 
     def _attention(
         self,
@@ -100,30 +113,43 @@ class DrawsInGraph(TorchFunctionMode):
         if attn_mask is not None and attn_mask.requires_grad:
             raise UnsupportedModelError("attention that drops, with a mask that is trained, has no form in a graph")
         options = float(dropout_p), is_causal, scale, enable_gqa
-        out: torch.Tensor = _ATTENTION(
-            query, key, value, attn_mask, *options, self._seeds.seeds, 0, self._seeds.position
-        )
+        out: torch.Tensor = _ATTENTION(query, key, value, attn_mask, *options, self._seeds.seeds, *self._place())
         return out
 
 
 def number_draws(graph: torch.fx.GraphModule) -> int:
-    """Give the draws of a layer's graph their numbers, in the order in which the layer draws, and count them."""
+    """Give the draws of a layer's graph their numbers, in the order in which the layer draws.
+
+    Returns:
+        how many seeds they use: one each, and one for each block that is computed whole and draws.
+    """
     count = 0
+    #: By block: its seed, and the draws that are made of it so far.
+    blocks: dict[int, tuple[int, int]] = {}
 
     def number(part: torch.fx.GraphModule) -> None:
         nonlocal count
-        before = count
+        is_drawing = False
         for node in part.graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target in _NUMBER_AT:
-                node.update_arg(_NUMBER_AT[node.target], count)
-                count += 1
+                at, is_drawing = _NUMBER_AT[node.target], True
+                block = node.args[at + 1]
+                seed, inside = blocks.get(block, (count, 0))
+                if block == 0:
+                    count += 1
+                else:
+                    count += inside == 0
+                    inside += 1
+                    blocks[block] = seed, inside
+                node.update_arg(at, seed)
+                node.update_arg(at + 1, inside)
             for argument in node.all_input_nodes:
                 inner = getattr(part, str(argument.target), None) if argument.op == "get_attr" else None
                 if isinstance(inner, torch.fx.GraphModule):
                     number(inner)
-        if count > before:
+        if is_drawing:
             part.recompile()
 
     number(graph)
@@ -147,11 +173,15 @@ def draws_in_common(module: nn.Module) -> bool:
     return not isinstance(module, ShardedDropout) or mesh.size(*module.axes) < mesh.size(*AXES)
 
 
+def _seed(seeds: torch.Tensor, number: int, inside: int, position: int) -> int:
+    return seed_inside(int(seeds[number]), inside) + position
+
+
 @torch.library.custom_op("cuboid::dropout", mutates_args=())
 def _dropout(
-    x: torch.Tensor, p: float, seeds: torch.Tensor, number: int, position: int
+    x: torch.Tensor, p: float, seeds: torch.Tensor, number: int, inside: int, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with seeded(x.device, int(seeds[number]) + position):
+    with seeded(x.device, _seed(seeds, number, inside, position)):
         return torch.native_dropout(x, p, True)
 
 
@@ -169,7 +199,7 @@ def _save_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
 
 def _dropout_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     (mask,) = ctx.saved_tensors
-    return gradient * mask * ctx.scale, None, None, None, None
+    return gradient * mask * ctx.scale, *[None] * 5
 
 
 _dropout.register_autograd(_dropout_backward, setup_context=_save_mask)
@@ -208,9 +238,10 @@ def _attention(
     enable_gqa: bool,
     seeds: torch.Tensor,
     number: int,
+    inside: int,
     position: int,
 ) -> torch.Tensor:
-    seed = int(seeds[number]) + position
+    seed = _seed(seeds, number, inside, position)
     _, out = _attend((query, key, value), mask, (p, is_causal, scale, enable_gqa), seed)
     return out.detach().clone(memory_format=torch.contiguous_format)
 
@@ -233,9 +264,10 @@ def _attention_backward(
     enable_gqa: bool,
     seeds: torch.Tensor,
     number: int,
+    inside: int,
     position: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    seed = int(seeds[number]) + position
+    seed = _seed(seeds, number, inside, position)
     heads, out = _attend((query, key, value), mask, (p, is_causal, scale, enable_gqa), seed)
     with _recording():
         dq, dk, dv = torch.autograd.grad(out, heads, gradient)
@@ -255,15 +287,15 @@ def _attention_gradient_shapes(
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
-    query, key, value, mask, *options, seeds, number, position = inputs
+    query, key, value, mask, *options, seeds, number, inside, position = inputs
     ctx.save_for_backward(query, key, value, mask, seeds)
-    ctx.options, ctx.place = options, (number, position)
+    ctx.options, ctx.place = options, (number, inside, position)
 
 
 def _attention_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *inputs, seeds = ctx.saved_tensors
     operator: Any = torch.ops.cuboid.attend_dropping_backward.default
-    return (*operator(gradient.contiguous(), *inputs, *ctx.options, seeds, *ctx.place), *[None] * 8)
+    return (*operator(gradient.contiguous(), *inputs, *ctx.options, seeds, *ctx.place), *[None] * 9)
 
 
 _attention.register_autograd(_attention_gradients, setup_context=_save_attention)

@@ -25,6 +25,7 @@ from cuboid.tensor3d.compiled.collectives import (
     sum_over,
     whole,
 )
+from cuboid.tensor3d.compiled.draws import GraphSeeds
 from cuboid.tensor3d.compiled.hooks import gathered
 from cuboid.tensor3d.compiled.mixtures import CompiledExperts, CompiledRouter, CompiledScaledExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -74,7 +75,8 @@ def _reduced(y: torch.Tensor, output_reduce: OutputReduce) -> torch.Tensor:
     if isinstance(output_reduce, ScatterFeatures):
         return scatter_parts(y, output_reduce.parts[0], output_reduce.along)
     if isinstance(output_reduce, SelectHeads):
-        heads = sum_over(y, output_reduce.along).unflatten(-1, (output_reduce.heads, output_reduce.head_dim))
+        # The method of the same name isn't traced while a mode stands for dropouts.
+        heads = torch.unflatten(sum_over(y, output_reduce.along), -1, (output_reduce.heads, output_reduce.head_dim))
         return torch.cat([heads[..., head, :] for head in output_reduce.keep], -1)
     return sum_over(y, output_reduce.along) if isinstance(output_reduce, SumFeatures) else y
 
@@ -193,16 +195,30 @@ class CompiledPerHead(PerHeadParameters):
 
 
 class CompiledWhole(nn.Module):
-    """A block that is computed whole, in a graph: its parameters are whole."""
+    """A block that is computed whole, in a graph: its parameters are whole.
+
+    Attributes:
+        mesh: of the block's parameters.
+        cuboid_seeds: of what the layer's graph draws; None if it draws nothing.
+        cuboid_block: the block's number in its layer, from 1.
+    """
 
     mesh: Mesh
+    cuboid_seeds: GraphSeeds | None = None
+    cuboid_block = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, on whole activations."""
         split = ActivationSplit(self.mesh)
         if self.mesh.size("sequence", "hidden") > 1:
             split = ActivationSplit(self.mesh, lambda x: whole(x, self.mesh), lambda x: part(x, self.mesh))
-        return on_whole_activations(type(self).__name__, split, super().forward, args, kwargs)
+        seeds = self.cuboid_seeds
+        if seeds is None:
+            return on_whole_activations(type(self).__name__, split, super().forward, args, kwargs)
+        seeds.block = self.cuboid_block
+        output = on_whole_activations(type(self).__name__, split, super().forward, args, kwargs)
+        seeds.block = 0
+        return output
 
 
 #: What modules become; those of other sharded classes have no form in a graph.

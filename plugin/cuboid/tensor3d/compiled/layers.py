@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cuboid.errors import CuboidError
 from cuboid.tensor3d.compiled.blocks import in_place
 from cuboid.tensor3d.compiled.draws import DrawsInGraph, GraphSeeds, draws_in_common, drops, number_draws
-from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, form_of
+from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, CompiledWhole, form_of
 from cuboid.tensor3d.compiled.hooks import has_form, latents_of, swap_hooks
 from cuboid.tensor3d.compiled.split_backward import ProductsInGraph
 from cuboid.tensor3d.compiled.traffic import CountedGraph
@@ -119,6 +119,9 @@ class CompiledLayers:
             swap_hooks(module, in_graph=True)
             if isinstance(module, KeptWhole):
                 module.is_prefetched = True
+        for layer in self._layers:
+            for number, block in enumerate((m for m in layer.modules() if isinstance(m, CompiledWhole)), 1):
+                block.cuboid_seeds, block.cuboid_block = self._seeds, number
 
     def _swap(self, module: nn.Module, form: type[nn.Module]) -> None:
         if type(module) is not form:
@@ -149,6 +152,8 @@ class CompiledLayers:
     def _uninstall(self) -> None:
         for module, cls in self._swapped:
             module.__class__ = cls
+            for name in ("cuboid_seeds", "cuboid_block"):
+                vars(module).pop(name, None)
         self._swapped.clear()
         if self._segments is not None:
             self._segments.use(in_graphs=False)
@@ -208,7 +213,6 @@ class CompiledLayers:
             self.give_up(reason)
             return
         self._use_forms()
-        self._find_modules()
         self._compiled = self._new_code()
         for prefetcher in self._prefetchers:
             if prefetcher is not None:

@@ -53,7 +53,12 @@ class _Region:
     def next_seed(self) -> int:
         """A seed for a region inside, the same on all ranks. The ranks' generators differ there, so not drawn."""
         self.draws += 1
-        return (self.seed + self.draws * 0x1E3779B97F4A7C15) % SEEDS
+        return seed_inside(self.seed, self.draws)
+
+
+def seed_inside(seed: int, number: int) -> int:
+    """The seed of a region's draw of this number, from 1; number 0 is the region's own seed."""
+    return (seed + number * 0x1E3779B97F4A7C15) % SEEDS
 
 
 _generators: ContextVar[Generators | None] = ContextVar("cuboid_generators", default=None)
