@@ -5,16 +5,15 @@ import re
 
 import pytest
 import torch
-from test_lora import DENSE, LATENTS, Adapted, assert_losses, batch, built, inner_names
+from test_lora import DENSE, LATENTS, Adapted, assert_losses, assert_step, batch, built, inner_names
 from test_lora import adapted as lora_adapted
 from test_lora_dtypes import Expected
 from test_lora_stages import Staged, assert_as_plain
 
 from cuboid.errors import MeshError, UnsupportedModelError
-from cuboid.models.certification.float64 import KeepFloat64
 from small_layers import LATENT
 from small_layers import with_attention as latent_model
-from threaded import Threaded, step_of
+from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -55,17 +54,9 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(tmp_path, architecture,
     micro_batch = batch(vocabulary=model.config.vocab_size)
     plain = adapted(copy.deepcopy(model), **options)
     plain.save_pretrained(tmp_path)
-    with KeepFloat64():
-        expected = step_of(**micro_batch)(plain)
     threaded = Read(model, mesh, tmp_path)
-    for loss in threaded.run(step_of(**micro_batch)):
-        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    gradients = threaded.whole(lambda parameter: parameter.grad)
-    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
-    assert gradients.keys() == trained.keys()
+    trained = assert_step(plain, threaded, micro_batch)
     assert any("lora_magnitude_vector" in name for name in trained)
-    for name, gradient in trained.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
     # Every element has one owner; those of few latents are padded.
     owned = sum(x.numel() for rank in threaded.models for name, x in rank.named_parameters() if "magnitude" in name)
     elements = sum(gradient.numel() for name, gradient in trained.items() if "magnitude" in name)

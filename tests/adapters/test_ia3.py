@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import Adapted, assert_losses, batch, built, inner_names
+from test_lora import Adapted, assert_losses, assert_step, batch, built, in_both
 from test_lora_stages import Staged, assert_as_plain
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,7 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
-from threaded import Threaded, step_of
+from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import IA3Config, PeftModel, get_peft_model
@@ -48,15 +48,7 @@ CASES = [
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
     model, micro_batch = built(architecture, **sizes), batch(rows=6)
     plain, threaded = scaled(copy.deepcopy(model), **options), Scaled(model, mesh, **options)
-    with KeepFloat64():
-        expected = step_of(**micro_batch)(plain)
-    for loss in threaded.run(step_of(**micro_batch)):
-        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    gradients = threaded.whole(lambda parameter: parameter.grad)
-    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
-    assert gradients.keys() == trained.keys()
-    for name, gradient in trained.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    assert_step(plain, threaded, micro_batch)
 
 
 @pytest.mark.parametrize(("architecture", "options"), [("qwen2", {}), ("gpt2", GPT2)])
@@ -64,12 +56,7 @@ def test_vectors_are_disabled_merged_and_unloaded(architecture, options):
     model = built(architecture)
     plain, threaded = scaled(copy.deepcopy(model), **options), Scaled(model, "1x2x2", **options)
     first = assert_losses(plain, threaded)
-
-    def both(change):
-        change(plain)
-        threaded.run(change)
-        return assert_losses(plain, threaded)
-
+    both = in_both(plain, threaded)
     disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
     assert abs(disabled - first) > 1e-4
     both(lambda peft_model: peft_model.base_model.enable_adapter_layers())

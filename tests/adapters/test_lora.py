@@ -80,20 +80,32 @@ def inner_names(model):
     return {name.removeprefix("base_model.model."): x for name, x in model.named_parameters()}
 
 
-def assert_as_plain(model, mesh, micro_batch=None, **options):
-    micro_batch = micro_batch or batch()
-    plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, mesh, **options)
+def as_they_are(_, tensor):
+    return tensor
+
+
+def assert_gradients(plain, gradients, as_in_files=as_they_are):
+    """Whole gradients are those of plain PEFT, which are returned by name."""
+    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
+    assert trained
+    assert gradients.keys() == trained.keys()
+    for name, gradient in trained.items():
+        torch.testing.assert_close(as_in_files(name, gradients[name]), gradient, rtol=1e-9, atol=1e-9, msg=name)
+    return trained
+
+
+def assert_step(plain, threaded, micro_batch, as_in_files=as_they_are):
+    """A step's loss on each rank is that of plain PEFT, and so is every gradient; these are returned by name."""
     with KeepFloat64():
         expected = step_of(**micro_batch)(plain)
     for loss in threaded.run(step_of(**micro_batch)):
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    gradients, trained = threaded.whole(lambda parameter: parameter.grad), 0
-    for name, parameter in inner_names(plain).items():
-        assert (name in gradients) == parameter.requires_grad, name
-        if parameter.requires_grad:
-            trained += 1
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
-    assert trained
+    return assert_gradients(plain, threaded.whole(lambda parameter: parameter.grad), as_in_files)
+
+
+def assert_as_plain(model, mesh, micro_batch=None, **options):
+    plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, mesh, **options)
+    assert_step(plain, threaded, micro_batch or batch())
     return plain, threaded
 
 
@@ -182,11 +194,8 @@ def assert_losses(plain, threaded, micro_batch=None):
     return expected
 
 
-def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
-    model = built("gpt2")
-    plain = adapted(copy.deepcopy(model), target_modules=["c_attn", "c_proj"])
-    threaded = Adapted(model, "1x2x2", target_modules=["c_attn", "c_proj"])
-    first = assert_losses(plain, threaded)
+def in_both(plain, threaded, micro_batch=None):
+    """A function that changes the plain model and each rank's alike, and returns the loss, the same in both."""
 
     def both(change):
         def seeded(peft_model):
@@ -195,8 +204,17 @@ def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
 
         seeded(plain)
         threaded.run(seeded)
-        return assert_losses(plain, threaded)
+        return assert_losses(plain, threaded, micro_batch)
 
+    return both
+
+
+def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
+    model = built("gpt2")
+    plain = adapted(copy.deepcopy(model), target_modules=["c_attn", "c_proj"])
+    threaded = Adapted(model, "1x2x2", target_modules=["c_attn", "c_proj"])
+    first = assert_losses(plain, threaded)
+    both = in_both(plain, threaded)
     other = LoraConfig(r=2, init_lora_weights=False, target_modules=["c_fc"])
     both(lambda peft_model: peft_model.add_adapter("other", copy.deepcopy(other)))
     second = both(lambda peft_model: peft_model.set_adapter("other"))

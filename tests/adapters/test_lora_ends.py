@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import Adapted, adapted, assert_losses, batch, built, inner_names
+from test_lora import Adapted, adapted, assert_losses, assert_step, batch, built, in_both, inner_names
 from test_lora_stages import Staged, assert_as_plain
 from transformers import AutoModelForCausalLM
 
@@ -35,15 +35,6 @@ def as_in_files(name, tensor):
     return tensor.t() if ".lora_embedding_A." in name else tensor
 
 
-def assert_gradients(plain, threaded):
-    gradients = threaded.whole(lambda parameter: parameter.grad)
-    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
-    assert gradients.keys() == trained.keys()
-    for name, gradient in trained.items():
-        torch.testing.assert_close(as_in_files(name, gradients[name]), gradient, rtol=1e-9, atol=1e-9, msg=name)
-    return trained
-
-
 CASES = [
     ("llama", "1x2x1", False, {}),
     ("llama", "1x1x2", True, {"lora_bias": True, "target_modules": ["lm_head"]}),
@@ -59,11 +50,7 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tie
     model, micro_batch = ended(architecture, tied=tied), batch(rows=6, vocabulary=101)
     options = {"target_modules": ENDS, **options}
     plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, mesh, **options)
-    with KeepFloat64():
-        expected = step_of(**micro_batch)(plain)
-    for loss in threaded.run(step_of(**micro_batch)):
-        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    assert_gradients(plain, threaded)
+    assert_step(plain, threaded, micro_batch, as_in_files)
 
 
 def test_a_rank_keeps_its_part_of_the_factors():
@@ -83,11 +70,7 @@ def test_ends_are_switched_disabled_merged_and_unloaded():
     threaded = Adapted(model, "1x2x2", target_modules=ENDS)
     first = assert_losses(plain, threaded)
 
-    def both(change):
-        change(plain)
-        threaded.run(change)
-        return assert_losses(plain, threaded)
-
+    both = in_both(plain, threaded)
     with plain.disable_adapter(), KeepFloat64():
         expected = float(plain(**batch(), use_cache=False).loss)
 

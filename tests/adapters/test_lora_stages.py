@@ -8,7 +8,17 @@ import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import HEADS, adapted, batch, built, classes, classifier, inner_names, with_head
+from test_lora import (
+    HEADS,
+    adapted,
+    as_they_are,
+    assert_gradients,
+    batch,
+    built,
+    classes,
+    classifier,
+    with_head,
+)
 from transformers import AutoModelForSequenceClassification
 
 import cuboid
@@ -75,16 +85,7 @@ class Staged:
         return gradients
 
 
-def assert_gradients(plain, staged, as_in_files=lambda _, x: x):
-    trained = {name: x.grad for name, x in inner_names(plain).items() if x.requires_grad}
-    gradients = staged.gradients()
-    assert gradients.keys() == trained.keys()
-    for name, gradient in trained.items():
-        torch.testing.assert_close(as_in_files(name, gradients[name]), gradient, rtol=1e-9, atol=1e-9, msg=name)
-    return trained
-
-
-def assert_as_plain(model, plain, staged, micro_batch, lengths, folder, as_in_files=lambda _, x: x):
+def assert_as_plain(model, plain, staged, micro_batch, lengths, folder, as_in_files=as_they_are):
     # A stage draws initial values by the names of its layers, so both read the same.
     plain.save_pretrained(folder)
     staged.models = [PeftModel.from_pretrained(stage_model, folder, is_trainable=True) for stage_model in staged.models]
@@ -92,7 +93,7 @@ def assert_as_plain(model, plain, staged, micro_batch, lengths, folder, as_in_fi
         expected = step_of(**micro_batch)(plain)
     for loss in staged.step(micro_batch, lengths):
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    return assert_gradients(plain, staged, as_in_files)
+    return assert_gradients(plain, staged.gradients(), as_in_files)
 
 
 @pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import Adapted, adapted, assert_losses, batch
-from test_lora_ends import assert_gradients, ended
+from test_lora import Adapted, adapted, assert_losses, assert_step, batch, in_both
+from test_lora_ends import ended
 from test_lora_stages import Staged, assert_as_plain
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +15,7 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
-from threaded import Threaded, step_of
+from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import PeftModel
@@ -73,11 +73,7 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tie
         plain, threaded = with_tokens(copy.deepcopy(model), tokens), WithTokens(model, mesh, tokens)
     for either in (plain, *threaded.models):
         moved(either)
-    with KeepFloat64():
-        expected = step_of(**tokens_batch())(plain)
-    for loss in threaded.run(step_of(**tokens_batch())):
-        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    trained = assert_gradients(plain, threaded)
+    trained = assert_step(plain, threaded, tokens_batch())
     assert any("trainable_tokens_delta" in name and gradient.any() for name, gradient in trained.items())
 
 
@@ -90,12 +86,7 @@ def test_rows_are_disabled_merged_and_unloaded(tied):
         moved(either)
     first = assert_losses(plain, threaded)
     assert abs(first - untouched) > 1e-3
-
-    def both(change):
-        change(plain)
-        threaded.run(change)
-        return assert_losses(plain, threaded)
-
+    both = in_both(plain, threaded)
     assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
     assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
     assert both(lambda peft_model: peft_model.base_model.disable_adapter_layers()) != pytest.approx(first)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from cuboid.errors import UnsupportedModelError
 
 
@@ -45,3 +47,13 @@ class AdaptedLayer:
             )
         parent: Any = super()
         parent.merge(safe_merge, adapter_names)
+
+
+def check_finite(update: torch.Tensor, adapter: str) -> None:
+    """Check what an adapter is about to put into a weight, as PEFT does with ``safe_merge``.
+
+    Raises:
+        ValueError: some of it isn't a finite number; PEFT's own message.
+    """
+    if not torch.isfinite(update).all():
+        raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")

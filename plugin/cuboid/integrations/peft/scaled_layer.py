@@ -9,7 +9,7 @@ from peft.tuners import ia3
 from peft.tuners.ia3 import IA3Config
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.adapted_layer import AdaptedLayer, check_finite
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.scaling import input_spec, output_spec
 from cuboid.tensor3d.sharding.full_params import whole_parameter
@@ -66,8 +66,8 @@ class ShardedIA3(AdaptedLayer, ia3.Linear):
         for name in check_adapters_to_merge(self, adapter_names):
             if name in self.ia3_l:
                 vector = self._whole_vector(name)
-                if safe_merge and not torch.isfinite(vector).all():
-                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+                if safe_merge:
+                    check_finite(vector, name)
                 self._multiply(vector)
                 self.merged_adapters.append(name)
 

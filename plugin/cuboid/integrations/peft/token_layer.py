@@ -13,6 +13,7 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import MeshError
+from cuboid.integrations.peft.adapted_layer import check_finite
 from cuboid.integrations.peft.seeding import is_loading
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_parameters import ShardedParameters
@@ -100,8 +101,8 @@ class ShardedTokens(TrainableTokensLayer):
         for name in names:
             rows = whole_parameter(self.trainable_tokens_delta, name)
             assert rows is not None
-            if safe_merge and not torch.isfinite(rows).all():
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            if safe_merge:
+                check_finite(rows, name)
             boxes = self._boxes(self.token_indices[name])
             # The other one of two tied layers may have merged the same rows into the same weight.
             owner.replaced.setdefault(name, [(here, base.weight[here].clone()) for here, *_ in boxes])

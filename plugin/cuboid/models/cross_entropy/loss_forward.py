@@ -180,21 +180,16 @@ def _generator_states(device: torch.device) -> _Generators:
 
 @contextmanager
 def _drawing_again(states: _Generators | None) -> Iterator[None]:
-    """In the ``with`` block, generators have these states; afterwards, those from before."""
-    before = None if states is None else [_generator_states(device) for device in states][-1]
-    _set_generators(states or {})
-    try:
+    """In the ``with`` block, generators have these states, if there are any; afterwards, those from before."""
+    if states is None:
         yield
-    finally:
-        _set_generators(before or {})
-
-
-def _set_generators(states: _Generators) -> None:
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+        return
+    devices = [device for device in states if device.type != "cpu"]
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        torch.set_rng_state(states[torch.device("cpu")])
+        for device in devices:
+            torch.get_device_module(device).set_rng_state(states[device], device)
+        yield
 
 
 class _Precision(NamedTuple):

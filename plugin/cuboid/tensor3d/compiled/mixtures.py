@@ -11,6 +11,7 @@ from torch import nn
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.compiled.blocks import block_of
 from cuboid.tensor3d.compiled.collectives import gather, max_over, scatter, scatter_parts, sum_in_order
+from cuboid.tensor3d.experts.dispatch import order_of
 from cuboid.tensor3d.experts.operators import expert_rows, multiply_rows, token_sums
 from cuboid.tensor3d.experts.router import ShardedRouter, SumOverHidden
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
@@ -59,10 +60,7 @@ class CompiledExperts(ShardedExperts):
         indices = gather(top_k_index.int(), 0, sequence)
         weights = gather(top_k_weights, 0, sequence)
         per_token = indices.shape[1]
-        experts, choices = indices.flatten().sort(stable=True)
-        places = torch.argsort(choices)
-        numbers = torch.arange(count, dtype=experts.dtype, device=indices.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        choices, places, experts, ends = order_of(indices, count)
         rows = expert_rows(gather(hidden_states.to(dtype), 0, sequence), choices, places, per_token)
         rows = multiply_rows(rows, self._in_out(form.up, dtype), ends)
         rows = scatter_parts(rows, form.parts, hidden)

@@ -51,13 +51,7 @@ class Dispatch:
     @classmethod
     def of(cls, indices: torch.Tensor, count: int) -> Dispatch:
         """From expert indices ``[T, k]`` in 0 … count - 1. Equal indices give the same order on every rank."""
-        # Stable: collectives sum rows by position, so ranks must order an expert's rows alike.
-        experts, choices = indices.flatten().sort(stable=True)
-        places = torch.empty_like(choices)
-        places[choices] = torch.arange(len(choices), device=indices.device)
-        numbers = torch.arange(count, dtype=experts.dtype, device=indices.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-        return cls(choices, places, experts, ends, indices.shape[1])
+        return cls(*order_of(indices, count), indices.shape[1])
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -82,8 +76,23 @@ class Dispatch:
 
     def token_sums(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum each token's rows, ``[R, F]`` to ``[T, F]``: the transpose of :meth:`rows`."""
-        # Not by index_add, which on CUDA adds in an undefined order, and in the dtype of its output.
-        return rows.index_select(0, self.places).unflatten(0, (-1, self.per_token)).sum(1)
+        return sum_by_token(rows, self.places, self.per_token)
+
+
+def order_of(indices: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first four tensors of a :class:`Dispatch`, from expert indices ``[T, k]``; in graphs of layers, too."""
+    # Stable: collectives sum rows by position, so ranks must order an expert's rows alike.
+    experts, choices = indices.flatten().sort(stable=True)
+    places = torch.empty_like(choices)
+    places[choices] = torch.arange(len(choices), device=indices.device)
+    numbers = torch.arange(count, dtype=experts.dtype, device=indices.device)
+    return choices, places, experts, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+
+def sum_by_token(rows: torch.Tensor, places: torch.Tensor, per_token: int) -> torch.Tensor:
+    """Sum each token's rows, ``[R, F]`` to ``[T, F]``, which are in ``places``."""
+    # Not by index_add, which on CUDA adds in an undefined order, and in the dtype of its output.
+    return rows.index_select(0, places).unflatten(0, (-1, per_token)).sum(1)
 
 
 def multiply_rows(x: torch.Tensor, weight: torch.Tensor, dispatch: ExpertRows) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _expert_rows_shape(x: torch.Tensor, choices: torch.Tensor, _: torch.Tensor, 
 def token_sums(rows: torch.Tensor, choices: torch.Tensor, places: torch.Tensor, per_token: int) -> torch.Tensor:
     """Sum each token's rows, ``[R, F]`` to ``[T, F]``: the transpose of :func:`expert_rows`."""
     del choices
-    return rows.index_select(0, places).unflatten(0, (-1, per_token)).sum(1)
+    return dispatch.sum_by_token(rows, places, per_token)
 
 
 @token_sums.register_fake
