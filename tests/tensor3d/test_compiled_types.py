@@ -18,6 +18,8 @@ from cuboid.verify import SmallModel
 ROWS, LENGTH = 4, 16
 #: Inductor may take minutes for the first graph on a machine.
 TIMEOUT_S = 600
+LAYERS_AGAIN = {"activation_checkpointing": {"mode": "layers"}}
+ATTENTION_ONCE = {"activation_checkpointing": {"mode": "attention"}}
 #: By type, the most graphs of a pass over the layers: a kind of layer may have one of its own.
 TYPES = {
     # Dense.
@@ -170,6 +172,13 @@ def dropped(path, axes, inductor, sections, options):
         pytest.param("falcon", {"hidden_dropout": 0.2}, (1, 2, 1), False, {}, marks=pytest.mark.slow),
         pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, {}, marks=pytest.mark.slow),
         pytest.param("gpt2", {}, (1, 2, 1), True, {}, marks=pytest.mark.slow),
+        ("gpt2", {}, (1, 2, 1), False, LAYERS_AGAIN),
+        *(
+            pytest.param("gpt2", {}, (1, 2, 1), True, sections, marks=pytest.mark.slow)
+            for sections in (LAYERS_AGAIN, ATTENTION_ONCE)
+        ),
+        pytest.param("gpt2", {"attn_implementation": "eager"}, (2, 2, 2), False, LAYERS_AGAIN, marks=pytest.mark.slow),
+        pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, LAYERS_AGAIN, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -231,20 +240,21 @@ def test_modules_of_whole_blocks_drop_the_same_on_all_ranks(pool, path, architec
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
-def adapted(path, axes, rate):
+def adapted(path, axes, options, inductor):
     """Graphs after each step of a compiled model with an adapter, and its loss's and gradients' differences."""
     runs = []
     for compiles in (False, True):
-        model = sharded(path, axes, compiles=compiles)
+        model = sharded(path, axes, compiles=compiles, inductor=inductor)
         torch.manual_seed(1)
         names = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
-        config = LoraConfig(r=4, target_modules=names, lora_dropout=rate, init_lora_weights=False)
+        config = LoraConfig(r=4, target_modules=names, init_lora_weights=False, **options)
         adapted_model, after_step = get_peft_model(model, config), []
         for _ in range(3):
             loss = step(adapted_model)
             after_step.append(compiles and model.cuboid.state.compiled.graphs)
         gradients = {name: p.grad for name, p in adapted_model.named_parameters() if p.grad is not None}
         runs.append((loss, gradients))
+        assert any("magnitude" in name for name in gradients) == ("use_dora" in options)
         if compiles:
             assert model.cuboid.state.compiled.reason is None
             # Without the adapter, the layers' graphs are others.
@@ -257,32 +267,25 @@ def adapted(path, axes, rate):
 
 
 @pytest.mark.parametrize(
-    ("axes", "rate"),
+    ("architecture", "axes", "options", "inductor"),
     [
-        ((1, 2, 1), 0.0),
-        *(pytest.param(axes, 0.1, marks=pytest.mark.slow) for axes in [(1, 1, 2), (2, 1, 1), (2, 2, 2)]),
+        ("llama", (1, 2, 1), {}, False),
+        ("qwen2", (1, 2, 1), {"use_dora": True}, False),
+        *(
+            pytest.param("llama", axes, {"lora_dropout": 0.1}, False, marks=pytest.mark.slow)
+            for axes in [(1, 1, 2), (2, 1, 1), (2, 2, 2)]
+        ),
+        *(
+            pytest.param("qwen2", axes, {"use_dora": True}, inductor, marks=pytest.mark.slow)
+            for axes, inductor in [((1, 1, 1), True), ((2, 1, 1), True), ((1, 1, 2), False), ((2, 2, 2), False)]
+        ),
     ],
     ids=str,
 )
-def test_layers_with_adapters_are_compiled(pool, path, axes, rate):
-    for after_step, loss_error, error in pool.run(
-        MeshShape(*axes).size, adapted, path("llama"), axes, rate, timeout_s=TIMEOUT_S
-    ):
+def test_layers_with_adapters_are_compiled(pool, path, architecture, axes, options, inductor):
+    arguments = path(architecture), axes, options, inductor
+    for after_step, loss_error, error in pool.run(MeshShape(*axes).size, adapted, *arguments, timeout_s=TIMEOUT_S):
         # The input of the first layer needs no gradient, the others' do.
         assert after_step == [2] * 3
         assert abs(loss_error) < 1e-6
         assert error < 1e-6
-
-
-def with_magnitudes(path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = sharded(path, (1, 2, 1), compiles=True)
-        adapted_model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-        step(adapted_model)
-    return [str(warning.message) for warning in caught if "compiling" in str(warning.message)]
-
-
-def test_adapters_without_a_form_are_named_once(pool, path):
-    for (message,) in pool.run(2, with_magnitudes, path("llama"), timeout_s=TIMEOUT_S):
-        assert "Magnitudes has no form in a graph" in message

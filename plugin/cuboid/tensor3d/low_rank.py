@@ -102,11 +102,15 @@ class Magnitudes(ShardedModule):
         shape = tuple(magnitudes.get_parameter("weight").shape)
         take_shards(self, magnitudes, {"weight": ShardingSpec(shape, (split.out_axes,), (split.parts,))}, mesh)
         self.register_buffer("rows", rows, persistent=False)
+        self._intervals, *_ = self.spec("weight").block_intervals(mesh.shape, mesh.coordinate)
 
     def forward(self, norms: torch.Tensor) -> torch.Tensor:
         """What the rank's out features are multiplied with, given the norms ``[O]`` of all rows."""
-        intervals, *_ = self.spec("weight").block_intervals(self.mesh.shape, self.mesh.coordinate)
-        scale = self.unsharded("weight") / torch.cat([norms[start:stop] for start, stop in intervals])
+        return self.scale(self.unsharded("weight"), norms)
+
+    def scale(self, block: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+        """The same, given the magnitudes' block."""
+        scale = block / torch.cat([norms[start:stop] for start, stop in self._intervals])
         return scale if self.rows is None else scale[self.rows]
 
 

@@ -47,9 +47,27 @@ class ShardedLora(SeededLora):
 
     PEFT makes and initializes whole factors, the same on every rank and as in one process: with r rows or columns they
     are small. Each rank then keeps its shards of them.
+
+    Attributes:
+        norms: while a graph runs that the layer is part of: by DoRA adapter, what its magnitudes are divided by.
     """
 
     base_layer: ShardedLinear
+    norms: dict[str, torch.Tensor] | None = None
+
+    @property
+    def prepares_graph(self) -> bool:
+        """Whether :meth:`begin_graph` has something to do."""
+        return len(self.lora_magnitude_vector) > 0
+
+    def begin_graph(self) -> None:
+        """Compute the norms before a graph that the layer is part of runs: they follow from weights alone."""
+        active = () if self.disable_adapters or self.merged else self.active_adapters
+        self.norms = {name: self._norms(name) for name in active if name in self.lora_magnitude_vector}
+
+    def end_graph(self) -> None:
+        """After a graph."""
+        self.norms = None
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
@@ -123,15 +141,20 @@ class ShardedLora(SeededLora):
     def _decomposed(self, adapter: str, total: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """What DoRA adds to the output so far: all of it but the bias becomes as long as the magnitudes say."""
         base: Any = self.get_base_layer()
+        norms = self.norms[adapter] if torch.compiler.is_compiling() and self.norms else self._norms(adapter)
+        scale = self.lora_magnitude_vector[adapter](norms)
+        bias = base.output_bias()
+        if bias is not None:
+            total = total - bias
+        product: torch.Tensor = (scale - 1) * total + scale * update
+        return product
+
+    @torch.no_grad()
+    def _norms(self, adapter: str) -> torch.Tensor:
         factors: Any = self.lora_A[adapter], self.lora_B[adapter]
         a, b = (whole_parameter(factor, "weight") for factor in factors)
         norms = self.row_norms(self.shard_of_update(a, b, self.scaling[adapter]))
-        scale = self.lora_magnitude_vector[adapter](norms.to(factors[0].weight.dtype))
-        if base.bias is not None:
-            bias = base.unsharded("bias")
-            total = total - (bias if base.bias_rows is None else bias[base.bias_rows])
-        product: torch.Tensor = (scale - 1) * total + scale * update
-        return product
+        return norms.to(factors[0].weight.dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to the weight; collective. See PEFT's ``Linear.merge``.
@@ -175,14 +198,8 @@ class ShardedLora(SeededLora):
 
     @torch.no_grad()
     def row_norms(self, update: torch.Tensor) -> torch.Tensor:
-        """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective.
-
-        Raises:
-            UnsupportedModelError: the layer is compiled, and has another form of its weight.
-        """
+        """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective."""
         base: Any = self.get_base_layer()
-        if base.weight.shape != update.shape:
-            raise UnsupportedModelError("LoraConfig(use_dora=True) has no rule in compiled layers; don't compile them")
         updated = base.weight + update
         squares = updated.new_zeros(base.out_features)
         for here, there in self._boxes():

@@ -43,6 +43,7 @@ _FUSED = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
     "attend_segment",
+    "attend_dropping",
 )
 _PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
 

@@ -11,6 +11,7 @@ draws the same, but its modules' draws follow each other on one generator.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,8 @@ from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import SEEDS, MeshDropout, ShardedDropout, seed_inside, seeded
 
+#: Activation checkpointing of a layer, in a graph.
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 #: As many seeds are given to a graph: more than any layer draws.
 _MOST_DRAWS = 64
 
@@ -81,6 +84,10 @@ class DrawsInGraph(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
             return self._attention(*args, **kwargs)
+        if func is _CHECKPOINT:
+            # It is given to this mode as one function, which runs without the mode.
+            run, *inputs = args
+            return func(functools.partial(_draw_in_graph, self._seeds, run), *inputs, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(
@@ -115,6 +122,11 @@ class DrawsInGraph(TorchFunctionMode):
         options = float(dropout_p), is_causal, scale, enable_gqa
         out: torch.Tensor = _ATTENTION(query, key, value, attn_mask, *options, self._seeds.seeds, *self._place())
         return out
+
+
+def _draw_in_graph(seeds: GraphSeeds, run: Callable[..., Any], *inputs: Any) -> Any:
+    with DrawsInGraph(seeds):
+        return run(*inputs)
 
 
 def number_draws(graph: torch.fx.GraphModule) -> int:

@@ -44,7 +44,7 @@ from cuboid.tensor3d.layers.output_reduce import (
 )
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.whole_block import WHOLE_OF, ActivationSplit, KeptWhole, on_whole_activations
-from cuboid.tensor3d.low_rank import FactorA, FactorB
+from cuboid.tensor3d.low_rank import FactorA, FactorB, Magnitudes
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
@@ -58,10 +58,15 @@ class CompiledLinear(ShardedLinear):
         multiply = rowwise.linear if self.product.is_fp8 else nn.functional.linear
         y = multiply(gathered(x.to(dtype), self._linear_op.input_gather), weight)
         y = _reduced(y, self.product.output_reduce)
+        bias = self.output_bias()
+        return y if bias is None else y + bias.to(dtype)
+
+    def output_bias(self) -> torch.Tensor | None:
+        """See :meth:`ShardedLinear.output_bias`."""
         if self.bias is None:
-            return y
-        bias = block_of(self, "bias").to(dtype)
-        return y + (bias if self.bias_rows is None else bias[self.bias_rows])
+            return None
+        bias = block_of(self, "bias")
+        return bias if self.bias_rows is None else bias[self.bias_rows]
 
     def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's own part of the layer's input, of which low-rank updates are computed."""
@@ -186,6 +191,14 @@ class CompiledFactorB(FactorB):
         return nn.functional.linear(z, weight, bias)
 
 
+class CompiledMagnitudes(Magnitudes):
+    """:class:`Magnitudes` in a graph."""
+
+    def forward(self, norms: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Magnitudes.forward`."""
+        return self.scale(block_of(self, "weight"), norms)
+
+
 class CompiledPerHead(PerHeadParameters):
     """:class:`PerHeadParameters` in a graph: blocks are in the place of its parameters."""
 
@@ -231,6 +244,7 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     ShardedDropout: CompiledDropout,
     FactorA: CompiledFactorA,
     FactorB: CompiledFactorB,
+    Magnitudes: CompiledMagnitudes,
 }
 #: Mixins of modules whose own code runs, and what they become.
 _MIXINS: dict[type[nn.Module], type[nn.Module]] = {

@@ -102,6 +102,10 @@ class CompiledLayers:
         self._takers = [
             [module for module in layer.modules() if isinstance(module, TAKE_BLOCKS)] for layer in self._layers
         ]
+        #: By layer: modules that compute something for a graph before it runs.
+        self._preparing: list[list[Any]] = [
+            [module for module in layer.modules() if getattr(module, "prepares_graph", False)] for layer in self._layers
+        ]
         products = ProductsInGraph(self._layers)
         self._products = None if products.is_empty else products
         self._seeds = None
@@ -181,6 +185,8 @@ class CompiledLayers:
                 args = (prefetcher.enter(args[0]), *args[1:])
             elif "hidden_states" in kwargs:
                 kwargs["hidden_states"] = prefetcher.enter(kwargs["hidden_states"])
+        for module in self._preparing[number]:
+            module.begin_graph()
         takers, seeds = self._takers[number], self._seeds if layer.training else None
         try:
             if takers or seeds is not None or torch._C._len_torch_function_stack():
@@ -199,6 +205,8 @@ class CompiledLayers:
             # All ranks come here, since they trace the same code.
             self.give_up(f"{type(layer).__name__} isn't one graph: {_first_lines(error)}")
         else:
+            for module in self._preparing[number]:
+                module.end_graph()
             return output if prefetcher is None else prefetcher.leave(output)
         # Nothing of the layer has run.
         return type(layer).forward(layer, *args, **kwargs)
