@@ -85,6 +85,7 @@ def plain_gradients(path, padded, attention):
         ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 2, "sdpa", 2),
         ((1, 2, 1), {"stages": 2}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
         ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, LAYERS_AGAIN, PARTITION_ONLY, 0, "sdpa", 1),
+        ((1, 2, 1), {"stages": 2, "schedule": "zero_bubble"}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -95,6 +96,11 @@ def plain_gradients(path, padded, attention):
                 ((1, 1, 1), {"segments": 1}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, NOTHING, INDUCTOR, 0, "sdpa", 1),
                 ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, ATTENTION_ONCE, INDUCTOR, 2, "sdpa", 2),
+                ((1, 2, 1), {"stages": 2, "schedule": "zero_bubble"}, LAYERS_AGAIN, INDUCTOR, 0, "sdpa", 1),
+                ((2, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, STEP, INDUCTOR, 0, "sdpa", 1),
+                ((1, 1, 2), {"stages": 2, "schedule": "zero_bubble"}, ATTENTION_ONCE, PARTITION_ONLY, 2, "sdpa", 2),
+                ((1, 2, 2), {"stages": 2, "schedule": "zero_bubble"}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
+                ((2, 2, 1), {"stages": 2, "schedule": "zero_bubble-v"}, NOTHING, PARTITION_ONLY, 0, "sdpa", 2),
                 ((2, 1, 1), NOTHING, STEP, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 2, 1), {"stages": 2}, NOTHING, INDUCTOR, 2, "sdpa", 2),
                 ((2, 1, 1), {"stages": 2}, LAYERS_AGAIN, INDUCTOR, 0, "sdpa", 1),
@@ -140,7 +146,6 @@ def named(path, axes, pipeline):
 @pytest.mark.parametrize(
     ("architecture", "axes", "pipeline", "reason"),
     [
-        ("llama", (1, 2, 1), {"schedule": "zero_bubble"}, 'pipeline.schedule is "zero_bubble"'),
         # Found in a unit, while other modules are in the places of the other stage's layers.
         ("falcon_h1", (1, 1, 1), {"stages": 2}, "FalconH1DecoderLayer isn't one graph"),
     ],

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.models.sharded.fp8 import Fp8Conv1D, Fp8Linear
-from cuboid.tensor3d.compiled.split_backward import ProductsInGraph, multiply
+from cuboid.tensor3d.compiled.split_backward import ProductsInGraph, leave_gradient
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -54,17 +54,20 @@ class _LeavesGradient:
 
     def leave(self, x: torch.Tensor, dy: torch.Tensor) -> None:
         """Add to the store what the weight's gradient needs."""
-        layer = _DeferredLayer(self.weight, self.weight_gradients, self.in_first, is_fp8=False)
+        is_fp8 = isinstance(self, (Fp8Linear, Fp8Conv1D))
+        layer = _DeferredLayer(self.weight, self.weight_gradients, self.in_first, is_fp8)
         self.weight_gradients.add(_DeferredProduct(layer, x.flatten(0, -2), dy.flatten(0, -2)))
 
     def multiply_in_graph(self, x: torch.Tensor) -> torch.Tensor:
         """As :func:`_multiply`, while a graph is made."""
-        assert self.in_graph is not None
-        weight, bias = self.weight.t() if self.in_first else self.weight, self.bias
+        weight, bias = self.weight.detach(), self.bias
+        weight = weight.t() if self.in_first else weight
+        if isinstance(self, (Fp8Linear, Fp8Conv1D)):
+            return leave_gradient(rowwise.linear(x, weight, bias), x, self)
         if torch.is_autocast_enabled(x.device.type):
             dtype = autocast_dtype(x)
-            x, weight, bias = x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype)
-        return multiply(x, weight, bias, self.in_graph, self.number)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return leave_gradient(nn.functional.linear(x, weight, bias), x, self)
 
 
 class _DeferredLinear(_LeavesGradient, nn.Linear):

@@ -21,7 +21,7 @@ from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.sharding import Sharding, WholeModel
-from cuboid.models.sharded.compilation import compile_layers, stay_uncompiled
+from cuboid.models.sharded.compilation import compile_layers
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.fp8 import use_fp8
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -289,11 +289,7 @@ def finish_stage(
     )
     hook_heads(model)
     if plan.config.tensor_parallel.compile:
-        splits = f'pipeline.schedule is "{pipeline.schedule}", whose backwards may be split'
-        if is_generated(pipeline.schedule) and (mesh.shape.size > 1 or plan.config.tensor_parallel.fp8 is not None):
-            stay_uncompiled(model, f'{splits}, for which graphs have no form on a mesh or in fp8; "seq1f1b" has one')
-        else:
-            compile_layers(model, list(local_layers.values()), staging.slot)
+        compile_layers(model, list(local_layers.values()), staging.slot)
     model.staging = staging
     inner: Any = model.get_submodule(plan.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]

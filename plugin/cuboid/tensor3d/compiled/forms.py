@@ -28,12 +28,15 @@ from cuboid.tensor3d.compiled.collectives import (
 from cuboid.tensor3d.compiled.draws import GraphSeeds
 from cuboid.tensor3d.compiled.hooks import gathered
 from cuboid.tensor3d.compiled.mixtures import CompiledExperts, CompiledRouter, CompiledScaledExperts
+from cuboid.tensor3d.compiled.split_backward import ProductsInGraph, leave_gradient
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.dropout import MeshDropout, ShardedDropout
 from cuboid.tensor3d.layers.head_bias import PerHeadParameters
-from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
+from cuboid.tensor3d.layers.input_gather import GatherSequence
+from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, leave_weight_gradients
+from cuboid.tensor3d.layers.linear_op import LinearOp
 from cuboid.tensor3d.layers.norm import HeadsRMSNorm, ShardedLayerNorm, ShardedRMSNorm, statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import (
     OutputReduce,
@@ -49,15 +52,27 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class CompiledLinear(ShardedLinear):
-    """:class:`ShardedLinear` in a graph."""
+    """:class:`ShardedLinear` in a graph.
+
+    Attributes:
+        in_graph, number: see :class:`~cuboid.tensor3d.compiled.split_backward.LeavesGradient`.
+    """
+
+    in_graph: ProductsInGraph | None = None
+    number = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the table in :mod:`cuboid.tensor3d.layers.linear_op`."""
         dtype = autocast_dtype(x)
         weight = self.product.out_in(block_of(self, "weight"))
         multiply = rowwise.linear if self.product.is_fp8 else nn.functional.linear
-        y = multiply(gathered(x.to(dtype), self._linear_op.input_gather), weight)
+        store = self.weight_gradients
+        is_left = self.in_graph is not None and store is not None and store.defers(self.weight)
+        shard = x.to(dtype)
+        y = multiply(gathered(shard, self._linear_op.input_gather), weight.detach() if is_left else weight)
         y = _reduced(y, self.product.output_reduce)
+        if is_left:
+            y = leave_gradient(y, self._shard_of(x, shard), self)  # type: ignore[arg-type]
         bias = self.output_bias()
         return y if bias is None else y + bias.to(dtype)
 
@@ -67,6 +82,26 @@ class CompiledLinear(ShardedLinear):
             return None
         bias = block_of(self, "bias")
         return bias if self.bias_rows is None else bias[self.bias_rows]
+
+    def leave(self, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """See :class:`~cuboid.tensor3d.compiled.split_backward.LeavesGradient`."""
+        linear_op = self._linear_op
+        if self._has_shard:
+            linear_op = LinearOp(GatherSequence(self.mesh), [self.product])
+        leave_weight_gradients(linear_op, [self], x, [dy])
+
+    @property
+    def _has_shard(self) -> bool:
+        """Whether the block's hook gathers the input."""
+        return self.takes_gathered and self.mesh.size("sequence") > 1
+
+    def _shard_of(self, x: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+        """What the weight's gradient is computed from: the input before it is gathered."""
+        if not self._has_shard:
+            return cast
+        shard: torch.Tensor | None = getattr(x, "cuboid_shard", None)
+        # The model's own code may have computed something from the gathered input.
+        return own_slice(cast, SEQUENCE_DIM, self.mesh.along("sequence")).contiguous() if shard is None else shard
 
     def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's own part of the layer's input, of which low-rank updates are computed."""
@@ -88,6 +123,8 @@ def _reduced(y: torch.Tensor, output_reduce: OutputReduce) -> torch.Tensor:
 
 class CompiledLatent(CompiledLinear):
     """A projection to latents, which takes the rank's own positions of its input, and returns all positions."""
+
+    _has_shard = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[B/b, S, H/h]`` to ``[B/b, S, R]``."""

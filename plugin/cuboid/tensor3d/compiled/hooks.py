@@ -23,6 +23,14 @@ def gathered(x: torch.Tensor, input_gather: InputGather) -> torch.Tensor:
     return gather(x, SEQUENCE_DIM, input_gather.along) if isinstance(input_gather, GatherSequence) else x
 
 
+def _gathered_with_shard(shard: torch.Tensor, input_gather: InputGather) -> torch.Tensor:
+    x = gathered(shard, input_gather)
+    # For weight gradients that are computed later. On one rank both are the same tensor.
+    if x is not shard:
+        x.cuboid_shard = shard  # type: ignore[attr-defined]
+    return x
+
+
 class CompiledProjections:
     """A forward pre-hook in a graph, in place of :class:`FusedProjections`: it gathers the block's input."""
 
@@ -38,7 +46,8 @@ class CompiledProjections:
         self._is_flat = shard.dim() == 2
         if self._is_flat:
             shard = shard.unsqueeze(0)
-        return _with_input(gathered(shard.to(autocast_dtype(shard)), self._gather), args, kwargs)
+        shard = shard.to(autocast_dtype(shard))
+        return _with_input(_gathered_with_shard(shard, self._gather), args, kwargs)
 
     def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the same module: see :meth:`FusedProjections.restore`."""
@@ -58,7 +67,7 @@ class CompiledLatentProjections:
         shard = args[0] if args else kwargs["hidden_states"]
         shard = shard.to(autocast_dtype(shard))
         if self._gather is not None:
-            return _with_input(gathered(shard, self._gather), args, kwargs)
+            return _with_input(_gathered_with_shard(shard, self._gather), args, kwargs)
         return _with_input(_padded(shard, self._along), args, kwargs)
 
 
@@ -106,6 +115,16 @@ def has_form(hook: Any) -> bool:
 
 def _owner(hook: Any) -> Any:
     return getattr(hook, "__self__", hook)
+
+
+def fused_of(hook: Any) -> list[FusedProjections]:
+    """The projections with one input each that a hook, or its form in a graph, has fused."""
+    eager = hook.eager if isinstance(hook, _COMPILED) else hook
+    if isinstance(eager, FusedProjections):
+        return [eager]
+    if isinstance(eager, LatentProjections):
+        return [eager.to_latents] if eager.fused is None else [eager.to_latents, eager.fused]
+    return [eager.of_one] if isinstance(eager, CrossProjections) else []
 
 
 def swap_hooks(module: nn.Module, *, in_graph: bool) -> None:

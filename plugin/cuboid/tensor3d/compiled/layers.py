@@ -288,11 +288,9 @@ class CompiledLayers:
         """Compile a forward's or a backward's graph, whose collectives are counted."""
         completed = None if self._products is None else self._products.completed(graph)
         run = compile_graph(graph, inputs, **options)
-        if completed is not None:
-            return completed(run)
-        if self._mesh is None or not self._is_cut:
-            return run
-        return CountedGraph(graph, run, self._mesh.counters_by_group())
+        if self._mesh is not None and self._is_cut:
+            run = CountedGraph(graph, run, self._mesh.counters_by_group())
+        return run if completed is None else completed(run)
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -20,7 +20,13 @@ from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
-from cuboid.tensor3d.layers.linear import ShardedLinear, attach_results, autocast_dtype, take_results
+from cuboid.tensor3d.layers.linear import (
+    ShardedLinear,
+    attach_results,
+    autocast_dtype,
+    leave_weight_gradients,
+    take_results,
+)
 from cuboid.tensor3d.layers.linear_op import LinearOp
 
 
@@ -40,7 +46,7 @@ class FusedProjections:
         *,
         gather: InputGather | None = None,
     ) -> None:
-        self._projections = list(projections)
+        self.projections = list(projections)
         self._down_projections = list(down_projections)
         gather = GatherSequence(projections[0].mesh) if gather is None else gather
         self._linear_op = LinearOp(gather, [layer.product for layer in projections])
@@ -50,6 +56,15 @@ class FusedProjections:
     def input_gather(self) -> InputGather:
         """How the input is gathered."""
         return self._linear_op.input_gather
+
+    def leave(self, x: torch.Tensor, dy: Sequence[torch.Tensor]) -> None:
+        """Add the input's shard and the outputs' gradients to the store of weight gradients, after a graph's backward.
+
+        Args:
+            x: see :meth:`__call__`.
+            dy: for each of the projections.
+        """
+        leave_weight_gradients(self._linear_op, self.projections, x, dy)
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,11 +81,11 @@ class FusedProjections:
             shard = shard.unsqueeze(0)
         dtype = autocast_dtype(shard)
         linear_op, operands = self._linear_op, []
-        for layer, product in zip(self._projections, linear_op.products, strict=True):
+        for layer, product in zip(self.projections, linear_op.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
                 # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
-                linear_op = LinearOp(linear_op.input_gather, [projection.product for projection in self._projections])
+                linear_op = LinearOp(linear_op.input_gather, [projection.product for projection in self.projections])
         self._linear_op = linear_op
         gathered, results = linear_op(shard.to(dtype), operands, returns_input=linear_op.input_gather.reduces)
         # Lets the backward of each "down" projection start to gather the input for this one's.
@@ -83,7 +98,7 @@ class FusedProjections:
             full = gathered
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
-        attach_results(full, self._projections, results)
+        attach_results(full, self.projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 
     @uncompiled
@@ -107,7 +122,7 @@ class LatentProjections:
     def __init__(self, latents: Sequence[ShardedLinear], fused: FusedProjections | None) -> None:
         self.latents, self.fused = list(latents), fused
         self.along = latents[0].mesh.along("sequence")
-        self._to_latents = FusedProjections(latents, gather=NoGather())
+        self.to_latents = FusedProjections(latents, gather=NoGather())
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +130,7 @@ class LatentProjections:
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        ((latent_input,), _) = self._to_latents(module, (shard,), {})
+        ((latent_input,), _) = self.to_latents(module, (shard,), {})
         # Removed from the input, because the results' graphs refer to it in turn: a cycle that isn't collected.
         results = {key: GatherPositions.apply(x, self.along) for key, x in take_results(latent_input).items()}
         if self.fused is not None:
@@ -164,7 +179,7 @@ class CrossProjections:
         source: str,
     ) -> None:
         self.source = source
-        self._of_one = FusedProjections([*queries, *keys_and_values], down_projections)
+        self.of_one = FusedProjections([*queries, *keys_and_values], down_projections)
         # Queries are multiplied last, so their backward follows that of the down projections, which prefetches for it.
         self._keys_and_values = FusedProjections(keys_and_values)
         self._queries = FusedProjections(queries, down_projections)
@@ -172,13 +187,13 @@ class CrossProjections:
     @property
     def input_gather(self) -> InputGather:
         """How each of the inputs is gathered."""
-        return self._of_one.input_gather
+        return self.of_one.input_gather
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace both inputs by the gathered ones, ``[B/b, S, H/h]`` and ``[B/b, T, H/h]``."""
         source = kwargs.get(self.source)
         if source is None:
-            return self._of_one(module, args, kwargs)
+            return self.of_one(module, args, kwargs)
         (full_source,), _ = self._keys_and_values(module, (source,), {})
         return self._queries(module, args, {**kwargs, self.source: full_source})

@@ -144,6 +144,21 @@ class ShardedLinear(ShardedModule, nn.Linear):
         return f"{sizes}, bias={self.bias is not None}, mesh={self.mesh.shape}"
 
 
+def leave_weight_gradients(
+    linear_op: LinearOp, layers: Sequence[ShardedLinear], x: torch.Tensor, dy: Sequence[torch.Tensor]
+) -> None:
+    """Add the rank's parts of an input and of outputs' gradients to the store of layers that a graph has multiplied.
+
+    Args:
+        linear_op: the layers' products.
+        layers: one for each product.
+        x: the input, before it is gathered.
+        dy: one for each product.
+    """
+    deferred = [DeferredWeight(layer.weight, layer.weight_gradients) for layer in layers if layer.weight_gradients]
+    linear_op.defer(deferred, x, dy)
+
+
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that a product's operands are cast to: autocast's where it is on, else the input's own."""
     kind = x.device.type

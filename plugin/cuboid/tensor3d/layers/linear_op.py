@@ -153,6 +153,14 @@ class LinearOp:
         gathered, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return gathered, outs
 
+    def defer(self, weights: Sequence[DeferredWeight], x: torch.Tensor, dy: Sequence[torch.Tensor]) -> None:
+        """Add what the weights' gradients need to their store: the rank's parts of the input and of outputs' gradients.
+
+        For products that something else has computed.
+        """
+        parts = self.parts(x) if self.mesh.spans_nodes else 1
+        weights[0].store.add(_DeferredWeights(self, parts, weights, x, dy))
+
     def parts(self, x: torch.Tensor) -> int:
         """Number of parts to cut the input's rows into: one part's collectives overlap with another's products."""
         if self.mesh.size("sequence", "hidden") == 1:
