@@ -358,7 +358,11 @@ def fp8_in(nodes):
     return [node for node in nodes if getattr(node.meta.get("val"), "dtype", None) == torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("pipeline", [None, {"segments": 4, "partition": "even"}], ids=["mesh", "segments"])
+EVEN = {"segments": 4, "partition": "even"}
+ZERO_BUBBLE = {**EVEN, "schedule": "zero_bubble"}
+
+
+@pytest.mark.parametrize("pipeline", [None, EVEN, ZERO_BUBBLE], ids=["mesh", "segments", "split backward"])
 def test_a_compiled_layer_is_one_graph_with_its_products_in_fp8(pipeline):
     graphs = []
 
@@ -385,7 +389,7 @@ def test_a_compiled_layer_is_one_graph_with_its_products_in_fp8(pipeline):
         assert fp8_in(output.all_input_nodes) == []
 
 
-def train_compiled_mesh(axes):
+def train_compiled_mesh(axes, pipeline):
     """The loss, the gradients, graphs, their products, and what is saved in fp8 or larger than the rank's part."""
     torch._dynamo.reset()
     graphs = []
@@ -396,8 +400,8 @@ def train_compiled_mesh(axes):
 
     mesh = dict(zip(("batch", "sequence", "hidden"), axes, strict=True))
     with mock.patch.object(compiled_layers, "compile_graph", compile_graph):
-        model = cuboid.shard(plain_model(), config_of(mesh=mesh, compile=True)).train()
-        loss, gradients = loss_and_gradients(model, None)
+        model = cuboid.shard(plain_model(), config_of(pipeline, mesh=mesh, compile=True)).train()
+        loss, gradients = loss_and_gradients(model, None if pipeline is None else cuboid.Pipeline(model))
     assert model.cuboid.state.compiled.reason is None
     products = [sum(node.target == torch.ops.aten._scaled_mm.default for node in graph.nodes) for graph in graphs]
     output = next(node for node in graphs[0].nodes if node.op == "output")
@@ -405,14 +409,18 @@ def train_compiled_mesh(axes):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("axes", [(1, 2, 1), (2, 1, 1)], ids=str)
-def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes):
-    ranks = pool.run(2, train_compiled_mesh, axes)
+@pytest.mark.parametrize(
+    ("axes", "pipeline"),
+    [((1, 2, 1), None), ((2, 1, 1), None), ((1, 2, 1), ZERO_BUBBLE), ((2, 1, 1), ZERO_BUBBLE)],
+    ids=str,
+)
+def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes, pipeline):
+    ranks = pool.run(2, train_compiled_mesh, axes, pipeline)
     for _, _, products, saved in ranks:
         assert (products, saved) == ([PRODUCTS, PRODUCTS], 0)
     # Whole gradients are put together on the first rank.
     loss, gradients, _, _ = ranks[0]
-    assert_as_emulated(loss, gradients, 1)
+    assert_as_emulated(loss, gradients, 1 if pipeline is None else 2)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Which types of models have one graph for each kind of layer: their modules' forms, dropout, and adapters."""
 
 import re
-import warnings
 
 import pytest
 import torch

@@ -178,11 +178,10 @@ def cuboid_software(layout: Layout) -> Software:
 
     In a pipeline, whose units all add to the gradients, these are accumulated in float32. Adam steps on them; torch's
     takes one more number of each parameter. On a mesh, collectives add to the host's work. Compiled layers have fused
-    kernels; on a mesh or in 8 bits, those whose backward may be split stay uncompiled.
+    kernels.
     """
     software = replace(CUBOID, host_s=_MESH_HOST_S) if layout.mesh.size > 1 else CUBOID
-    splits = layout.stages > 1 and layout.may_split
-    if layout.compiled and not (splits and (layout.mesh.size > 1 or layout.fp8_min_dimension is not None)):
+    if layout.compiled:
         software = replace(software, is_eager=False)
     is_pipeline = layout.stages > 1 or layout.segments > 1
     return replace(software, gradient_bytes=4, step_bytes=4, steps_on_copies=False) if is_pipeline else software
