@@ -169,7 +169,8 @@ def named(path, axes, pipeline):
     ("architecture", "axes", "pipeline", "reason"),
     [
         # Found in a unit, while other modules are in the places of the other stage's layers.
-        ("falcon_h1", (1, 1, 1), {"stages": 2}, "FalconH1DecoderLayer isn't one graph"),
+        ("falcon_h1", (1, 1, 1), {"stages": 2}, "FalconH1DecoderLayer isn't one graph: "),
+        ("gpt_neo", (1, 1, 1), {"stages": 2, "segments": 4}, "no form in a graph with segments: it reads its cache"),
     ],
 )
 def test_stages_whose_layers_are_no_graph_run_uncompiled_and_are_named_once(

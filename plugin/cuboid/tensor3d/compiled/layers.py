@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,8 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 #: Graphs of all kinds of layers together: with and without gradients, masks and dynamic lengths.
 _MOST_GRAPHS = 64
+#: How Dynamo's message names an exception of the code that it traces, and what that says.
+_RAISED = re.compile(r"""raised exception \w+\((["'])(.+)\1\)$""", re.MULTILINE)
 #: Operations whose results are larger than what they are made of. The second one reads a segment's KV cache, the third
 #: has a token's features once for each of its experts.
 _AGAIN = ("all_gather_into_tensor", "segment_prefix", "expert_rows")
@@ -322,7 +325,10 @@ def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
 
 
 def _first_lines(error: Exception) -> str:
-    """What Dynamo says it doesn't trace, and why, without its hints."""
+    """What Dynamo says it doesn't trace, and why, without its hints; of an exception in a layer's code, its text."""
+    raised = _RAISED.search(str(error))
+    if raised is not None:
+        return raised.group(2)
     lines = [line.strip() for line in str(error).splitlines()]
     end = next((number for number, line in enumerate(lines) if line.startswith("Hint:")), len(lines))
     return " ".join(line for line in lines[:end] if line) or type(error).__name__
