@@ -1,4 +1,4 @@
-"""LoRA on the weights of experts (``target_parameters``): as plain PEFT's, on meshes and in stages."""
+"""LoRA on the weights of experts and routers (``target_parameters``): as plain PEFT's, on meshes and in stages."""
 
 import copy
 import re
@@ -23,6 +23,8 @@ pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import LoraConfig, PeftModel, get_peft_model
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+#: PEFT takes experts and routers for the linear layers that they were in older transformers.
+ALL = {"target_modules": "all-linear", "target_parameters": None}
 
 
 def adapted(model, **options):
@@ -44,6 +46,10 @@ CASES = [
     ("qwen3_moe", "2x2x2", {"use_rslora": True}),
     ("gpt_oss", "1x2x2", {"target_parameters": EXPERTS[1:]}),
     ("deepseek_v3", "3x1x2", {"target_modules": ["o_proj"]}),
+    ("qwen3_moe", "1x2x2", ALL),
+    ("deepseek_v3", "2x1x1", ALL),
+    ("mixtral", "1x2x1", {"target_modules": ["q_proj", "gate", "w1", "w2", "w3"], "target_parameters": None}),
+    ("gpt_oss", "1x1x2", {"target_parameters": ["mlp.router.weight", *EXPERTS[:1]]}),
 ]
 
 
@@ -65,11 +71,11 @@ def assert_as_plain_peft(model, mesh, **options):
     assert any("experts" in name for name in assert_step(plain, threaded, micro_batch))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_experts_are_disabled_merged_and_unloaded(architecture):
+@pytest.mark.parametrize(("architecture", "options"), [("qwen3_moe", ALL), ("gpt_oss", {})])
+def test_experts_are_disabled_merged_and_unloaded(architecture, options):
     model = small(architecture)
     micro_batch = batch(vocabulary=61)
-    plain, threaded = adapted(copy.deepcopy(model)), AdaptedExperts(model, "1x2x2")
+    plain, threaded = adapted(copy.deepcopy(model), **options), AdaptedExperts(model, "1x2x2", **options)
     first = assert_losses(plain, threaded, micro_batch)
     both = in_both(plain, threaded, micro_batch)
     disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
@@ -82,15 +88,16 @@ def test_experts_are_disabled_merged_and_unloaded(architecture):
     assert assert_losses(plain, threaded, micro_batch) == pytest.approx(first, abs=1e-9)
 
 
-@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
-def test_gradients_in_segments(tmp_path, mesh, lengths):
+@pytest.mark.parametrize(("mesh", "lengths", "options"), [("1x1x1", (5, 4, 3), {}), ("1x2x1", (8, 4), ALL)])
+def test_gradients_in_segments(tmp_path, mesh, lengths, options):
     model, micro_batch = small("qwen3_moe"), batch(vocabulary=61)
     micro_batch["labels"][:, -1] = -100
-    trained = assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+    plain = adapted(copy.deepcopy(model), **options)
+    trained = assert_as_plain(model, plain, Staged(model, mesh), micro_batch, lengths, tmp_path)
     assert any("experts" in name for name in trained)
 
 
-@pytest.mark.parametrize("name", ["mlp.gate.weight", "self_attn.q_norm.weight"])
+@pytest.mark.parametrize("name", ["input_layernorm.weight", "self_attn.q_norm.weight"])
 def test_other_parameters_are_refused_by_name(name):
     model = Threaded(small("qwen3_moe"), "1x2x1").models[0]
     before = [name for name, _ in model.named_modules()]
@@ -104,7 +111,7 @@ def saved_by_ranks(start, folder):
         model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64, experts_implementation="eager")
         return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
 
-    model, other = adapted(on("1x2x1")), on("2x1x1")
+    model, other = adapted(on("1x2x1"), **ALL), on("2x1x1")
     with precision(keep_float64=True):
         model.save_pretrained(folder)
         read = PeftModel.from_pretrained(other, folder, is_trainable=True)
@@ -115,7 +122,7 @@ def test_they_are_in_pefts_folder(pool, tmp_path):
     model = small("qwen3_moe").eval()
     model.save_pretrained(tmp_path / "start")
     results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
-    adapted(copy.deepcopy(model)).save_pretrained(tmp_path / "plain")
+    adapted(copy.deepcopy(model), **ALL).save_pretrained(tmp_path / "plain")
     saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
     assert saved.keys() == expected.keys()
     plain = PeftModel.from_pretrained(model, tmp_path / "adapter")

@@ -83,7 +83,7 @@ class AdapterFiles:
             tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _adapter_of(key) in (name, None)}
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
             saved = copy.copy(config)
-            saved.target_modules = _targets(config, tensors)
+            saved.target_modules = _targets(config, tensors, inner.cuboid.whole_model.parameters)
             saved.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
             saved.inference_mode = True
             saved.save_pretrained(str(target))
@@ -202,20 +202,25 @@ def _saved_name(name: str) -> str:
     return saved.removesuffix(".weight") if saved.endswith(".lora_magnitude_vector.weight") else saved
 
 
-def _targets(config: Any, tensors: Iterable[str]) -> Any:
+def _targets(config: Any, tensors: Iterable[str], parameters: Iterable[str]) -> Any:
     """``target_modules`` for a file: those asked for, and layers of other stages that they don't name.
 
     On a stage, PEFT makes a list of its own layers out of ``"all-linear"``.
+
+    Args:
+        config: the adapter's.
+        tensors: names of those in the file.
+        parameters: names of those of the whole model, with its adapters.
     """
     asked = config.target_modules
     if not isinstance(asked, set | list | tuple):
         return asked
     layers = {_FACTOR.split(name.removeprefix(PREFIX), maxsplit=1)[0] for name in tensors if _FACTOR.search(name)}
-    # Experts aren't named there, but in ``target_parameters``.
-    experts = [name.rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
-    layers = {
-        name for name in layers if not f".{name.replace('.base_layer', '')}".endswith(tuple(f".{x}" for x in experts))
-    }
+    # Experts and routers aren't named there, but in ``target_parameters``.
+    ends = tuple(f".{target}" for target in getattr(config, "target_parameters", None) or ())
+    plain = [name.replace(".base_layer", "") for name in parameters]
+    owners = {name.rpartition(".")[0] for name in plain if f".{name}".endswith(ends)}
+    layers = {name for name in layers if name.replace(".base_layer", "") not in owners}
     missing = {layer for layer in layers if not any(layer == key or layer.endswith(f".{key}") for key in asked)}
     return sorted({*asked, *missing})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import zlib
@@ -16,7 +17,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import _get_input_embeddings_name
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import Mesh, WeightSeed
@@ -33,6 +36,7 @@ from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.placeholders import PlaceholderModule
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
@@ -65,16 +69,19 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
-    of_experts = getattr(config, "target_parameters", None)
+    with _giving_head(model):
+        prepared = _prepared(tuner, model, config)
+    of_experts = getattr(prepared, "target_parameters", None)
     if model.cuboid.state.compiled is not None and (of_experts or isinstance(config, IA3Config)):
         what = f"target_parameters={of_experts}" if of_experts else "IA3Config"
         raise UnsupportedModelError(f"{what} has no rule in compiled layers; don't compile them")
     with _giving_head(model), _skipping(tuner, _absent(model)):
-        is_here, tokens = _check_targets(tuner, model, config), _checked_tokens(model, config)
+        is_here, tokens = _check_targets(tuner, model, prepared), _checked_tokens(model, config)
         if isinstance(config, LoraConfig):
             config._register_custom_module(
                 {
                     ShardedExperts: ParamWrapper,
+                    ShardedRouter: ParamWrapper,
                     ShardedLinear: ShardedLora,
                     **{nn.Linear: SeededLora, Conv1D: SeededLora, nn.Embedding: EmbeddingLora},
                 }
@@ -283,8 +290,17 @@ def check_adapter(config: Any) -> None:
         )
 
 
+def _prepared(tuner: Any, model: Any, config: Any) -> Any:
+    """A copy of an adapter's config, with the targets that PEFT will find for it."""
+    prepared = copy.deepcopy(config)
+    # What were linear layers of experts and routers in older transformers, and so in "all-linear", are parameters now.
+    convert_peft_config_for_transformers(prepared, model, get_model_conversion_mapping(model))
+    prepared = tuner._prepare_adapter_config(prepared, tuner.get_model_config(model))
+    return _maybe_include_all_linear_layers(prepared, model)
+
+
 def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
-    """Check the modules that an adapter is for.
+    """Check the modules that an adapter is for, with a config by :func:`_prepared`.
 
     Returns:
         False if a stage has none of them, but others have.
@@ -293,12 +309,9 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
         UnsupportedModelError: names one that has no rule.
     """
     check_trained_whole(model, config.modules_to_save)
-    # PEFT does the same to the same config again, with the same result.
-    prepared = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
-    prepared = _maybe_include_all_linear_layers(prepared, model)
 
     def is_target(name: str) -> bool:
-        return bool(name) and bool(tuner._check_target_module_exists(prepared, name))
+        return bool(name) and bool(tuner._check_target_module_exists(config, name))
 
     head, here = model.get_output_embeddings(), 0
     for name, module in model.named_modules():
@@ -328,7 +341,7 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
     if here or not isinstance(model, StageModel):
         return True
     # A name that no stage has is left to PEFT's own error.
-    return not any(type(tuner)._check_target_module_exists(prepared, name) for name in _whole_names(model))
+    return not any(type(tuner)._check_target_module_exists(config, name) for name in _whole_names(model))
 
 
 def _check_parameters(model: Any, targets: Sequence[str]) -> int:
@@ -345,12 +358,13 @@ def _check_parameters(model: Any, targets: Sequence[str]) -> int:
         count += 1
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        is_weight = isinstance(module, ShardedExperts) and leaf in (module.form.up, module.form.down)
+        is_weight = isinstance(module, ShardedRouter) and parameter.dim() == 2
+        is_weight = is_weight or (isinstance(module, ShardedExperts) and leaf in (module.form.up, module.form.down))
         if not is_weight and not (model.cuboid.mesh.shape.size == 1 and parameter.dim() > 1):
             raise UnsupportedModelError(
                 f"target_parameters={list(targets)}: {plain_name} of {type(module).__name__} has no rule on a mesh; of "
-                "a model's parameters, the weights of experts that have all of them in one tensor are adapted; name "
-                "linear layers in target_modules"
+                "a model's parameters, the weights of routers and of experts that have all of them in one tensor are "
+                "adapted; name linear layers in target_modules"
             )
     return count
 

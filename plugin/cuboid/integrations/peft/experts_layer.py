@@ -1,4 +1,4 @@
-"""PEFT's LoRA layer around a module of experts, for one of its parameters (``target_parameters``)."""
+"""PEFT's LoRA layer around a module of experts, or a router, for one of its parameters (``target_parameters``)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from cuboid.tensor3d.sharding.full_params import whole_parameter
 
 # PEFT goes by the name of the class where a module has adapters of several parameters.
 class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
-    """As PEFT's own class, around experts that are cut over the mesh."""
+    """As PEFT's own class, around a module that is cut over the mesh."""
 
     def _get_in_out_features(self, module: nn.Module) -> Any:  # noqa: ARG002
         base: Any = self.get_base_layer()
-        self.num_experts, in_features, out_features = base.spec(self.parameter_name).shape
-        self._param_ndim = 3
+        shape = base.spec(self.parameter_name).shape
+        self._param_ndim = len(shape)
+        # PEFT swaps the last two of experts' weights that aren't transposed.
+        self.num_experts, in_features, out_features = shape if len(shape) == 3 else (1, *shape[::-1])
         return in_features, out_features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
@@ -36,14 +38,14 @@ class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
             factor = ExpertFactor(whole_factor, base.mesh)
             factor.sharded_params["weight"].follow(weight)
             factors[adapter_name] = factor
-        # The experts multiply with the sum of weight and update, so neither a gather of the weight that was started
+        # The module multiplies with the sum of weight and update, so neither a gather of the weight that was started
         # before nor a block that was kept is of use.
         base.is_prefetched = False
         weight.optimizer_steps = weight.copies_of_step = None
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The experts' output, with the updates of the active adapters."""
+        """The module's output, with the updates of the active adapters."""
         base: Any = self.get_base_layer()
         if base.mesh.shape.size == 1:
             return super().forward(x, *args, **kwargs)

@@ -21,18 +21,19 @@ from torch.overrides import TorchFunctionMode
 from cuboid.distributed.axis_collectives import all_gather, all_reduce
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.experts.expert_update import UpdatedModule
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
-class ShardedRouter(ShardedModule):
+class ShardedRouter(UpdatedModule):
     """Mixin for a model's router class, whose own code runs unchanged."""
 
     def configure(self) -> None:
         """Configure the router, after :meth:`init_sharding`."""
         self.gathered_once = frozenset(self.sharded_params)
+        self.updates = {}
         #: Whether it draws random numbers in training, as some do to vary the choice between similar experts.
         self.is_random = any("jitter" in name and isinstance(x, float) and x > 0 for name, x in vars(self).items())
 

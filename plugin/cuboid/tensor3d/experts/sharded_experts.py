@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.experts.dispatch import Dispatch
+from cuboid.tensor3d.experts.expert_update import UpdatedModule
 from cuboid.tensor3d.experts.grouped_linear import Features, GroupedProduct, Side, Tokens, gather_routing
 from cuboid.tensor3d.layers.linear import autocast_dtype
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ExpertForm:
         return 2 if self.in_first else 1
 
 
-class ShardedExperts(ShardedModule):
+class ShardedExperts(UpdatedModule):
     """Mixin for a model's class of experts, which keeps its own activation and attributes."""
 
     form: ExpertForm
@@ -65,19 +64,7 @@ class ShardedExperts(ShardedModule):
         """Set the form, after :meth:`init_sharding`."""
         self.form = form
         self.gathered_once = frozenset(form.biases)
-        self.updates: dict[str, torch.Tensor] = {}
-
-    @contextmanager
-    def updated(self, name: str, update: torch.Tensor) -> Iterator[None]:
-        """In the ``with`` block, ``update`` is added to this rank's shard of a weight, differentiably.
-
-        The weight must not be prefetched.
-        """
-        self.updates[name] = update
-        try:
-            yield
-        finally:
-            del self.updates[name]
+        self.updates = {}
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
