@@ -39,6 +39,9 @@ class Patch:
     parameters: tuple[str, ...]
     replace: Callable[[Any], Any]
     _original: Any = field(default=None, init=False, repr=False)
+    #: The original that was replaced last, and what was made of it. Put in again it is the same object: for what is
+    #: certified, another one would be other code, to be followed anew.
+    _made: tuple[Any, Any] = field(default=(None, None), init=False, repr=False)
     _applied: bool = field(default=False, init=False, repr=False)
     _wanted: bool = field(default=False, init=False, repr=False)
 
@@ -61,7 +64,9 @@ class Patch:
         # Not getattr, which would bind a classmethod: it couldn't be restored as it was.
         self._original = vars(owner)[name]
         self._check_signature(getattr(owner, name))
-        setattr(owner, name, self.replace(self._original))
+        if self._made[0] is not self._original:
+            self._made = self._original, self.replace(self._original)
+        setattr(owner, name, self._made[1])
         self._applied = True
 
     def revert(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -120,6 +121,8 @@ def compiled(path, axes, compiler=PARTITION_ONLY, sections=MappingProxyType({}),
     counters.clear()
     if compiler == PARTITION_ONLY:
         compiled_layers.compile_graph = lambda graph, _, **__: make_boxed_func(graph.forward)
+    # Scalar code: which vectors a C++ compiler has is asked by six compilations, and they make the kernels' longer.
+    inductor_config.cpp.vec_isa_ok = False
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))

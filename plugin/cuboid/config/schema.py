@@ -619,22 +619,6 @@ def _split(config: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
     if "pipeline" in sections and isinstance(autotp, Mapping) and list(autotp) == ["autotp_size"]:
         # Cuboid itself wrote this section, for accelerate.
         sections["tensor_parallel"] = {**_NO_MESH, **framework_config.pop("tensor_parallel")}
-    _check_sections(sections, framework_config)
-    if "checkpoint" in framework_config:
-        _take_checkpoint(framework_config, sections)
-    if "activation_checkpointing" in framework_config:
-        _take_activation_checkpointing(framework_config, sections)
-    try:
-        own_values = {name: framework_config.pop(name) for name in _OWN_KEYS if name in framework_config}
-        return CuboidConfig.model_validate(
-            {**sections, **own_values, "framework": FrameworkNumbers.of(framework_config)}
-        ), framework_config
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
-
-
-def _check_sections(sections: dict[str, Any], framework_config: dict[str, Any]) -> None:
-    """Reject sections of Cuboid's that aren't mappings or have another name, with an error that names the section."""
     for name, section in {**sections, **framework_config}.items():
         if name in ("tensor_parallel", "pipeline", "checkpoint", "activation_checkpointing"):
             if not isinstance(section, dict):
@@ -649,6 +633,17 @@ def _check_sections(sections: dict[str, Any], framework_config: dict[str, Any]) 
             'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
             "tensor_parallel section of AutoTP"
         )
+    if "checkpoint" in framework_config:
+        _take_checkpoint(framework_config, sections)
+    if "activation_checkpointing" in framework_config:
+        _take_activation_checkpointing(framework_config, sections)
+    try:
+        own_values = {name: framework_config.pop(name) for name in _OWN_KEYS if name in framework_config}
+        return CuboidConfig.model_validate(
+            {**sections, **own_values, "framework": FrameworkNumbers.of(framework_config)}
+        ), framework_config
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
 
 
 def _take_checkpoint(framework_config: dict[str, Any], sections: dict[str, Any]) -> None:

@@ -398,12 +398,13 @@ class Mesh:
 
 def current_rank() -> int:
     """This process's rank in the world: torch.distributed's, else the launcher's RANK, else 0."""
-    return dist.get_rank() if _has_process_group() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def current_world_size() -> int:
     """Ranks in the world: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
-    return dist.get_world_size() if _has_process_group() else int(os.environ.get("WORLD_SIZE", "1"))
+    is_connected = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_connected else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def group_timeout() -> timedelta | None:
@@ -450,7 +451,3 @@ def _weight_difference(checksums: Sequence[Mapping[str, int]]) -> str:
         "weights: load them on all ranks, or call torch.manual_seed with the same number on all ranks right before the "
         "model is made. cuboid.from_pretrained and cuboid.from_config make them alike"
     )
-
-
-def _has_process_group() -> bool:
-    return dist.is_available() and dist.is_initialized()

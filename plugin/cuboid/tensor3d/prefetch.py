@@ -6,7 +6,7 @@ weights and biases, which would each need a collective of a few hundred bytes, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.sharding.bucketing import start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
@@ -74,7 +75,11 @@ class LayerPrefetcher:
                     # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
                     is_small = len(param.spec.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
-        self._groups = [ParamGroup(members) for members in _by_axes(small)]
+        # One collective can gather those over the same axes, if they have one dtype.
+        by_axes: dict[tuple[Axis, ...], list[_Place]] = {}
+        for place in small:
+            by_axes.setdefault(place.param.spec.fsdp_axes, []).append(place)
+        self._groups = [ParamGroup(members) for members in by_axes.values()]
         if self._blocks is not None:
             self._blocks = LayerBlocks(self._weights)
         if (self._groups or self._weights) and not self._has_hooks:
@@ -93,10 +98,6 @@ class LayerPrefetcher:
     def is_of(self, layer: nn.Module) -> bool:
         """Whether it is this layer's."""
         return self._layer is layer
-
-    def follow(self, previous: LayerPrefetcher) -> None:
-        """Set the layer that runs before this one."""
-        self._previous, previous._next = previous, self
 
     def reset(self) -> None:
         """Discard prefetched parameters of a layer that didn't run, or whose recomputation stopped early."""
@@ -235,7 +236,7 @@ class ModelPrefetcher:
         for layers in runs:
             prefetchers = [LayerPrefetcher(layer) for layer in layers]
             for previous, layer in pairwise(prefetchers):
-                layer.follow(previous)
+                layer._previous, previous._next = previous, layer
             self._layers += prefetchers
 
     def of(self, layer: nn.Module) -> LayerPrefetcher | None:
@@ -261,11 +262,3 @@ def collect_prefetched(model: nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, ModelPrefetcher):
                 hook.collect()
-
-
-def _by_axes(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """Group parameters that one collective can gather, if they have one dtype."""
-    groups: dict[Any, list[_Place]] = {}
-    for place in places:
-        groups.setdefault(place.module.spec(place.name).fsdp_axes, []).append(place)
-    yield from groups.values()

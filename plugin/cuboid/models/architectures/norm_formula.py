@@ -61,7 +61,14 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     weight = torch.linspace(0.5, 1.5, size, **exact) if "weight" in parameters else None
     bias = torch.linspace(-0.3, 0.4, size, **exact) if "bias" in parameters else None
     try:
-        expected = _asked(module, x, {"weight": weight, "bias": bias})
+        probe: Any = copy.deepcopy(module)
+        probe._forward_hooks.clear()
+        probe._forward_pre_hooks.clear()
+        probe = probe.to_empty(device="cpu").float()
+        with torch.no_grad(), torch.device("cpu"):
+            for name, parameter in probe.named_parameters():
+                parameter.copy_(weight if name == "weight" else bias)
+            expected = probe(x)
     except Exception:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
@@ -97,14 +104,3 @@ def may_normalize(module: nn.Module) -> bool:
     """Whether a module is a norm by its class's name; running it decides."""
     is_leaf = not any(True for _ in module.children())
     return is_leaf and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower())
-
-
-def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | None]) -> Any:
-    probe: Any = copy.deepcopy(module)
-    probe._forward_hooks.clear()
-    probe._forward_pre_hooks.clear()
-    probe = probe.to_empty(device="cpu").float()
-    with torch.no_grad(), torch.device("cpu"):
-        for name, parameter in probe.named_parameters():
-            parameter.copy_(values[name])
-        return probe(x)

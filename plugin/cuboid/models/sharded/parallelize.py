@@ -120,7 +120,11 @@ def parallelize_modules(
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _prefetch_layers(model, stages)
+        layers = layer_names(model)
+        runs = [[model.get_submodule(name) for name in layers if name in stage] for stage in stages or [layers]]
+        if layers:
+            runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
+            runner.register_forward_pre_hook(ModelPrefetcher(runs))
     draws = seed_random_modules(model, parallel_plan, mesh, late)
     set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
@@ -291,18 +295,6 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
         block.register_forward_pre_hook(block_hook, with_kwargs=True)
         if place.rpartition(".")[0] in mixtures:
             block.register_forward_hook(block_hook.restore)
-
-
-def _prefetch_layers(model: PreTrainedModel, stages: Sequence[Collection[str]]) -> None:
-    """Register prefetching between the layers of each stage, or of the whole model."""
-    layers = layer_names(model)
-    if not layers:
-        return
-    runs = [
-        [model.get_submodule(name) for name in layers if name in stage_layers] for stage_layers in stages or [layers]
-    ]
-    runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
-    runner.register_forward_pre_hook(ModelPrefetcher(runs))
 
 
 def _set_local_sizes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:

@@ -18,18 +18,15 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
-from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.refusals import compiling_refused
 from cuboid.models.architectures.roles import layer_names, token_embeddings
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
-from cuboid.models.batch.batch_check import Limits
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
 from cuboid.models.kinds.label_heads import without_padding
-from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.compilation import compile_layers
@@ -97,25 +94,33 @@ def shard_modules(
     shapes = {name: spec.shape for name, spec in parallel_plan.by_parameter.items()}
     kind = kind_of(type(model), model.config)
     whole_model = WholeModel.of(model, kind, learned_positions(model), shapes)
-    whole_model = replace(whole_model, limits=_limits_on_mesh(whole_model.limits, model, kind, parallel_plan.verdict))
+    verdict = parallel_plan.verdict
+    limits = replace(
+        whole_model.limits,
+        types=getattr(model.config, "type_vocab_size", None) if verdict.token_types else None,
+        first_position=first_position(model) if verdict.inputs == "only ids" else 0,
+        shifts_labels=kind.is_causal,
+    )
+    whole_model = replace(whole_model, limits=limits)
     late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
     named = [part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)]
     images = late if isinstance(late, ImageSplit) else None
     use_sharded_attention(frozenset(named), attention.values(), mesh, images)
-    for name in whole_blocks(parallel_plan):
+    blocks = whole_blocks(parallel_plan)
+    for name in blocks:
         # A block that is computed whole has all heads, and sets its own random number generator.
         use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
     base = type(model)
-    callers = (*attention.values(), *map(model.get_submodule, whole_blocks(parallel_plan)))
+    callers = (*attention.values(), *map(model.get_submodule, blocks))
     model.cuboid = Sharding(
         mesh,
         config,
         base,
         kind,
         whole_model,
-        parallel_plan.verdict,
+        verdict,
         late=late,
         draws=draws,
         head=model.get_output_embeddings(),
@@ -128,9 +133,14 @@ def shard_modules(
         inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
     is_cut = mesh.shape.size > 1
     if is_cut:
-        _guard_ends(model)
+        # The embedding and the head take or return a rank's part, so they raise an error when called directly.
+        ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
+        ends[model.get_output_embeddings()] = "head"
+        for module, what in ends.items():
+            if module is not None:
+                module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
     hook_heads(model)
-    early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
+    early = next(iter((*attention, *blocks)), None)
     if early is not None:
         around = next((name for name in layer_names(model) if early.startswith(f"{name}.")), early)
         model.get_submodule(around).register_forward_hook(_read_check)
@@ -148,13 +158,6 @@ def hook_heads(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, LabelsHead):
             module.register_forward_hook(without_padding)
-
-
-def _limits_on_mesh(limits: Limits, model: PreTrainedModel, kind: ModelKind, verdict: MeshVerdict) -> Limits:
-    """The limits with what the probe found out about the model's inputs."""
-    first = first_position(model) if verdict.inputs == "only ids" else 0
-    types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
-    return replace(limits, types=types, first_position=first, shifts_labels=kind.is_causal)
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -190,15 +193,6 @@ def _read_check(*_: Any) -> None:
     check = forward_context().check
     if check is not None:
         check.read()
-
-
-def _guard_ends(model: PreTrainedModel) -> None:
-    """Make the embedding and the head raise an error when called directly: they take or return a rank's part."""
-    ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
-    ends[model.get_output_embeddings()] = "head"
-    for module, what in ends.items():
-        if module is not None:
-            module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
 
 
 @uncompiled

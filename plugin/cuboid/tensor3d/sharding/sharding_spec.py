@@ -102,18 +102,14 @@ class ShardingSpec:
         row_intervals, *other_intervals = self.block_intervals(mesh, at)
         height = self.shard_shape(mesh)[0]
         start = at.index(self.fsdp_axes, mesh) * height
-        return [list(_within(row_intervals, start, start + height)), *other_intervals]
-
-
-def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interval]:
-    """The part [start, stop) of a concatenation of intervals."""
-    # Of the elements in all intervals before.
-    offset = 0
-    for low, high in intervals:
-        left, right = max(start, offset), min(stop, offset + high - low)
-        if left < right:
-            yield low + left - offset, low + right - offset
-        offset += high - low
+        # The part [start, start + height) of the block's rows; ``offset`` is how many are in the intervals before.
+        rows, offset = list[Interval](), 0
+        for low, high in row_intervals:
+            left, right = max(start, offset), min(start + height, offset + high - low)
+            if left < right:
+                rows.append((low + left - offset, low + right - offset))
+            offset += high - low
+        return [rows, *other_intervals]
 
 
 def take_shard(full: torch.Tensor, spec: ShardingSpec, mesh: Mesh, at: Coordinate | None = None) -> torch.Tensor:
