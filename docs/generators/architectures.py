@@ -86,6 +86,10 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "grouped, padding token": _GROUPED_PAD,
         "grouped, tied, padding token": {"tie_word_embeddings": True, **_GROUPED_PAD},
         "biases, padding token": {"attention_bias": True, "mlp_bias": True, **_GROUPED_PAD},
+        "biases of attention": {"attention_bias": True},
+        "tied, padding token": {"tie_word_embeddings": True, **_PAD},
+        "padding token, eager": _PAD,
+        "grouped, padding token, eager": _GROUPED_PAD,
     },
     "qwen2": {
         "grouped": {"num_key_value_heads": 8},
@@ -109,6 +113,8 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"sliding_window": 4096},
         "padding token": _PAD,
         "window, padding token": {"sliding_window": 4096, **_PAD},
+        "router losses": {"output_router_logits": True},
+        "router losses, padding token": {"output_router_logits": True, **_PAD},
     },
     "gpt_neox": {"padding token": _PAD},
     "gemma2": {

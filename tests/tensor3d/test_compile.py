@@ -258,10 +258,10 @@ def test_a_model_may_have_more_graphs_than_torch_allows_a_function_by_itself(poo
 def named(axes):
     """The warnings of models whose layers can't be one graph, and their losses in two steps."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    mixture = {"intermediate_size": 32, "num_key_value_heads": 4, "num_local_experts": 2}
+    mixture = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2}
     configs = {
         "jitter": AutoConfig.for_model("mixtral", **sizes, **mixture, router_jitter_noise=0.1),
-        "tagger": AutoConfig.for_model("llama", **sizes, intermediate_size=64, num_labels=131),
+        "tagger": AutoConfig.for_model("llama", **sizes, intermediate_size=64, num_labels=131, pad_token_id=0),
     }
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
     said = {}

@@ -293,7 +293,8 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
 
 
 def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, tmp_path):
-    process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000", "--log-every=0"))
+    arguments = train_arguments(job, tmp_path, "alone", "--steps=1000", "--log-every=0")
+    process = start(warm_python(), "-m", *arguments)
     status, output = interrupt(process, "step 20/1000", signal.SIGTERM)
     assert status == 143, output
     latest = (tmp_path / "checkpoints" / "latest").read_text()

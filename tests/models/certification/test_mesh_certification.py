@@ -207,10 +207,12 @@ def trained(path, architecture, axes, batch):
 @pytest.mark.parametrize("architecture", ["bloom", "mamba2", "bert"])
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "hidden": 2}])
 def test_whole_blocks_train_as_on_one_process_from_slices(pool, tmp_path, architecture, axes, padded):
-    options = {"mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}}.get(architecture, {})
+    options = {
+        "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
+        "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    }
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**SIZES, **options, "hidden_dropout_prob": 0.0})
-    config.attention_probs_dropout_prob = 0.0
+    config = AutoConfig.for_model(architecture, **{**SIZES, **options.get(architecture, {})})
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
     plain.save_pretrained(tmp_path / "model")
     ids = torch.randint(0, 67, (4, 15))
