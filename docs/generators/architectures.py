@@ -116,7 +116,7 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "router losses": {"output_router_logits": True},
         "router losses, padding token": {"output_router_logits": True, **_PAD},
     },
-    "gpt_neox": {"padding token": _PAD},
+    "gpt_neox": {"padding token": _PAD, "eager": {}},
     "gemma2": {
         "eager": {},
         "low caps, eager": _LOW_CAPS,
