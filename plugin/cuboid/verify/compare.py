@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from cuboid.models.certification.trials import LEAST_SHARE, magnitude, relative_error
+from cuboid.models.certification.trials import magnitude, relative_error, tensor_errors
 from cuboid.verify.training import RunOutcome, Tensors
 
 ComparedKind = Literal[
@@ -24,8 +24,7 @@ KINDS: tuple[ComparedKind, ...] = tuple(kind for kind in get_args(ComparedKind) 
 #: Name of a check on all parameters.
 ALL = "all parameters together"
 
-#: In multiples of the dtype's epsilon, times the largest value of a kind. If all of a tensor's values are smaller, on
-#: both sides, the tensor is only rounding noise, such as the gradient of a key bias without rotary embeddings.
+#: Up to how many epsilons of the largest value of a kind a tensor is only rounding noise; see :func:`tensor_errors`.
 _NOISE = 16
 
 #: An error may be this many times that of plain transformers in the same precision.
@@ -176,20 +175,11 @@ def first_difference(checks: Sequence[Check]) -> str | None:
 def _compare_tensors(
     kind: ComparedKind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
 ) -> Iterator[Check]:
-    largest = max((magnitude(tensor) for tensor in reference.values()), default=0.0)
-    for name, tensor in reference.items():
-        counterpart = other.get(name)
-        floor = LEAST_SHARE * largest
-        if counterpart is not None and tensor.is_floating_point():
-            noise = _NOISE * torch.finfo(tensor.dtype).eps * largest
-            floor = largest if max(magnitude(tensor), magnitude(counterpart)) <= noise else floor
-        error = math.inf if counterpart is None else relative_error(tensor, counterpart, floor)
-        yield Check(kind, name, error, magnitude(tensor), tolerance, step)
-    for name, counterpart in other.items():
-        if name not in reference:
-            # A parameter that no loss depends on has no gradient or moments on one side, and zeros on another.
-            error = 0.0 if kind in ("gradient", "moment") and not magnitude(counterpart) else math.inf
-            yield Check(kind, name, error, 0.0, tolerance, step)
+    for name, error in tensor_errors(reference, other, magnitude, noise=_NOISE).items():
+        size = magnitude(reference[name]) if name in reference else 0.0
+        # A parameter that no loss depends on has no gradient or moments on one side, and zeros on another.
+        is_unused = name not in reference and kind in ("gradient", "moment") and not magnitude(other[name])
+        yield Check(kind, name, 0.0 if is_unused else error, size, tolerance, step)
 
 
 def _compare_steps(kind: ComparedKind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:

@@ -1,8 +1,8 @@
 """What verdicts rest on: the micro-batches of a small model, what it computes itself, and comparisons with that.
 
-:mod:`cuboid.verify` measures differences by :func:`relative_error` too. It compares more, in processes and by
-checkpoints, and by a tensor's largest element, where a verdict has the norm: an error in one element has to be seen
-there, but doesn't decide whether an architecture is right.
+:mod:`cuboid.verify` compares by :func:`tensor_errors` too. It compares more, in processes and by checkpoints, and by a
+tensor's largest element, where a verdict has the norm: an error in one element has to be seen there, but doesn't decide
+whether an architecture is right. There, what a side lacks is an error, and what is mere rounding noise isn't.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -216,16 +216,51 @@ def words_of(failure: Exception) -> str:
 
 def largest_error(actual: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:
     """The largest relative error of loss and gradients, by their norms, and of which."""
-    errors = {"the loss": relative_error(expected.loss, actual.loss, LEAST_SHARE, norm)}
-    floor = LEAST_SHARE * max(map(norm, expected.gradients.values()), default=1.0)
-    for name in dict.fromkeys([*expected.gradients, *actual.gradients]):
-        gradients = [outcome.gradients.get(name) for outcome in (expected, actual)]
-        # A gradient that one side lacks is zero.
-        known = next(gradient for gradient in gradients if gradient is not None)
-        right, other = (torch.zeros_like(known) if gradient is None else gradient for gradient in gradients)
-        errors[name] = relative_error(right, other, floor, norm)
+    errors = {
+        "the loss": relative_error(expected.loss, actual.loss, LEAST_SHARE, norm),
+        **tensor_errors(expected.gradients, actual.gradients, norm, lacking_is_zero=True),
+    }
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
+
+
+def tensor_errors(
+    reference: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    size_of: Callable[[torch.Tensor], float],
+    *,
+    lacking_is_zero: bool = False,
+    noise: int = 0,
+) -> dict[str, float]:
+    """Relative errors of tensors of one kind, such as gradients, by name; the reference's first.
+
+    Args:
+        reference: what is right.
+        other: what is compared with it.
+        size_of: :func:`magnitude` or :func:`norm`.
+        lacking_is_zero: whether a tensor that one side lacks is zero there; else its error is infinite.
+        noise: in multiples of the dtype's epsilon times the largest size. If both sides of a tensor are smaller, it is
+            only rounding noise, such as the gradient of a key bias without rotary embeddings, and its error is
+            relative to the largest size.
+    """
+    largest = max(map(size_of, reference.values()), default=1.0)
+    errors: dict[str, float] = {}
+    for name in dict.fromkeys([*reference, *other]):
+        right, actual = reference.get(name), other.get(name)
+        if right is None or actual is None:
+            known = right if actual is None else actual
+            assert known is not None
+            zero = torch.zeros_like(known) if lacking_is_zero else None
+            right, actual = (zero if right is None else right), (zero if actual is None else actual)
+        if right is None or actual is None:
+            errors[name] = math.inf
+            continue
+        floor = LEAST_SHARE * largest
+        if noise and right.is_floating_point():
+            most = noise * torch.finfo(right.dtype).eps * largest
+            floor = largest if max(size_of(right), size_of(actual)) <= most else floor
+        errors[name] = relative_error(right, actual, floor, size_of)
+    return errors
 
 
 def magnitude(tensor: torch.Tensor) -> float:
