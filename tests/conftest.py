@@ -1,16 +1,23 @@
-"""Fixtures that several test modules share: a pool of processes, and small checkpoints."""
+"""Fixtures that several test modules share: a pool of processes, and small checkpoints.
+
+Cuboid is imported where it is used: under xdist, the process that only hands tests out reads this file before it starts
+the others, and needs no torch.
+"""
+
+from __future__ import annotations
 
 import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from cuboid.verify import SmallModel, WorkerPool
-from fork_server import start_fork_server
-from threaded import ThreadWorld
+if TYPE_CHECKING:
+    from cuboid.verify import SmallModel, WorkerPool
+    from threaded import ThreadWorld
 
 # No deadline per example: machines are shared and slow at times.
 settings.register_profile("no deadline", deadline=None)
@@ -67,6 +74,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # What has been imported stays. Each full collection would go through its 600,000 objects, in 0.3 s.
     gc.freeze()
     if not session.config.option.collectonly and any(map(_has_ranks, session.items)):
+        from fork_server import start_fork_server
+
         start_fork_server()
 
 
@@ -78,6 +87,8 @@ def _has_ranks(item: pytest.Item) -> bool:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Eight processes, started when first used."""
+    from cuboid.verify import WorkerPool
+
     with WorkerPool(8) as workers:
         yield workers
 
@@ -85,12 +96,16 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def threads() -> ThreadWorld:
     """In the place of ``pool``, ranks that are threads of this process; see there for what may run on them."""
+    from threaded import ThreadWorld
+
     return ThreadWorld()
 
 
 @pytest.fixture
 def alone() -> Iterator[WorkerPool]:
     """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
+    from cuboid.verify import WorkerPool
+
     with WorkerPool(1) as workers:
         yield workers
 
