@@ -31,6 +31,7 @@ from cuboid.integrations.peft.experts_layer import ParamWrapper
 from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora
 from cuboid.integrations.peft.scaled_layer import ShardedIA3
 from cuboid.integrations.peft.seeding import is_loading, seeded_by
+from cuboid.integrations.peft.whole_layer import WholeLora
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
@@ -40,6 +41,7 @@ from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.layers.whole_block import WHOLE_OF, KeptWhole
 from cuboid.tensor3d.low_rank import LowRankSplit
 from cuboid.tensor3d.prefetch import collect_prefetched
 from cuboid.tensor3d.scaling import input_spec, output_spec
@@ -83,6 +85,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
                     ShardedExperts: ParamWrapper,
                     ShardedRouter: ParamWrapper,
                     ShardedLinear: ShardedLora,
+                    KeptWhole: WholeLora,
                     **{nn.Linear: SeededLora, Conv1D: SeededLora, nn.Embedding: EmbeddingLora},
                 }
             )
@@ -324,11 +327,13 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
         is_cut = isinstance(base, ShardedEmbedding) or (
             isinstance(base, ShardedLinear) and LowRankSplit.of(base) is not None
         )
-        if not is_whole and not is_cut:
+        is_in_block = isinstance(config, LoraConfig) and not config.use_dora and _is_in_whole_block(model, name, base)
+        if not is_whole and not is_cut and not is_in_block:
             raise UnsupportedModelError(
                 f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
-                "layers of attention and of dense MLPs, embeddings of tokens and their head have adapters; name those "
-                "in target_modules, or this one in exclude_modules"
+                "layers of attention and of dense MLPs, embeddings of tokens and their head have adapters, and LoRA "
+                "without DoRA also linear layers in blocks that each rank computes whole; name those in "
+                "target_modules, or this one in exclude_modules"
             )
         if isinstance(config, IA3Config):
             _check_scaled(tuner, config, name, base)
@@ -342,6 +347,15 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
         return True
     # A name that no stage has is left to PEFT's own error.
     return not any(type(tuner)._check_target_module_exists(config, name) for name in _whole_names(model))
+
+
+def _is_in_whole_block(model: Any, name: str, base: nn.Module) -> bool:
+    """Whether a module is a linear layer inside a block that each rank computes whole, whose code calls it."""
+    if not isinstance(base, KeptWhole) or not isinstance(base, nn.Linear):
+        return False
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
+    return any(hasattr(type(module), WHOLE_OF) for module in around)
 
 
 def _check_parameters(model: Any, targets: Sequence[str]) -> int:

@@ -369,7 +369,13 @@ class _UnshardAll(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.params, ctx.same = params, same
         ctx.set_materialize_grads(False)
-        return _gathered(params, shards)
+        full_params = _gathered(params, shards)
+        # Otherwise autograd would compute gradients of frozen weights beside trained ones, and send them.
+        frozen = [
+            full for full, needs_grad in zip(full_params, ctx.needs_input_grad[2:], strict=True) if not needs_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return full_params
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

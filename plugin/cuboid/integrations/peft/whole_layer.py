@@ -1,0 +1,67 @@
+"""PEFT's LoRA layer around a linear layer of a block that each rank computes whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.integrations.peft.lora_layer import SeededLora
+from cuboid.tensor3d.layers.whole_block import keep_whole
+from cuboid.tensor3d.sharding.full_params import whole_parameter
+from cuboid.tensor3d.sharding.sharded_param import take_whole
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
+
+
+class WholeLora(SeededLora):
+    """As PEFT's own class, whose code runs on whole activations, with the factors cut over the mesh as their layer.
+
+    While the block runs, its parameters are whole, and so are the factors, which are gathered with them.
+    """
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
+        super().update_layer(adapter_name, *args, **kwargs)
+        base: Any = self.get_base_layer()
+        for factors in (self.lora_A, self.lora_B):
+            _cut(factors[adapter_name], base.mesh)
+            factor: Any = factors[adapter_name]
+            for param in factor.sharded_params.values():
+                param.follow(base.sharded_params["weight"])
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As PEFT's, ``[B/b, S, I]`` to ``[B/b, S, O]``.
+
+        Raises:
+            UnsupportedModelError: ``adapter_names`` gives rows different adapters.
+        """
+        if self.is_plain(kwargs):
+            y: torch.Tensor = self.base_layer(x, *args, **kwargs)
+            return y
+        return super().forward(x, *args, **kwargs)
+
+    @torch.no_grad()
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """This rank's shard of the adapter's update of the weight; collective."""
+        base: Any = self.get_base_layer()
+        # Adapters may be merged before anything else has connected the ranks.
+        base.mesh.connect()
+        factors: tuple[Any, Any] = self.lora_A[adapter], self.lora_B[adapter]
+        a, b = (whole_parameter(factor, "weight") for factor in factors)
+        assert a is not None
+        assert b is not None
+        update = b @ a * self.scaling[adapter]
+        return take_shard(update, base.spec("weight"), base.mesh).to(base.weight.dtype)
+
+
+def _cut(factor: nn.Module, mesh: Mesh) -> None:
+    specs = {name: ShardingSpec(tuple(x.shape), ((),) * x.dim()) for name, x in factor.named_parameters()}
+    shards = {
+        name: nn.Parameter(take_shard(x.detach(), specs[name], mesh), requires_grad=x.requires_grad)
+        for name, x in factor.named_parameters()
+    }
+    keep_whole(factor, shards, mesh=mesh, specs=specs)
+    # A state dict of whole factors, as PEFT's files have them, is loaded into the shards.
+    factor.register_load_state_dict_pre_hook(take_whole)

@@ -1,0 +1,160 @@
+"""LoRA on linear layers of blocks that each rank computes whole: as plain PEFT's, on meshes and in stages."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_lora import Adapted, adapted, assert_losses, assert_step, batch, in_both, inner_names
+from test_lora_stages import Staged, assert_as_plain
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.verify import SmallModel
+from threaded import Threaded
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import PeftModel
+
+LINEAR = {"target_modules": "all-linear"}
+
+
+def built(architecture):
+    torch.manual_seed(0)
+    config = SmallModel.fitting(architecture, 8, layers=2).config()
+    config._experts_implementation = "eager"  # grouped products have no float64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def micro_batch(model):
+    """Without padding, with which not all types are right on a mesh."""
+    whole = batch(vocabulary=model.config.vocab_size)
+    return {"input_ids": whole["input_ids"], "labels": whole["input_ids"].clone()}
+
+
+class AdaptedBlocks(Adapted):
+    """A model on a mesh as its type's verdict says, with an adapter."""
+
+    def __init__(self, model, mesh, **options):
+        Threaded.__init__(self, model, mesh, mesh_verdict(type(model), model.config))
+        self.models = [adapted(rank_model, **options) for rank_model in self.models]
+
+
+CASES = [
+    ("phi3", "1x2x2", {"bias": "all"}),
+    ("falcon", "2x1x2", {"lora_bias": True}),
+    ("jamba", "1x2x1", {"use_rslora": True}),
+]
+OTHERS = (
+    *("apertus", "bamba", "biogpt", "bloom", "codegen", "diffllama", "gpt_bigcode", "gpt_neo", "lfm2"),
+    *("minimax", "modernbert-decoder", "mpt", "phi3"),
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mesh", "options"),
+    [
+        *CASES,
+        *(
+            pytest.param(architecture, mesh, {"r": 5}, marks=pytest.mark.slow)
+            for architecture in OTHERS
+            for mesh in ("1x2x1", "1x1x2", "2x1x1", "2x2x2")
+        ),
+    ],
+)
+def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, options):
+    model, options = built(architecture), {**LINEAR, **options}
+    plain, threaded = adapted(copy.deepcopy(model), **options), AdaptedBlocks(model, mesh, **options)
+    if architecture == "jamba":
+        # Its code reads this weight without calling the layer: the adapter has no effect, nor a gradient.
+        for name, parameter in inner_names(plain).items():
+            parameter.requires_grad_(parameter.requires_grad and ".dt_proj." not in name)
+    assert any(".lora_B." in name for name in assert_step(plain, threaded, micro_batch(model)))
+
+
+def test_frozen_weights_of_a_block_have_no_gradients_and_send_none():
+    model = built("phi3")
+    sent = []
+    for trains in (True, False):
+        threaded = Threaded(model, "2x1x1", mesh_verdict(type(model), model.config))
+        for rank_model in threaded.models:
+            rank_model.requires_grad_(trains)
+            rank_model.model.layers[0].self_attn.o_proj.weight.requires_grad_(True)
+        threaded.run(lambda rank_model: rank_model(**micro_batch(model), use_cache=False).loss.backward())
+        named = dict(threaded.models[0].named_parameters())
+        assert {name for name, x in named.items() if x.grad is not None} == {
+            name for name, x in named.items() if x.requires_grad
+        }
+        sent.append(sum(threaded.ranks.meshes[0].comm_counter.snapshot().values()))
+    # Forward and backward gather the weights in both; only gradients of trained weights are sent.
+    gradients = sum(x.numel() for x in model.parameters()) - model.model.layers[0].self_attn.o_proj.weight.numel()
+    assert sent[0] - sent[1] >= 0.9 * gradients * 8 / 2
+
+
+def test_blocks_adapters_are_disabled_merged_and_unloaded():
+    model = built("phi3")
+    data = micro_batch(model)
+    plain, threaded = adapted(copy.deepcopy(model), **LINEAR), AdaptedBlocks(model, "1x2x2", **LINEAR)
+    first = assert_losses(plain, threaded, data)
+    both = in_both(plain, threaded, data)
+    disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
+    assert abs(disabled - first) > 1e-4
+    assert both(lambda peft_model: peft_model.base_model.enable_adapter_layers()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
+    assert assert_losses(plain, threaded, data) == pytest.approx(first, abs=1e-9)
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
+def test_gradients_in_segments(tmp_path, mesh, lengths):
+    model = built("phi3")
+    data = micro_batch(model)
+    data["labels"][:, -1] = -100
+    staged = Staged(model, mesh, verdict=mesh_verdict(type(model), model.config))
+    assert_as_plain(model, adapted(copy.deepcopy(model), **LINEAR), staged, data, lengths, tmp_path)
+
+
+def test_dora_and_layers_outside_of_blocks_are_refused_by_name():
+    model = built("phi3")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.self_attn\.o_proj .* without DoRA"):
+        AdaptedBlocks(model, "1x2x1", use_dora=True, **LINEAR)
+
+
+def saved_by_ranks(start, folder):
+    def on(mesh):
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
+
+    model, other = adapted(on("1x2x1"), **LINEAR), on("2x1x1")
+    data = micro_batch(other)
+    with precision(keep_float64=True):
+        model.save_pretrained(folder)
+        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
+        return [either(**data).logits.detach() for either in (model, read)]
+
+
+def test_they_are_in_pefts_folder(pool, tmp_path):
+    model = built("phi3").eval()
+    model.save_pretrained(tmp_path / "start")
+    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
+    adapted(copy.deepcopy(model), **LINEAR).save_pretrained(tmp_path / "plain")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
+    assert saved.keys() == expected.keys()
+    plain = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad(), KeepFloat64():
+        logits = plain(**micro_batch(model)).logits
+    for rank_logits in results:
+        for either in rank_logits:
+            torch.testing.assert_close(either, logits, rtol=1e-9, atol=1e-9)
