@@ -35,6 +35,11 @@ TYPES = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), 1),
     **dict.fromkeys(("afmoe", "lfm2_moe"), 4),
 }
+#: Recurrent states, and attention in a layer's own code, have no form in a graph with segments.
+NO_SEGMENTS = (
+    *("bamba", "jamba", "lfm2", "lfm2_moe"),
+    *("bloom", "codegen", "falcon", "gpt_neo", "gptj", "llama4_text", "mpt"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +124,7 @@ def train(path, axes, pipeline, inductor, steps):
         *(
             pytest.param(architecture, (1, 1, 1), {"stages": 2, "segments": 4}, False, 10, marks=pytest.mark.slow)
             for architecture in TYPES
-            # Recurrent states, and attention in the layer's own code, have no form in a graph with segments.
-            if architecture not in ("bamba", "jamba", "lfm2", "lfm2_moe", "gpt_neo")
+            if architecture not in NO_SEGMENTS
         ),
         *(
             pytest.param(architecture, axes, None, True, 10, marks=pytest.mark.slow)
@@ -247,7 +251,7 @@ def adapted(path, axes, options, inductor):
         model = sharded(path, axes, compiles=compiles, inductor=inductor)
         torch.manual_seed(1)
         names = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
-        config = LoraConfig(r=4, target_modules=names, init_lora_weights=False, **options)
+        config = LoraConfig(**{"r": 4, "target_modules": names, "init_lora_weights": False, **options})
         adapted_model, after_step = get_peft_model(model, config), []
         for _ in range(3):
             loss = step(adapted_model)
@@ -278,6 +282,11 @@ def adapted(path, axes, options, inductor):
         *(
             pytest.param("qwen2", axes, {"use_dora": True}, inductor, marks=pytest.mark.slow)
             for axes, inductor in [((1, 1, 1), True), ((2, 1, 1), True), ((1, 1, 2), False), ((2, 2, 2), False)]
+        ),
+        # Factors in blocks that each rank computes whole.
+        *(
+            pytest.param("phi3", axes, {"target_modules": "all-linear"}, inductor, marks=pytest.mark.slow)
+            for axes, inductor in [((1, 2, 1), True), ((2, 2, 2), False)]
         ),
     ],
     ids=str,

@@ -37,6 +37,7 @@ from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.placeholders import PlaceholderModule
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.compiled.forms import CompiledWhole
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts
 from cuboid.tensor3d.layers.linear import ShardedLinear
@@ -355,7 +356,7 @@ def _is_in_whole_block(model: Any, name: str, base: nn.Module) -> bool:
         return False
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
-    return any(hasattr(type(module), WHOLE_OF) for module in around)
+    return any(isinstance(module, CompiledWhole) or hasattr(type(module), WHOLE_OF) for module in around)
 
 
 def _check_parameters(model: Any, targets: Sequence[str]) -> int:
