@@ -209,6 +209,20 @@ def in_both(plain, threaded, micro_batch=None):
     return both
 
 
+def assert_switched_and_merged(plain, threaded, micro_batch):
+    """Losses are plain PEFT's while an adapter is disabled, enabled, merged and unmerged, and when it is unloaded."""
+    first = assert_losses(plain, threaded, micro_batch)
+    both = in_both(plain, threaded, micro_batch)
+    disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
+    assert abs(disabled - first) > 1e-4
+    assert both(lambda peft_model: peft_model.base_model.enable_adapter_layers()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
+    assert assert_losses(plain, threaded, micro_batch) == pytest.approx(first, abs=1e-9)
+
+
 def test_adapters_are_switched_disabled_merged_deleted_and_unloaded():
     model = built("gpt2")
     plain = adapted(copy.deepcopy(model), target_modules=["c_attn", "c_proj"])

@@ -4,23 +4,18 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_lora import Adapted, adapted, assert_losses, assert_step, batch, in_both, inner_names
+from test_lora import Adapted, adapted, assert_step, assert_switched_and_merged, batch, inner_names
+from test_lora_experts import assert_in_pefts_folder
 from test_lora_stages import Staged, assert_as_plain
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import cuboid
-from comparing import mesh_section
-from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.verify import SmallModel
 from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import PeftModel
 
 LINEAR = {"target_modules": "all-linear"}
 
@@ -38,8 +33,8 @@ def built(architecture):
 
 def micro_batch(model):
     """Without padding, with which not all types are right on a mesh."""
-    whole = batch(vocabulary=model.config.vocab_size)
-    return {"input_ids": whole["input_ids"], "labels": whole["input_ids"].clone()}
+    ids = batch(vocabulary=model.config.vocab_size)["input_ids"]
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 class AdaptedBlocks(Adapted):
@@ -103,18 +98,8 @@ def test_frozen_weights_of_a_block_have_no_gradients_and_send_none():
 
 def test_blocks_adapters_are_disabled_merged_and_unloaded():
     model = built("phi3")
-    data = micro_batch(model)
     plain, threaded = adapted(copy.deepcopy(model), **LINEAR), AdaptedBlocks(model, "1x2x2", **LINEAR)
-    first = assert_losses(plain, threaded, data)
-    both = in_both(plain, threaded, data)
-    disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
-    assert abs(disabled - first) > 1e-4
-    assert both(lambda peft_model: peft_model.base_model.enable_adapter_layers()) == pytest.approx(first, abs=1e-9)
-    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
-    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-9)
-    plain = plain.merge_and_unload()
-    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
-    assert assert_losses(plain, threaded, data) == pytest.approx(first, abs=1e-9)
+    assert_switched_and_merged(plain, threaded, micro_batch(model))
 
 
 @pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
@@ -132,29 +117,6 @@ def test_dora_and_layers_outside_of_blocks_are_refused_by_name():
         AdaptedBlocks(model, "1x2x1", use_dora=True, **LINEAR)
 
 
-def saved_by_ranks(start, folder):
-    def on(mesh):
-        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
-        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
-
-    model, other = adapted(on("1x2x1"), **LINEAR), on("2x1x1")
-    data = micro_batch(other)
-    with precision(keep_float64=True):
-        model.save_pretrained(folder)
-        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
-        return [either(**data).logits.detach() for either in (model, read)]
-
-
 def test_they_are_in_pefts_folder(pool, tmp_path):
     model = built("phi3").eval()
-    model.save_pretrained(tmp_path / "start")
-    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
-    adapted(copy.deepcopy(model), **LINEAR).save_pretrained(tmp_path / "plain")
-    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
-    assert saved.keys() == expected.keys()
-    plain = PeftModel.from_pretrained(model, tmp_path / "adapter")
-    with torch.no_grad(), KeepFloat64():
-        logits = plain(**micro_batch(model)).logits
-    for rank_logits in results:
-        for either in rank_logits:
-            torch.testing.assert_close(either, logits, rtol=1e-9, atol=1e-9)
+    assert_in_pefts_folder(pool, tmp_path, model, {**LINEAR, "target_parameters": None}, micro_batch(model))
