@@ -70,6 +70,8 @@ class Role:
         late: whether it may run before activations are split; see :class:`MeshVerdict`.
         everywhere: whether every rank of the mesh gets the same whole input, from a base model whose output is
             gathered.
+        tower: whether it is part of what computes features of images, of which all ranks of sequence × hidden get the
+            same.
     """
 
     kind: RoleKind
@@ -81,6 +83,7 @@ class Role:
     alone: bool = False
     late: bool = False
     everywhere: bool = False
+    tower: bool = False
 
 
 def find_roles(
@@ -128,12 +131,28 @@ def blocks_computed_whole(model: PreTrainedModel, whole_blocks: Collection[str] 
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Names of the children of the outermost module lists: decoder layers and the like."""
+    """Names of the children of the outermost module lists: decoder layers and the like, but not those of a tower."""
+    towers = tower_names(model) if isinstance(model, PreTrainedModel) else ()
+    return [layer for layer in _all_layers(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+
+
+def _all_layers(model: nn.Module) -> list[str]:
     layers: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
             layers += [f"{name}.{child}" for child, _ in module.named_children()]
     return layers
+
+
+def tower_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules that compute features of images, beside the language model that takes these; else ()."""
+    base = model.base_model
+    if not hasattr(base, "get_image_features") or takes_pixels(model):
+        return ()
+    embedding = model.get_input_embeddings()
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    parts = [name for name, part in base.named_children() if not any(part_ is embedding for part_ in part.modules())]
+    return tuple(f"{prefix}{name}" for name in parts) if len(parts) < len(list(base.children())) else ()
 
 
 def takes_pixels(model: PreTrainedModel) -> bool:
@@ -183,6 +202,8 @@ class _Finder:
         self._model, self._whole_blocks, self._splits_late, self._head = model, whole_blocks, splits_late, head
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
+        self._towers = tower_names(model)
+        self._tower_layers = set(_all_layers(model)) - self._layers
         plan: dict[str, str] = {}
         for part in planned_parts(model.config):
             plan |= PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {})
@@ -198,9 +219,11 @@ class _Finder:
     def blocks(self) -> dict[str, list[str]]:
         """The modules that need a role, by the name of the block that is computed as one."""
         blocks: dict[str, list[str]] = {}
+        towers: dict[str, list[str]] = {}
         for name, module in self._modules.items():
             if _owns(module) or (may_normalize(module) and not _owns(module, inside=True)):
-                blocks.setdefault(self.block_of(name), []).append(name)
+                is_of_tower = self._is_in_tower(name)
+                (towers if is_of_tower else blocks).setdefault(self.block_of(name), []).append(name)
         # Modules inside a layer that is a block belong to it, and those beside a pooler's linear layer to the pooler.
         outer = [block for block, members in blocks.items() if block in self._layers or block not in members]
         if takes_pixels(self._model):
@@ -211,12 +234,14 @@ class _Finder:
         inner = {name: layer for layer in outer for name in blocks if name.startswith(f"{layer}.")}
         for name, layer in inner.items():
             blocks[layer] += blocks.pop(name)
-        return blocks
+        return blocks | towers
 
     def block_of(self, name: str) -> str:
         """The block of a module: the child of a layer that contains it or is it, else the layer."""
         parts = name.split(".")
         prefixes = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        if self._is_in_tower(name):
+            return next(prefix for prefix in prefixes if self._is_tower_block(prefix))
         layer = next((prefix for prefix in prefixes if prefix in self._layers), None)
         if layer is None:
             # Outside of layers it is the module itself or, if it has no rule, as in a pooler, its parent.
@@ -235,6 +260,20 @@ class _Finder:
             if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict) and not self._is_sublayer(block):
                 return block
         return layer
+
+    def _is_in_tower(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{tower}.") for tower in self._towers)
+
+    def _is_tower_block(self, name: str) -> bool:
+        """Whether a module is unsharded by itself: a tower's layer, or what has no layers inside.
+
+        Modules with parameters beside their layers, such as a class token, are unsharded with all of these.
+        """
+        if not self._is_in_tower(name):
+            return False
+        has_layers = any(layer.startswith(f"{name}.") for layer in self._tower_layers)
+        is_list = isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict)
+        return not is_list and (not has_layers or _owns(self._modules[name]))
 
     def _is_sublayer(self, name: str) -> bool:
         """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""
@@ -256,6 +295,8 @@ class _Finder:
 
     def block_roles(self, block: str, members: list[str]) -> dict[str, Role]:
         """Roles of the modules of one block."""
+        if self._is_in_tower(block):
+            return {**dict.fromkeys(members, Role("inside")), block: Role("whole", tower=True)}
         if self._is_behind_base(block):
             return {name: self._head_role(name) for name in members}
         if self._is_around_head(block):

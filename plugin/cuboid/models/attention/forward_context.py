@@ -20,6 +20,7 @@ from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, W
 from cuboid.models.batch.batch_check import BatchCheck
 from cuboid.models.batch.local_batch import LocalBatch
 from cuboid.models.batch.rank_cache import RankCache
+from cuboid.models.batch.row_images import RankImages
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 
@@ -179,6 +180,7 @@ class ForwardContext:
         check: of the micro-batch's numbers.
         loss: what a forward that computes its loss in parts finds as its model's ``loss_function``.
         head: around the base model that is running, or has run.
+        images: of the rank's rows, in a model that takes images beside ids.
     """
 
     slot: UnitSlot | None = None
@@ -188,6 +190,7 @@ class ForwardContext:
     check: BatchCheck | None = None
     loss: Callable[..., torch.Tensor] | None = None
     head: RunningHead | None = None
+    images: RankImages | None = None
 
     @property
     def unit(self) -> Unit | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.batch.length_cases import rope_types, thresholds
 from cuboid.models.batch.rank_cache import RankCache
+from cuboid.models.batch.row_images import RankImages
 
 IGNORE_INDEX = -100
 #: The tensors of a micro-batch, each ``[B, S]``; positions also ``[1, S]``.
@@ -52,6 +54,7 @@ class LocalBatch:
         options: the forward's other arguments, unchanged.
         source: the encoder's batch, if this one is for a decoder.
         cache: what the tokens before these left, in generation. The mask is then of all tokens, ``[B'/b, T + S]``.
+        images: those of the rank's rows, if the model takes images beside ids; they are among the options.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -60,6 +63,7 @@ class LocalBatch:
     options: dict[str, Any]
     source: LocalBatch | None = None
     cache: RankCache | None = None
+    images: RankImages | None = None
 
     @property
     def padded(self) -> int:
@@ -79,7 +83,7 @@ def take_local_batch(
     *,
     at_least: int = 0,
     inputs: Inputs = "embeddings",
-    token_types: bool = False,
+    types: Collection[str] = (),
 ) -> LocalBatch:
     """Check a forward's arguments, shard the batch dim over `batch`, and pad the sequence dim to ``at_least`` or more.
 
@@ -92,7 +96,7 @@ def take_local_batch(
         mesh: the model's mesh.
         at_least: minimum number of positions after padding.
         inputs: what the model takes. With ``"only ids"`` it counts positions by itself, and none are added.
-        token_types: whether ``token_type_ids`` are allowed.
+        types: names of further tensors ``[B, S]`` that are allowed, which say of what kind each token is.
 
     Raises:
         UnsupportedModelError: an argument isn't supported by sharded models.
@@ -100,10 +104,10 @@ def take_local_batch(
     """
     given_cache = arguments.get("past_key_values")
     cache = given_cache if isinstance(given_cache, RankCache) else None
-    tensors = given_tensors(arguments, token_types=token_types)
+    tensors = given_tensors(arguments, types)
     handled = {*tensors} - {"input_ids"} | (set() if cache is None else {"past_key_values", "use_cache"})
     _reject({name: value for name, value in arguments.items() if name not in handled})
-    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REJECTED)}
+    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *types, *_REJECTED)}
     whole_mask = None if cache is None else tensors.pop("attention_mask", None)
     check_tensors(tensors)
     rows, length = tensors["input_ids"].shape
@@ -124,10 +128,9 @@ def take_local_batch(
     return LocalBatch(local, rows, length, options, cache=cache)
 
 
-def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
+def given_tensors(arguments: dict[str, Any], types: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return those of a forward's arguments that are tensors of the micro-batch, by name."""
-    names = (*TENSORS, TOKEN_TYPES) if token_types else TENSORS
-    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+    return {name: arguments[name] for name in (*TENSORS, *types) if arguments.get(name) is not None}
 
 
 def _reject(arguments: dict[str, Any]) -> None:

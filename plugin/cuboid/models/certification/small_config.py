@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from cuboid.models.batch.length_cases import LONGEST, shrunk
+from cuboid.models.kinds.probe_rows import SPECIAL_TOKENS
 
 _FEATURES, _EXPERTS = 48, 8
 _MOST_LAYERS, _AUDIO_BLOCKS, _LABELS = 8, 2, 3
@@ -255,9 +256,22 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
         fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
         fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
+    fields.update(_special_tokens(config, sizes))
     if isinstance(fields.get("rope_parameters"), dict):
         fields["rope_parameters"] = _rope(fields["rope_parameters"], fields, sizes)
     return fields
+
+
+def _special_tokens(config: PretrainedConfig, sizes: Sizes) -> dict[str, int]:
+    """Small ids, all different, for tokens that stand for images and the like, outside of the vocabulary as before."""
+    ids = {name: getattr(config, name, None) for name in config.to_dict() if name in SPECIAL_TOKENS}
+    known = sorted({token for token in ids.values() if isinstance(token, int)})
+    real = getattr(config.get_text_config(), "vocab_size", 0) if known else 0
+    small = {
+        token: sizes.vocabulary - 1 - number if token < real else sizes.vocabulary + number
+        for number, token in enumerate(known)
+    }
+    return {name: small[token] for name, token in ids.items() if isinstance(token, int)}
 
 
 def _lists_indices(name: str, value: list[Any], layers: Sequence[int] | None) -> bool:

@@ -169,7 +169,8 @@ class ModelKind:
             UnsupportedModelError: an argument isn't supported by sharded models.
             CuboidError: the shapes contradict each other.
         """
-        return take_local_batch(arguments, config, mesh, inputs=verdict.inputs, token_types=verdict.token_types)
+        types = (TOKEN_TYPES,) if verdict.token_types else ()
+        return take_local_batch(arguments, config, mesh, inputs=verdict.inputs, types=types)
 
     def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         """Forward of a sharded model: of a whole micro-batch, with whole results."""

@@ -15,6 +15,11 @@ from cuboid.models.batch.local_batch import IGNORE_INDEX
 RowsOf = Callable[[Case, int], MicroBatch]
 ROWS = 3
 _UNUSED_VOCABULARY = 8
+#: Keys of configs for ids that stand for what isn't text.
+SPECIAL_TOKENS = (
+    *("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "boi_token_index", "eoi_token_index"),
+)
 
 
 def vocabulary_size(config: PretrainedConfig) -> int:

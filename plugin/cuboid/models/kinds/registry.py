@@ -16,6 +16,7 @@ from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.hidden_states import HiddenStates
 from cuboid.models.kinds.images import ImageClassifier, ImageStates, MaskedImages
 from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier, TokenClassifier
+from cuboid.models.kinds.images_with_text import ImagesWithText
 from cuboid.models.kinds.masked import Masked
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.sequence_to_sequence import SequenceToSequence
@@ -28,11 +29,14 @@ KINDS: tuple[type[ModelKind], ...] = (
     SequenceClassifier,
     TokenClassifier,
     QuestionAnswering,
+    ImagesWithText,
     ImageClassifier,
     MaskedImages,
     HiddenStates,
     ImageStates,
 )
+#: Kinds that only the arguments of a class's forward tell.
+_BY_INPUTS: tuple[type[SequenceToSequence | ImagesWithText], ...] = (SequenceToSequence, ImagesWithText)
 #: Descriptions of tasks without rules that class names don't spell out.
 _OTHERS = {
     "ConditionalGeneration": "generation from an encoder's output or from other kinds of input",
@@ -49,8 +53,9 @@ def auto_class_of(architectures: Sequence[str] | None) -> Any:
     """
     name = next(iter(architectures or ()), "")
     known = getattr(transformers, name, None)
-    if isinstance(known, type) and SequenceToSequence.includes(known):
-        return SequenceToSequence.auto_class
+    for kind in _BY_INPUTS if isinstance(known, type) else ():
+        if kind.includes(known):
+            return kind.auto_class
     return next(iter(_kinds_by_name(name)), Causal).auto_class
 
 
@@ -75,8 +80,9 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
     Raises:
         UnsupportedModelError: there are no rules for it.
     """
-    if SequenceToSequence.includes(cls):
-        return SequenceToSequence
+    for by_inputs in _BY_INPUTS:
+        if by_inputs.includes(cls):
+            return by_inputs
     names = [base.__name__ for base in cls.__mro__ if issubclass(base, PreTrainedModel)]
     for name in names:
         kinds = _kinds_by_name(name)

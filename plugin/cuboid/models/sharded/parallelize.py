@@ -113,7 +113,8 @@ def parallelize_modules(
     for name in blocks:
         role = parallel_plan.roles[name]
         split = late if role.late else None
-        compute_whole(model.get_submodule(name), mesh, split, everywhere=role.everywhere, images=images)
+        block = model.get_submodule(name)
+        compute_whole(block, mesh, split, everywhere=role.everywhere, images=images, tower=role.tower)
     if images is not None:
         _split_images(model, images)
     elif isinstance(late, LateSplit):
@@ -340,7 +341,7 @@ def whole_blocks(parallel_plan: ParallelPlan) -> list[str]:
 
 
 def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
-    """Register hooks that split activations before the first layer and gather them after the last one."""
+    """Register hooks that split activations before the first layer and, if they rejoin, gather them after the last."""
     head = output_embeddings(model)
     for embedding in token_embeddings(model):
         embedding.register_forward_hook(late.begin)
@@ -349,8 +350,10 @@ def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
         layer = model.get_submodule(name)
         layer.register_forward_pre_hook(late.enter, with_kwargs=True)
         group, _, number = name.rpartition(".")
-        if f"{group}.{int(number) + 1}" not in layers:
+        if late.rejoins and f"{group}.{int(number) + 1}" not in layers:
             layer.register_forward_hook(late.leave)
+    if not late.rejoins:
+        return
     if model.base_model is not model:
         model.base_model.register_forward_hook(late.end)
     if head is not None:

@@ -26,6 +26,7 @@ from cuboid.models.attention.segments import uses_interface
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
+from cuboid.models.kinds.images_with_text import ComputesFeatures, ImagesWithText
 from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
@@ -79,6 +80,10 @@ class ShardedBase(PlainInstances):
     cuboid: Sharding
 
 
+class ShardedBaseWithImages(ComputesFeatures, ShardedBase):
+    """Mixed, instead, into that of a vision-language model."""
+
+
 def shard_modules(
     model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> PreTrainedModel:
@@ -130,7 +135,8 @@ def shard_modules(
     inner: Any = model.base_model
     if inner is not model:
         inner.cuboid = model.cuboid
-        inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
+        mixin = ShardedBaseWithImages if isinstance(kind, ImagesWithText) else ShardedBase
+        inner.__class__ = _sharded_base_class(type(inner), mixin)  # type: ignore[arg-type]
     is_cut = mesh.shape.size > 1
     if is_cut:
         # The embedding and the head take or return a rank's part, so they raise an error when called directly.
@@ -265,7 +271,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 @functools.cache
-def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
+def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type[nn.Module]:
     """A subclass whose forward takes whole micro-batches, unless the model around it calls it."""
     bind = _binder(base.forward)
 
@@ -279,7 +285,7 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
             self.cuboid.kind.check_base_call(self)
             return _differentiable_once(forward_of_base(self, run, arguments), self.cuboid.state.made)
 
-    return derived_class(ShardedBase, base, forward)
+    return derived_class(mixin, base, forward)
 
 
 def _differentiable_once(output: Any, made: AsSharded) -> Any:

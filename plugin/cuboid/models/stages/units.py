@@ -77,8 +77,8 @@ class SegmentedBatch:
         """
         runs_own_head = kind.runs_own_head
         tensors = {name: x for name, x in batch.items() if not runs_own_head or name not in TARGETS}
-        has_types = TOKEN_TYPES in batch
-        taken = take_local_batch(tensors, config, mesh, at_least=sum(lengths), inputs=inputs, token_types=has_types)
+        types = (TOKEN_TYPES,) if TOKEN_TYPES in batch else ()
+        taken = take_local_batch(tensors, config, mesh, at_least=sum(lengths), inputs=inputs, types=types)
         local = taken.tensors
         length = local["input_ids"].shape[1]
         attention_mask, packed = prepare_masks(

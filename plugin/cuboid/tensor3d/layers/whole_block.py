@@ -55,11 +55,12 @@ class LateSplit:
     """Splits activations at the first layer and gathers them after the last, if code around layers needs them whole.
 
     Attributes:
+        rejoins: whether it gathers them after the last layer. If not, only code in front of the layers needs them whole.
         is_whole: whether activations are whole at this point of the running forward.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, *, rejoins: bool = True) -> None:
+        self._mesh, self.rejoins = mesh, rejoins
         self._is_split = mesh.size("sequence", "hidden") > 1
         self.is_whole = False
         self._source: weakref.ref[torch.Tensor] | None = None
@@ -194,6 +195,7 @@ def compute_whole(
     *,
     everywhere: bool = False,
     images: ImageSplit | None = None,
+    tower: bool = False,
 ) -> None:
     """Make a block compute whole, in place. :func:`keep_whole` must have sharded its modules.
 
@@ -203,9 +205,10 @@ def compute_whole(
         late: tracks whether activations are whole, for a block outside of the layers where they may be.
         everywhere: whether all ranks of the mesh get the same input, that of the whole micro-batch.
         images: pads and splits the activations of images, for a block inside a layer.
+        tower: whether ranks of sequence × hidden get the same input, that of the images in their rows.
     """
     if mesh.shape.size > 1:
-        vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere, cuboid_images=images)
+        vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere, cuboid_images=images, cuboid_tower=tower)
         cls: Any = type(block)
         block.__class__ = _computed_whole(cls)
 
@@ -229,7 +232,8 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
     if block.cuboid_everywhere:
         with _unsharded(block, AXES):
             return cls.forward(block, *args, **kwargs)
-    if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
+    is_late = late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1)
+    if is_late or block.cuboid_tower:
         # Ranks of sequence × hidden have the same whole activations, too.
         device = next(block.parameters()).device
         with random_numbers_of_block(mesh, device), _unsharded(block):
