@@ -21,6 +21,7 @@ _SHOWN = (
     *(("llama", task) for task in ("regression, rewards", "hidden states, pooled")),
     *((name, "sequence to sequence") for name in ("t5", "bart")),
     ("vit", "image classification"),
+    *((name, "text with images") for name in ("llava", "gemma3", "qwen2_5_vl")),
 )
 
 

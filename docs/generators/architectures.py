@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
@@ -45,6 +48,7 @@ from cuboid.models.certification.default_models import default_config, own_part
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.certification.sides import small_for_probe
+from cuboid.models.kinds.images_with_text import ImagesWithText
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import check_class
 from generators.architecture_rows import Row, common, counts, rows
@@ -150,6 +154,16 @@ _IMAGES = (
     *("vit_mae", "clip_vision_model", "siglip_vision_model"),
 )
 _NO_DROP_PATH = {"drop_path_rate": 0.0}
+#: Vision-language models, and what a config that makes one differs in from the defaults.
+_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+_GROUPED_MROPE = {"num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": _MROPE}
+_IMAGES_WITH_TEXT: dict[str, dict[str, Any]] = {
+    # The vocabularies of their checkpoints, in which the token of images is.
+    "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 0}},
+    "gemma3": {},
+    "qwen2_vl": {"text_config": _GROUPED_MROPE},
+    "qwen2_5_vl": {"text_config": _GROUPED_MROPE},
+}
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
 #: By the task's name on the page: transformers' own table of classes, and what a config differs in.
 _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -161,6 +175,7 @@ _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "question answering": (MODEL_FOR_QUESTION_ANSWERING_MAPPING, {}),
     "hidden states, pooled": (MODEL_MAPPING, {}),
     "image classification": (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, {}),
+    "text with images": (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, {}),
     "masked image modelling": (MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING, {}),
 }
 
@@ -243,7 +258,9 @@ def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str | N
 
 def head_cases(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """Model types and other tasks that are probed; of all types that are probed for others, if none is named."""
-    for model_type in model_types or (*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES):
+    for model_type in model_types or (*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES, *_IMAGES_WITH_TEXT):
+        if model_type in _IMAGES_WITH_TEXT:
+            yield model_type, "text with images"
         if model_type in _ENCODER_DECODERS:
             yield model_type, _SEQ2SEQ
         if model_type in (*_DECODERS, *_ENCODERS, *_IMAGES):
@@ -255,10 +272,11 @@ def head_of(case: tuple[str, str]) -> tuple[Any, PretrainedConfig]:
     """The class and a config of an architecture for another task."""
     model_type, head = case
     classes, changes = _HEADS[head]
+    changes = {**changes, **_IMAGES_WITH_TEXT.get(model_type, {})}
     config = AutoConfig.for_model(model_type, **changes)
     if getattr(config, "drop_path_rate", 0):
         config = AutoConfig.for_model(model_type, **changes, **_NO_DROP_PATH)
-    if model_type not in _IMAGES and config.pad_token_id is None:
+    if model_type not in (*_IMAGES, *_IMAGES_WITH_TEXT) and config.pad_token_id is None:
         # Classifiers of decoders look for the last token that isn't padding.
         config.pad_token_id = 0
     cls = classes[type(config)]
@@ -314,7 +332,9 @@ def causal_cases(model_types: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Model types and flavours of causal language models that are probed; of all types, if none is named."""
     cases = []
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        is_of_images = name is not None and name == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+        if name is None or (is_of_images and ImagesWithText.includes(getattr(transformers, name))):
             continue
         cases += [(model_type, flavour) for flavour in ("", *FLAVOURS.get(model_type, {}))]
         # Of the class: not all have defaults that make a config.

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -394,7 +395,8 @@ def test_what_a_class_is_for_and_its_auto_class_follow_from_its_name():
         cls = auto._model_mapping[type(small_config("bert"))]
         assert kind_of_class(cls).name == task
         assert auto_class_of([cls.__name__]) is auto
-    assert auto_class_of(None) is auto_class_of(["LlavaForConditionalGeneration"]) is AutoModelForCausalLM
+    assert auto_class_of(None) is auto_class_of(["WhisperForAudioClassification"]) is AutoModelForCausalLM
+    assert auto_class_of(["LlavaForConditionalGeneration"]) is AutoModelForImageTextToText
 
 
 @pytest.mark.parametrize("task", AUTO)

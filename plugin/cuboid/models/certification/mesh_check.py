@@ -50,6 +50,8 @@ MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(
 _EXACT = tuple(replace(attempt, tolerance=1e-9) for attempt in ATTEMPTS if attempt.precision is KeepFloat64)
 #: The mesh for other kinds of micro-batches, without `batch`: along it, they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
+#: Of a small model.
+_MOST_ELEMENTS = 10_000_000
 
 
 def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
@@ -65,6 +67,12 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         small = kind_of_class(cls).probe_config(small, lambda one: random_model(cls, one, None, ATTEMPTS[-1]))
 
         def verdict_on(model: PreTrainedModel, attempt: Attempt) -> MeshVerdict:
+            # Of towers, configs have sizes by many names, and all ranks' copies of a model are in this process.
+            elements = model.num_parameters()
+            if elements > _MOST_ELEMENTS:
+                raise CannotProbe(
+                    f"its small model has {elements:,} parameters: a size in its config has an unknown key"
+                )
             return _best(_Probe(model, attempt), gives_cache=_gives_cache(cls, config))
 
         return first_that_runs(cls, small, config._attn_implementation, _EXACT, verdict_on)

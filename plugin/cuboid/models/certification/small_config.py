@@ -264,6 +264,8 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
 
 def _special_tokens(config: PretrainedConfig, sizes: Sizes) -> dict[str, int]:
     """Small ids, all different, for tokens that stand for images and the like, outside of the vocabulary as before."""
+    if not hasattr(config, "vision_config"):
+        return {}
     ids = {name: getattr(config, name, None) for name in config.to_dict() if name in SPECIAL_TOKENS}
     known = sorted({token for token in ids.values() if isinstance(token, int)})
     real = getattr(config.get_text_config(), "vocab_size", 0) if known else 0

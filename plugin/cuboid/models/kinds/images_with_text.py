@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import UnsupportedModelError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, forward_context, knowing
 from cuboid.models.batch.broadcast import MicroBatch
@@ -38,7 +39,9 @@ _TYPES = (TOKEN_TYPES, "mm_token_type_ids")
 _OF_RANK = ("image_hidden_states", "rope_deltas")
 #: Images of each row of a small model's micro-batch. With two ranks of `batch`, one has none.
 _IMAGES_OF_ROWS = (2, 1, 0)
-_FEWEST_FEATURES = 4
+_FEWEST_FEATURES, _LAYERS_OF_TOWER = 4, 2
+#: Patches of an image, in time, height and width.
+_GRID = (1, 4, 4)
 _LEAST_ID = 4
 
 
@@ -61,6 +64,16 @@ class ImagesWithText(Causal):
         arguments = inspect.signature(model.forward).parameters.keys()
         return hasattr(model, "get_image_features") and {"input_ids", PIXELS, "labels"} <= arguments
 
+    def check_generation(self, arguments: Mapping[str, Any]) -> None:
+        """See :meth:`ModelKind.check_generation`."""
+        name = next((name for name in _IMAGES if arguments.get(name) is not None), None)
+        if name is not None:
+            raise UnsupportedModelError(
+                f"generate with {name} has no rule on a mesh: transformers computes features of all rows' images once "
+                "and passes them on, and ranks have parts of the rows. Save the model, and generate in plain "
+                "transformers; prompts of text alone are generated from here"
+            )
+
     def local_batch(
         self, arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, verdict: MeshVerdict
     ) -> LocalBatch:
@@ -72,19 +85,22 @@ class ImagesWithText(Causal):
         """
         for name, x in arguments.items():
             is_known = name in (*self.tensors, "num_items_in_batch")
-            if not is_known and isinstance(x, torch.Tensor | dict) and name != "past_key_values":
+            if not is_known and isinstance(x, torch.Tensor | dict):
                 raise UnsupportedModelError(
-                    f"{name} has no rule on a sharded model of images with text, which takes {' and '.join(_IMAGES)} "
-                    "of images of one size or with a grid; videos and audio have none"
+                    f"{name} has no rule on a sharded model of images with text, which takes {PIXELS} of images of one "
+                    f"size, or with {GRID}; videos and audio have no rule"
                 )
         images = {name: arguments[name] for name in _IMAGES if arguments.get(name) is not None}
+        _check_images(images)
         others = {name: x for name, x in arguments.items() if name not in _IMAGES}
         batch = take_local_batch(others, config, mesh, inputs="only ids", types=_TYPES)
         if PIXELS not in images:
             return batch
         placeholder = _placeholder(config)
         ids = arguments["input_ids"]
-        if batch.padded > batch.length and placeholder == (getattr(config.get_text_config(), "pad_token_id", None) or 0):
+        if batch.padded > batch.length and placeholder == (
+            getattr(config.get_text_config(), "pad_token_id", None) or 0
+        ):
             raise UnsupportedModelError(
                 f"pad_token_id is image_token_id, {placeholder}: sequences of {batch.length} tokens, which the mesh "
                 "doesn't divide, are padded with it; set another pad_token_id"
@@ -109,6 +125,13 @@ class ImagesWithText(Causal):
 
         return super().forward(model, without_own_entries, arguments)
 
+    def check_base_call(self, model: Any) -> None:
+        """See :meth:`ModelKind.check_base_call`."""
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
+            f"{model.cuboid.base.__name__} around it"
+        )
+
     def split_of_activations(self, mesh: Mesh, verdict: MeshVerdict) -> LateSplit:
         """See :meth:`ModelKind.split_of_activations`."""
         return LateSplit(mesh, rejoins=verdict.splits_late)
@@ -122,11 +145,23 @@ class ImagesWithText(Causal):
         make: Callable[[PretrainedConfig], PreTrainedModel],  # noqa: ARG003
     ) -> PretrainedConfig:
         """See :meth:`ModelKind.probe_config`. Images have so few features that two of them fit into a short row."""
-        config, vision = copy.deepcopy(small), getattr(small, "vision_config", None)
-        if hasattr(config, "mm_tokens_per_image"):
+        config = copy.deepcopy(small)
+        vision = getattr(config, "vision_config", None)
+        if vision is not None and hasattr(vision, "spatial_merge_size"):
+            # Patches of images of any size, some of whose layers attend in windows of several merged patches.
+            edge = vision.patch_size = 2
+            changes = {
+                "depth": _LAYERS_OF_TOWER,
+                "out_hidden_size": config.get_text_config().hidden_size,
+                "window_size": 2 * vision.spatial_merge_size * edge,
+                "fullatt_block_indexes": [_LAYERS_OF_TOWER - 1],
+            }
+            for name in changes.keys() & vision.to_dict().keys():
+                setattr(vision, name, changes[name])
+        elif hasattr(config, "mm_tokens_per_image"):
             config.mm_tokens_per_image = _FEWEST_FEATURES
         elif vision is not None and image_shape(vision) is not None:
-            config.vision_config.image_size = 2 * vision.patch_size
+            vision.image_size = 2 * vision.patch_size
         return config
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
@@ -181,6 +216,24 @@ class ComputesFeatures:
         return output
 
 
+def _check_images(images: dict[str, Any]) -> None:
+    """Check the kinds and shapes of images.
+
+    Raises:
+        CuboidError: they aren't those of one tensor of images, or of patches with a grid.
+    """
+    pixels, grid = images.get(PIXELS), images.get(GRID)
+    if pixels is None and grid is None:
+        return
+    is_tensor = isinstance(pixels, torch.Tensor) and pixels.is_floating_point()
+    if not is_tensor or pixels.dim() != (4 if grid is None else 2):
+        received = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        wanted = "[images, channels, height, width]" if grid is None else f"[patches, features] beside {GRID}"
+        raise CuboidError(f"{PIXELS} must be floats {wanted}, not {received}")
+    if grid is not None and (grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point()):
+        raise CuboidError(f"{GRID} is {grid.dtype} {list(grid.shape)}; give integers [images, 3]")
+
+
 def _placeholder(config: PretrainedConfig) -> int:
     token = getattr(config, "image_token_id", None)
     if not isinstance(token, int):
@@ -199,6 +252,10 @@ def _replace_special_ids(ids: torch.Tensor, config: PretrainedConfig) -> None:
 
 def _random_images(model: Any, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     config = getattr(model.config, "vision_config", None)
+    if config is not None and GRID in inspect.signature(type(model).forward).parameters:
+        features = getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2
+        patches = torch.randn((count * math.prod(_GRID), features), generator=generator, dtype=torch.float64)
+        return {PIXELS: patches.to(model.dtype), GRID: torch.tensor(_GRID).repeat(count, 1)}
     shape = None if config is None else image_shape(config)
     if shape is None:
         raise CannotProbe("its vision_config has no image_size of a height and a width")

@@ -94,6 +94,13 @@ class ModelKind:
         """Whether a model's class is given what this kind has rules for, and not audio, for example."""
         return bool(getattr(model, "main_input_name", "input_ids") == cls.main_input)
 
+    def check_generation(self, arguments: Mapping[str, Any]) -> None:
+        """Check the arguments of ``generate``, which are then those of forwards.
+
+        Raises:
+            UnsupportedModelError: there is no rule for one of them.
+        """
+
     # --- targets ---
 
     def check(self, arguments: Mapping[str, Any]) -> None:

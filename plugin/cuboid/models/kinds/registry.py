@@ -15,8 +15,8 @@ from cuboid.models.architectures.refusals import adapters_refused, compiling_ref
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.hidden_states import HiddenStates
 from cuboid.models.kinds.images import ImageClassifier, ImageStates, MaskedImages
-from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier, TokenClassifier
 from cuboid.models.kinds.images_with_text import ImagesWithText
+from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier, TokenClassifier
 from cuboid.models.kinds.masked import Masked
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.sequence_to_sequence import SequenceToSequence
@@ -104,8 +104,8 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
         what = "isn't a model of transformers"
     raise UnsupportedModelError(
         f"{cls.__name__} {what}; a mesh has rules for language models, causal, masked and of two sequences, for "
-        "sequence and token classification, question answering, image classification, masked image modelling, and "
-        "models without a head, such as LlamaForCausalLM"
+        "sequence and token classification, question answering, text with images, image classification, masked image "
+        "modelling, and models without a head, such as LlamaForCausalLM"
     )
 
 

@@ -163,6 +163,7 @@ class WholeInterface:
             raise UnsupportedModelError(
                 f"cache_implementation={kwargs['cache_implementation']!r} has no rule on a mesh; leave it out"
             )
+        self.cuboid.kind.check_generation(kwargs)
         obstacle = cache_obstacle(self)
         if obstacle is not None:
             if kwargs.get("past_key_values") is not None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.roles import layer_names
+from cuboid.models.architectures.roles import layer_names, planned_parts
 from cuboid.models.batch.generator_check import Library
 from cuboid.models.sharded.customizations import carry_over
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -52,7 +52,8 @@ def seed_random_modules(
         mesh: this rank's mesh.
         late: what splits activations at the first layer, if the embedding doesn't.
     """
-    width = getattr(model.config, "hidden_size", 0) // mesh.size("hidden")
+    config = model.config if hasattr(model.config, "hidden_size") else planned_parts(model.config)[0]
+    width = getattr(config, "hidden_size", 0) // mesh.size("hidden")
     draws, places = ModelDraws(mesh, width), _Places(model, parallel_plan, late)
     if mesh.shape.size == 1:
         return draws

@@ -19,7 +19,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
 from cuboid.models.architectures.refusals import compiling_refused
-from cuboid.models.architectures.roles import layer_names, token_embeddings
+from cuboid.models.architectures.roles import layer_names, token_embeddings, tower_names
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
@@ -178,7 +178,9 @@ def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     except ValueError:  # Composite configs may have several text configs.
         return []
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    of_towers = {part for name in tower_names(model) for part in model.get_submodule(name).modules()}
+    others = (m for m in model.modules() if m not in of_towers and m is not model.get_input_embeddings())
+    tables = [m for m in others if isinstance(m, nn.Embedding)]
     # Some tables have a few rows more than there are positions.
     return [table for table in tables if limit is not None and limit <= table.num_embeddings <= limit + 8]
 

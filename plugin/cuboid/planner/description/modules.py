@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.architectures.roles import Role, find_roles, takes_pixels
+from cuboid.models.architectures.roles import Role, find_roles, takes_pixels, tower_names
 from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.sharded.parallel_plan import out_features
 from cuboid.models.sharded.sharded_model import learned_positions
@@ -51,7 +51,7 @@ def describe_modules(
     Raises:
         UnsupportedModelError: its layers or the number of experts of a token can't be found, or it takes images.
     """
-    if takes_pixels(model):
+    if takes_pixels(model) or tower_names(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is given images, and the planner counts the work of tokens; give the axes of the "
             'mesh in place of "mesh": "auto"'
