@@ -1,4 +1,4 @@
-"""Vision-language models on a mesh: features of images among the embeddings, a tower computed whole, rows of any kind."""
+"""Vision-language models on a mesh: features of images among the embeddings, of a tower that is computed whole."""
 
 import pytest
 import torch

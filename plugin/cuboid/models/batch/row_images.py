@@ -61,8 +61,8 @@ def images_of_rows(
     parts = [row for row, end in enumerate(ends[1:]) if end % total or end // total not in numbers]
     if parts:
         raise CuboidError(
-            f"row {parts[0]} of input_ids ends inside an image: {total} placeholders stand for {len(entries)} images of "
-            f"{PIXELS}, and up to that row there are {ends[parts[0] + 1] // len(pixels)} of them; each image's "
+            f"row {parts[0]} of input_ids ends inside an image: {total} placeholders stand for {len(entries)} images "
+            f"of {PIXELS}, and up to that row there are {ends[parts[0] + 1] // len(pixels)} of them; each image's "
             "placeholders must be in one row, in the order of the images"
         )
     spans = [(ends[row] // total, ends[row + 1] // total) for row in rows]

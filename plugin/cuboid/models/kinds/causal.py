@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -22,7 +22,7 @@ class Causal(LanguageModel):
 
     name = "causal"
     words = "causal language modelling"
-    endings = ("ForCausalLM", "LMHeadModel")
+    endings: ClassVar[tuple[str, ...]] = ("ForCausalLM", "LMHeadModel")
     auto_class = AutoModelForCausalLM
     targets = ("labels", "shift_labels")
     ordinary_loss = "ForCausalLMLoss"

@@ -190,10 +190,8 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
     if own_positions is not None and may_be_packed and batch.cache is None:
         packed = find_packed_sequence_indices(own_positions)
-    with (
-        knowing(lengths=lengths, packing=Packing(own_positions, packed), check=check, images=batch.images),
-        compared_by(check),
-    ):
+    packing = Packing(own_positions, packed)
+    with knowing(lengths=lengths, packing=packing, check=check, images=batch.images), compared_by(check):
         yield batch
     check.read()
 

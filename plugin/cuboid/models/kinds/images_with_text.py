@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
@@ -50,7 +50,7 @@ class ImagesWithText(Causal):
 
     name = "images with text"
     words = "causal language modelling of text with images"
-    endings = ()
+    endings: ClassVar[tuple[str, ...]] = ()
     auto_class = AutoModelForImageTextToText
     tensors = (*TENSORS, *_TYPES, *_IMAGES)
     in_pipeline = False
@@ -75,7 +75,11 @@ class ImagesWithText(Causal):
             )
 
     def local_batch(
-        self, arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, verdict: MeshVerdict
+        self,
+        arguments: dict[str, Any],
+        config: PretrainedConfig,
+        mesh: Mesh,
+        verdict: MeshVerdict,  # noqa: ARG002
     ) -> LocalBatch:
         """See :meth:`ModelKind.local_batch`. A rank gets whole sequences of its rows, and their images.
 
@@ -98,9 +102,8 @@ class ImagesWithText(Causal):
             return batch
         placeholder = _placeholder(config)
         ids = arguments["input_ids"]
-        if batch.padded > batch.length and placeholder == (
-            getattr(config.get_text_config(), "pad_token_id", None) or 0
-        ):
+        padding = getattr(config.get_text_config(), "pad_token_id", None) or 0
+        if batch.padded > batch.length and placeholder == padding:
             raise UnsupportedModelError(
                 f"pad_token_id is image_token_id, {placeholder}: sequences of {batch.length} tokens, which the mesh "
                 "doesn't divide, are padded with it; set another pad_token_id"
@@ -152,6 +155,7 @@ class ImagesWithText(Causal):
             edge = vision.patch_size = 2
             changes = {
                 "depth": _LAYERS_OF_TOWER,
+                "embed_dim": config.get_text_config().hidden_size,
                 "out_hidden_size": config.get_text_config().hidden_size,
                 "window_size": 2 * vision.spatial_merge_size * edge,
                 "fullatt_block_indexes": [_LAYERS_OF_TOWER - 1],
@@ -225,8 +229,8 @@ def _check_images(images: dict[str, Any]) -> None:
     pixels, grid = images.get(PIXELS), images.get(GRID)
     if pixels is None and grid is None:
         return
-    is_tensor = isinstance(pixels, torch.Tensor) and pixels.is_floating_point()
-    if not is_tensor or pixels.dim() != (4 if grid is None else 2):
+    dims = 4 if grid is None else 2
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or pixels.dim() != dims:
         received = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
         wanted = "[images, channels, height, width]" if grid is None else f"[patches, features] beside {GRID}"
         raise CuboidError(f"{PIXELS} must be floats {wanted}, not {received}")

@@ -55,7 +55,7 @@ class LateSplit:
     """Splits activations at the first layer and gathers them after the last, if code around layers needs them whole.
 
     Attributes:
-        rejoins: whether it gathers them after the last layer. If not, only code in front of the layers needs them whole.
+        rejoins: whether it gathers them after the last layer. If not, only code before the layers needs them whole.
         is_whole: whether activations are whole at this point of the running forward.
     """
 
