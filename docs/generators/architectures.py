@@ -156,13 +156,11 @@ _IMAGES = (
 _NO_DROP_PATH = {"drop_path_rate": 0.0}
 #: Vision-language models, and what a config that makes one differs in from the defaults.
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-_GROUPED_MROPE = {"num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": _MROPE}
 _IMAGES_WITH_TEXT: dict[str, dict[str, Any]] = {
     # The vocabularies of their checkpoints, in which the token of images is.
     "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 0}},
     "gemma3": {},
-    "qwen2_vl": {"text_config": _GROUPED_MROPE},
-    "qwen2_5_vl": {"text_config": _GROUPED_MROPE},
+    "qwen2_5_vl": {"text_config": {"num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": _MROPE}},
 }
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
 #: By the task's name on the page: transformers' own table of classes, and what a config differs in.
