@@ -1,17 +1,26 @@
 """Vision-language models on a mesh: features of images among the embeddings, of a tower that is computed whole."""
 
+import math
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
 
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.batch.row_images import images_of_rows
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.kinds.registry import check_class
+from launching import BIN, ROOT, free_port, run
 from threaded import assert_as_alone, step_of
+from warm_python import warm_python
 
 IMAGE = 5  # the placeholder's id
 _TEXT = {
@@ -35,7 +44,23 @@ CONFIGS = {
         image_token_id=IMAGE,
         mm_tokens_per_image=4,
     ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            **{"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40, "out_hidden_size": 32},
+            **{"patch_size": 2, "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        image_token_id=IMAGE,
+        video_token_id=4,
+        vision_start_token_id=3,
+        vision_end_token_id=2,
+    ),
 }
+#: Of Qwen's images, patches in time, height and width, in turn; four of them are one feature.
+GRIDS = ((1, 4, 4), (1, 2, 4))
 MESHES = ("1x2x1", "1x1x2", "2x1x1", "2x2x2")
 #: Images in each row: none on the second rank of `batch`, a row twice on it, or one image alone.
 ROWS = {"none behind": (2, 1, 0), "none before": (0, 0, 3), "filled up": (1, 0, 2), "one": (0, 1, 0)}
@@ -60,25 +85,27 @@ def micro_batch(model, images=ROWS["none behind"], padding="right", length=19, s
         mask[1, -3:] = 0
     elif padding == "left":
         mask[1, :3] = 0
+    architecture, number = model.config.model_type, 0
     for row, count in enumerate(images):
         start = 4 if padding == "left" else 1
-        for image in range(count):
-            # The second image begins where the first ends, unless a token of text is between them.
-            first = start + 4 * image + (image if architecture_of(model) == "gemma3" else 0)
-            ids[row, first : first + 4] = IMAGE
+        for _ in range(count):
+            size = 4 if architecture != "qwen2_5_vl" else math.prod(GRIDS[number % 2]) // 4
+            ids[row, start : start + size] = IMAGE
+            # In LLaVA, images follow right after one another; others tell them apart by text between them.
+            start, number = start + size + (architecture != "llava"), number + 1
     labels = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
-    size = model.config.vision_config.image_size
-    pixels = torch.randn((sum(images), 3, size, size), generator=generator, dtype=torch.float64)
-    batch = {"input_ids": ids, "labels": labels, "pixel_values": pixels}
-    if padding is not None:
-        batch["attention_mask"] = mask
-    if architecture_of(model) == "gemma3":
+    batch = {"input_ids": ids, "labels": labels}
+    if architecture == "qwen2_5_vl":
+        grid = torch.tensor([GRIDS[number % 2] for number in range(sum(images))])
+        pixels = torch.randn((int(grid.prod(-1).sum()), 24), generator=generator, dtype=torch.float64)
+        batch |= {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).long()}
+    else:
+        edge = model.config.vision_config.image_size
+        shape = (sum(images), 3, edge, edge)
+        batch["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if architecture == "gemma3":
         batch["token_type_ids"] = (ids == IMAGE).long()
-    return batch
-
-
-def architecture_of(model):
-    return model.config.model_type
+    return batch if padding is None else {**batch, "attention_mask": mask}
 
 
 @pytest.mark.sample(6)
@@ -188,3 +215,106 @@ def test_training_from_slices_is_that_of_plain_transformers(pool, tmp_path, arch
 def assert_close(actual, wanted):
     for name, x in wanted.items():
         assert (actual[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
+
+
+def test_a_launched_script_trains_a_model_with_a_frozen_tower_as_plain_transformers_does(tmp_path):
+    model = built("llava").float()
+    model.save_pretrained(tmp_path / "model")
+    batch = micro_batch(model, ROWS["none before"])
+    batch["pixel_values"] = batch["pixel_values"].float()
+    save_file(batch, tmp_path / "samples.safetensors")
+    launcher = (BIN / "deepspeed", "--quiet", "--num_accelerators", 2, "--master_port", free_port())
+    paths = (tmp_path / "model", tmp_path / "samples.safetensors", tmp_path / "out")
+    status, output = run(warm_python(), *launcher, ROOT / "docs/examples/describe.py", *paths)
+    assert status == 0, output
+    freeze(model, TOWER)
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], 1e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert [float(x) for x in re.findall(r"loss ([\d.]+)", output)] == pytest.approx(losses, abs=1e-5)
+    weights = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(weights[name], x, rtol=1e-4, atol=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return cuboid.shard(built("llava"), {"tensor_parallel": mesh_section("1x1x1")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pixel_values_videos": torch.zeros(1, 2, 3, 8, 8)}, "pixel_values_videos has no rule .* videos and audio"),
+        ({"image_sizes": torch.tensor([[8, 8]])}, "image_sizes has no rule"),
+        ({"mm_encoder_outputs": {"image": None}}, "mm_encoder_outputs has no rule"),
+        ({"pixel_values": torch.zeros(3, 8, 8)}, r"must be floats \[images, channels, height, width\], not .*3, 8, 8"),
+        ({"pixel_values": [torch.zeros(3, 8, 8)]}, r"pixel_values must be floats .* not list"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 4]])}, r"must be floats \[patches, features\] beside image_grid_thw"),
+        ({"position_ids": torch.zeros(3, 3, 19, dtype=torch.long)}, "position_ids is"),
+    ],
+)
+def test_what_there_is_no_rule_for_is_said(model, changes, words):
+    with pytest.raises(CuboidError, match=words):
+        model(**{**micro_batch(model), **changes})
+
+
+def test_calls_without_a_rule_are_refused_by_name(model):
+    batch = {name: x for name, x in micro_batch(model).items() if name != "labels"}
+    with pytest.raises(UnsupportedModelError, match="generate with pixel_values has no rule on a mesh"):
+        model.generate(**batch, max_new_tokens=2)
+    with pytest.raises(UnsupportedModelError, match="LlavaModel was called by itself"):
+        model.model(**batch)
+    with pytest.raises(UnsupportedModelError, match="Leave the pipeline section out: a mesh takes it"):
+        check_class(type(built("llava")), stages=True)
+
+
+def test_text_alone_is_computed_and_generated(model):
+    batch = {name: x for name, x in micro_batch(model, (0, 0, 0), None).items() if name != "pixel_values"}
+    plain = built("llava")
+    with KeepFloat64():
+        torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-9, atol=1e-9)
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    ids = batch["input_ids"]
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("images", "placeholders", "words"),
+    [
+        (
+            {"pixel_values": torch.zeros(2, 3, 8, 8)},
+            [6, 2, 0],
+            "row 0 of input_ids ends inside an image: 8 placeholders",
+        ),
+        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, [0, 0, 0], "2 images, and input_ids have 0 placeholders"),
+        (
+            {"pixel_values": torch.zeros(9, 5), "image_grid_thw": torch.tensor([[1, 2, 4]])},
+            [2],
+            "images of 8 patches altogether, but pixel_values has 9",
+        ),
+    ],
+)
+def test_images_and_placeholders_that_contradict_each_other_are_named(images, placeholders, words):
+    with pytest.raises(CuboidError, match=words):
+        images_of_rows(images, placeholders, [0])
+
+
+def test_a_rank_gets_the_images_of_its_rows():
+    pixels, grid = torch.arange(24.0).reshape(24, 1), torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 4], [1, 2, 2]])
+    images = {"pixel_values": pixels, "image_grid_thw": grid}
+    local, of_rank = images_of_rows(images, [3, 0, 2, 1], [2, 3, 3])
+    assert local["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2], [1, 2, 2]]
+    assert local["pixel_values"].flatten().tolist() == [*range(12, 20), *range(20, 24), *range(20, 24)]
+    assert of_rank.spare is None
+    local, of_rank = images_of_rows(images, [3, 0, 2, 1], [1])
+    assert local["pixel_values"].shape == (0, 1)
+    assert of_rank.spare["image_grid_thw"].tolist() == [[1, 2, 4]]

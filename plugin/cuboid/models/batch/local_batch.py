@@ -40,7 +40,8 @@ _REJECTED: dict[str, tuple[Any, ...]] = {
     "decoder_inputs_embeds": (None,),
     "decoder_position_ids": (None,),
     # A kind that takes images takes them out first.
-    **dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"), (None,)),
+    **dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features"), (None,)),
+    "mm_encoder_outputs": (None, {}),
 }
 
 

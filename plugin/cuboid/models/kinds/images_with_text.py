@@ -89,7 +89,7 @@ class ImagesWithText(Causal):
         """
         for name, x in arguments.items():
             is_known = name in (*self.tensors, "num_items_in_batch")
-            if not is_known and isinstance(x, torch.Tensor | dict):
+            if not is_known and (isinstance(x, torch.Tensor) or (isinstance(x, dict) and x)):
                 raise UnsupportedModelError(
                     f"{name} has no rule on a sharded model of images with text, which takes {PIXELS} of images of one "
                     f"size, or with {GRID}; videos and audio have no rule"

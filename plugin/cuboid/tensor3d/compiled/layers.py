@@ -314,7 +314,7 @@ def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
     name = type(module).__name__
     if form_of(type(module)) is None:
         return f"{name} has no form in a graph"
-    if any(vars(module).get(key) for key in ("cuboid_late", "cuboid_images", "cuboid_everywhere")):
+    if any(vars(module).get(key) for key in ("cuboid_late", "cuboid_images", "cuboid_everywhere", "cuboid_tower")):
         return f"{name} is computed whole, of activations that have no form in a graph"
     if isinstance(module, ShardedRouter) and module.is_random:
         return f"{name} draws random numbers, for which graphs have no seeds of a mesh"
