@@ -227,6 +227,7 @@ def test_a_launched_script_trains_a_model_with_a_frozen_tower_as_plain_transform
     paths = (tmp_path / "model", tmp_path / "samples.safetensors", tmp_path / "out")
     status, output = run(warm_python(), *launcher, ROOT / "docs/examples/describe.py", *paths)
     assert status == 0, output
+    before = {name: x.clone() for name, x in model.state_dict().items()}
     freeze(model, TOWER)
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], 1e-3, weight_decay=0.0)
     losses = []
@@ -236,10 +237,12 @@ def test_a_launched_script_trains_a_model_with_a_frozen_tower_as_plain_transform
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert [float(x) for x in re.findall(r"loss ([\d.]+)", output)] == pytest.approx(losses, abs=1e-5)
+    assert [float(x) for x in re.findall(r"loss ([\d.]+)", output)] == pytest.approx(losses, rel=1e-4)
     weights = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
     for name, x in model.state_dict().items():
-        torch.testing.assert_close(weights[name], x, rtol=1e-4, atol=1e-5)
+        # Adam makes rounding errors of small gradients large, but not as large as its steps.
+        torch.testing.assert_close(weights[name], x, rtol=0, atol=1e-3)
+        assert (weights[name] - x).norm() <= 0.02 * (x - before[name]).norm(), name
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
