@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuboid_patches import accelerate, deepspeed, interpreter, peft, transformers
+from cuboid_patches import accelerate, deepspeed, interpreter, peft, transformers, trl
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SharedMemoryBuild
 
@@ -10,6 +10,7 @@ PATCHES: list[Patch | SharedMemoryBuild] = [
     *transformers.PATCHES,
     *accelerate.PATCHES,
     *peft.PATCHES,
+    *trl.PATCHES,
     *deepspeed.PATCHES,
     *interpreter.PATCHES,
 ]

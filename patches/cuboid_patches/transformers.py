@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,7 +32,16 @@ from cuboid_patches.accelerate import own_copy, shared_config
 from cuboid_patches.base import Patch
 
 #: Trainers of TRL whose losses and metrics on a mesh were compared with those in one process.
-_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
+_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer")
+#: Arguments of TRL's online trainers that generate otherwise than by ``generate``, or change weights, and why not.
+_REFUSED_OF_TRL = {
+    "use_vllm": "vLLM is given whole weights, of which each rank has a shard; leave it out, and generate does it",
+    "use_transformers_continuous_batching": "its paged cache has no rule for heads that are cut; leave it out",
+    "cast_lm_head_to_fp32": "it replaces the head, which is cut; load the model in float32",
+    "sync_ref_model": "it copies shards that gathered copies may be kept of; leave it out",
+}
+#: Whether ``TrainingArguments.world_size`` is asked for the sake of data.
+_counts_replicas: ContextVar[bool] = ContextVar("cuboid_counts_replicas", default=False)
 
 
 def _from_pretrained(original: Any) -> Any:
@@ -78,7 +90,7 @@ def _trainer(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         config, own_steps = _config_kept_alive(), sys.modules["transformers.trainer"].Trainer.training_step
         if config is not None and config.ranks > 1:
-            _check_trl(type(self))
+            _check_trl(type(self), *args, *kwargs.values())
         if config is not None and config.pipeline is not None:
             _check_runs_pipeline(type(self), own_steps)
         original(self, *args, **kwargs)
@@ -100,10 +112,21 @@ def _check_runs_pipeline(trainer: type[Any], own_steps: Any) -> None:
     )
 
 
-def _check_trl(trainer: type[Any]) -> None:
-    """Refuse a trainer of TRL, or one derived from it, that wasn't compared with its results in one process."""
+def _check_trl(trainer: type[Any], *arguments: Any) -> None:
+    """Refuse a trainer of TRL, or one derived from it, that wasn't compared with its results in one process.
+
+    Args:
+        trainer: its class.
+        arguments: what it is made with, its ``TrainingArguments`` among that.
+    """
     of_trl = trainer_of_trl(trainer)
-    if of_trl is None or of_trl.__name__ in _TRL:
+    if of_trl is None:
+        return
+    if of_trl.__name__ in _TRL:
+        options = [one for one in arguments if isinstance(one, sys.modules["transformers.trainer"].TrainingArguments)]
+        for name, reason in _REFUSED_OF_TRL.items():
+            if any(getattr(one, name, False) for one in options):
+                raise ConfigError(f"{name} can't be combined with tensor_parallel.mode 3d_tensor: {reason}")
         return
     raise UnsupportedModelError(
         f"TRL's {of_trl.__name__} has no rule where several ranks hold one model: it deals prompts, completions or "
@@ -118,6 +141,27 @@ def _get_tp_size(original: Any) -> Any:
         return original(self) if shared_config() is None else 1
 
     return get_tp_size
+
+
+@contextmanager
+def counted_in_replicas() -> Iterator[None]:
+    """In the ``with`` block, ``TrainingArguments.world_size`` counts replicas, as ``Accelerator.num_processes`` does.
+
+    Elsewhere it stays the number of ranks: the Trainer asks it whether files are one for each rank.
+    """
+    token = _counts_replicas.set(True)
+    try:
+        yield
+    finally:
+        _counts_replicas.reset(token)
+
+
+def _world_size(original: Any) -> Any:
+    def world_size(self: Any) -> int:
+        ranks, config = int(original.fget(self)), shared_config() if _counts_replicas.get() else None
+        return ranks if config is None else ranks // config.ranks
+
+    return property(world_size)
 
 
 def _total_train_batch_size(original: Any) -> Any:
@@ -260,6 +304,13 @@ PATCHES = [
         reason="don't divide what accelerate has counted by replicas",
         parameters=("self",),
         replace=_get_tp_size,
+    ),
+    Patch(
+        target="transformers.training_args:TrainingArguments.world_size",
+        package="transformers",
+        reason="count replicas where arguments of TRL count prompts",
+        parameters=("self",),
+        replace=_world_size,
     ),
     Patch(
         target="transformers.trainer:Trainer.get_total_train_batch_size",
