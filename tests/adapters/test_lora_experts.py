@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
+from cuboid.distributed.topology import RANK_ORDER
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from small_layers import CHECKPOINTING
@@ -63,6 +64,21 @@ def test_activation_checkpointing_changes_nothing():
     model.gradient_checkpointing_enable(CHECKPOINTING)
     model.enable_input_require_grads()
     assert_as_plain_peft(model, "1x2x1")
+
+
+def test_gradients_of_the_factors_are_sent_and_none_of_the_experts_weights():
+    threaded = AdaptedExperts(small("qwen3_moe"), "2x1x1")
+    threaded.run(step_of(**batch(rows=6, vocabulary=61)))
+    mesh, inner = threaded.ranks.meshes[0], threaded.models[0].get_base_model()
+    groups = [mesh.along("batch"), mesh.along("batch", "sequence"), mesh.along(*RANK_ORDER)]
+    sent = sum(
+        bytes_ * count
+        for along in {id(group): group for group in groups}.values()
+        for (kind, bytes_), count in along.counted.items()
+        if kind == "reduce_scatter"
+    )
+    # Each rank sends the blocks of the factors' gradients, of which two ranks keep a half each.
+    assert sent == sum(2 * p.nbytes for name, p in inner.named_parameters() if ".lora_" in name)
 
 
 def assert_as_plain_peft(model, mesh, **options):

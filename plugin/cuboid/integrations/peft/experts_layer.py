@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.seeding import seeded_for
-from cuboid.tensor3d.experts.expert_update import ExpertFactor, shard_of_update
+from cuboid.tensor3d.experts.expert_update import ExpertFactor, LowRankUpdate
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 
 
@@ -53,18 +54,19 @@ class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
         if not names:
             return self.base_layer(x, *args, **kwargs)
         factors: list[tuple[Any, Any]] = [(self.lora_A[name], self.lora_B[name]) for name in names]
-        updates = [
-            self._shard(a.unsharded("weight"), b.unsharded("weight"), name)
-            for name, (a, b) in zip(names, factors, strict=True)
-        ]
-        with base.updated(self.parameter_name, torch.stack(updates).sum(0)):
+        unsharded = [(a.unsharded("weight"), b.unsharded("weight")) for a, b in factors]
+        with base.updated(self.parameter_name, self._update(unsharded, names)):
             return self.base_layer(x, *args, **kwargs)
 
-    def _shard(self, a: Any, b: Any, adapter: str) -> torch.Tensor:
+    def _update(self, factors: Sequence[tuple[Any, Any]], names: Sequence[str]) -> LowRankUpdate:
+        """The sum of some adapters' updates, from their whole factors."""
         base: Any = self.get_base_layer()
         spec = base.spec(self.parameter_name)
-        update = shard_of_update(a, b, spec, base.mesh, in_first=not self._did_swap_in_out_features)
-        return update * self.scaling[adapter]
+        by_expert = [LowRankUpdate.by_expert(a, b, self.num_experts) for a, b in factors]
+        all_a = torch.cat([a for a, _ in by_expert], dim=1)
+        all_b = torch.cat([b * self.scaling[name] for (_, b), name in zip(by_expert, names, strict=True)], dim=2)
+        in_first = len(spec.shape) == 3 and not self._did_swap_in_out_features
+        return LowRankUpdate(all_a, all_b, spec, base.mesh, in_first)
 
     @torch.no_grad()
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,4 +78,4 @@ class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
         base.mesh.connect()
         factors: tuple[Any, Any] = self.lora_A[adapter_name], self.lora_B[adapter_name]
         a, b = (whole_parameter(factor, "weight") for factor in factors)
-        return self._shard(a, b, adapter_name).to(base.get_parameter(self.parameter_name).dtype)
+        return self._update([(a, b)], [adapter_name]).shard().to(base.get_parameter(self.parameter_name).dtype)

@@ -1,14 +1,16 @@
 """A low-rank update of the weights of all experts of a layer, or of its router, from factors that ranks gather whole.
 
 With E experts, A is ``[E·r, I]`` and B ``[O, r·E]``: expert e's update is ``B[:, :, e] A[e]``; a router's is that of a
-single expert. A rank computes that of its own shard of the weights, and multiplies with their sum. Its gradients of A
-and B are partial sums over the mesh.
+single expert. A rank adds that of the block that it multiplies with, rather than of its shard: the gradient of the block
+then gives those of A and B at once, as partial sums over the mesh, and only these are sent. Gradients of updated shards
+would be as large as the weights'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from torch import nn
 from cuboid.distributed.mesh import Mesh
 from cuboid.tensor3d.low_rank import take_shards
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, unshard_parameter
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, shard_boxes
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, block_boxes, shard_boxes
 
 
 class ExpertFactor(ShardedModule, nn.Linear):
@@ -31,18 +33,81 @@ class ExpertFactor(ShardedModule, nn.Linear):
         take_shards(self, factor, {"weight": ShardingSpec(tuple(factor.weight.shape), ((), ()))}, mesh)
 
 
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """The updates of all experts, or of a router, from whole factors.
+
+    Args:
+        a: ``[E, r, I]``.
+        b: ``[E, O, r]``, scaled.
+        spec: of the experts' weights, or of a router's ``[O, I]``, whose E is 1.
+        mesh: this rank's mesh.
+        in_first: whether the experts' weights are ``[E, I, O]`` instead of ``[E, O, I]``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    spec: ShardingSpec
+    mesh: Mesh
+    in_first: bool
+
+    @staticmethod
+    def by_expert(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors ``[E·r, I]`` and ``[O, r·E]`` of ``count`` experts, as ``[E, r, I]`` and ``[E, O, r]``."""
+        return a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count).permute(2, 0, 1)
+
+    def shard(self) -> torch.Tensor:
+        """That of this rank's shard."""
+        update = self.a.new_zeros(self.spec.shard_shape(self.mesh.shape))
+        for here, features in shard_boxes(self.spec, self.mesh.shape, self.mesh.coordinate):
+            update[here] = self._product(features)
+        return update
+
+    def add_to(self, block: torch.Tensor) -> torch.Tensor:
+        """The sum of the weights' block and its update; differentiable."""
+        updated = block.clone()
+        for here, features in block_boxes(self.spec, self.mesh.shape, self.mesh.coordinate):
+            updated[here] += self._product(features).to(block.dtype)
+        return updated
+
+    def gradients(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of ``a`` and ``b``, partial sums over the mesh, from that of a block of experts."""
+        da, db = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        for here, features in block_boxes(self.spec, self.mesh.shape, self.mesh.coordinate):
+            experts, out, into = self._out_in(features)
+            # [E, o, i]
+            part = (block[here].transpose(1, 2) if self.in_first else block[here]).to(self.a.dtype)
+            da[experts, :, into] += self.b[experts, out].transpose(1, 2) @ part
+            db[experts, out] += part @ self.a[experts, :, into].transpose(1, 2)
+        return da, db
+
+    def _out_in(self, features: tuple[slice, ...]) -> tuple[slice, slice, slice]:
+        """Slices of experts, out and in features, from those of the weights' dims."""
+        experts, *dims = features
+        out, into = dims[::-1] if self.in_first else dims
+        return experts, out, into
+
+    def _product(self, features: tuple[slice, ...]) -> torch.Tensor:
+        if len(features) == 2:
+            out, into = features
+            return self.b[0, out] @ self.a[0, :, into]
+        experts, out, into = self._out_in(features)
+        box = self.b[experts, out] @ self.a[experts, :, into]
+        return box.transpose(1, 2) if self.in_first else box
+
+
 class UpdatedModule(ShardedModule):
     """A module to whose parameters an update may be added in a forward.
 
     Attributes:
-        updates: by the parameter's name, what is added to this rank's shard of it.
+        updates: by the parameter's name, what is added to it.
     """
 
-    updates: dict[str, torch.Tensor]
+    updates: dict[str, LowRankUpdate]
 
     @contextmanager
-    def updated(self, name: str, update: torch.Tensor) -> Iterator[None]:
-        """In the ``with`` block, ``update`` is added to this rank's shard of a weight, differentiably.
+    def updated(self, name: str, update: LowRankUpdate) -> Iterator[None]:
+        """In the ``with`` block, ``update`` is added to a weight, differentiably.
 
         The weight must not be prefetched.
         """
@@ -56,34 +121,4 @@ class UpdatedModule(ShardedModule):
         """The block of a small parameter and its update, differentiably."""
         if name not in self.updates:
             return super().unsharded(name)
-        parameter = self.get_parameter(name)
-        return unshard_parameter(parameter + self.updates[name].to(parameter.dtype), self.sharded_params[name])
-
-
-def shard_of_update(
-    a: torch.Tensor, b: torch.Tensor, spec: ShardingSpec, mesh: Mesh, *, in_first: bool
-) -> torch.Tensor:
-    """The rank's shard of the updates, differentiably.
-
-    Args:
-        a: whole, ``[E·r, I]``.
-        b: whole, ``[O, r·E]``.
-        spec: of the experts' weights, or of a router's ``[O, I]``.
-        mesh: this rank's mesh.
-        in_first: whether the experts' weights are ``[E, I, O]`` instead of ``[E, O, I]``.
-    """
-    if len(spec.shape) == 2:
-        update = a.new_zeros(spec.shard_shape(mesh.shape))
-        for here, (out, into) in shard_boxes(spec, mesh.shape, mesh.coordinate):
-            update[here] = b[out] @ a[:, into]
-        return update
-    count = spec.shape[0]
-    by_expert = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count).permute(2, 0, 1)
-    update = a.new_zeros(spec.shard_shape(mesh.shape))
-    for here, (experts, *dims) in shard_boxes(spec, mesh.shape, mesh.coordinate):
-        into, out = dims if in_first else dims[::-1]
-        # [e, r, i] and [e, o, r]
-        factor_a, factor_b = by_expert[0][experts, :, into], by_expert[1][experts, out]
-        box = factor_b @ factor_a
-        update[here] = box.transpose(1, 2) if in_first else box
-    return update
+        return self.updates[name].add_to(unshard_parameter(self.get_parameter(name), self.sharded_params[name]))

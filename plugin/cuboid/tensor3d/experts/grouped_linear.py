@@ -29,6 +29,7 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.experts.dispatch import Dispatch, multiply_rows, multiply_transposed
+from cuboid.tensor3d.experts.expert_update import LowRankUpdate
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
@@ -89,7 +90,7 @@ class GroupedProduct:
 
     ``source`` gathers the input, ``target`` reduces the output. With ``in_first``, weights are stored ``[E, in, out]``
     instead of ``[E, out, in]``. ``deferred`` waits for the reduction of the shard's gradient; without it, the gradient
-    is complete when backward returns it.
+    is complete when backward returns it. ``update`` is added to the block, which then has the dtype of the shard.
     """
 
     weight: ShardedParam
@@ -98,21 +99,29 @@ class GroupedProduct:
     source: Side
     target: Side
     deferred: DeferredReduce | None
+    update: LowRankUpdate | None = None
 
     def __call__(self, x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """Multiply the rank's part of the input, differentiably."""
-        out: torch.Tensor = _GroupedLinear.apply(x, shard, self)
+        factors = (None, None) if self.update is None else (self.update.a, self.update.b)
+        out: torch.Tensor = _GroupedLinear.apply(x, shard, *factors, self)
         return out
 
-    def in_out(self, shard: torch.Tensor) -> torch.Tensor:
+    def in_out(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block as ``[E, in, out]``, once it is unsharded."""
         block = self.weight.unsharded() if self.weight.ranks > 1 else shard
+        if self.update is not None:
+            block = self.update.add_to(block).to(dtype)
         return block if self.in_first else block.transpose(1, 2)
 
-    def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
-        """Start to reduce-scatter dW, from rows of input and output gradient; None before a step's last backward."""
+    def block_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """The rank's part of the sum that is the block's gradient, from rows of input and output gradient."""
         factors = (x, dy) if self.in_first else (dy, x)
-        total = self.weight.to_reduce(multiply_transposed(*factors, self.dispatch), is_own=True)
+        return multiply_transposed(*factors, self.dispatch)
+
+    def start_weight_gradient(self, block_gradient: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
+        """Start to reduce-scatter dW; None before a step's last backward."""
+        total = self.weight.to_reduce(block_gradient, is_own=True)
         if total is None:
             return None
         (reducing,) = start_reduce_scatters([self.weight], [total])
@@ -121,12 +130,20 @@ class GroupedProduct:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: torch.Tensor, product: GroupedProduct) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        shard: torch.Tensor,
+        _a: torch.Tensor | None,
+        _b: torch.Tensor | None,
+        product: GroupedProduct,
+    ) -> torch.Tensor:
+        # The product has the factors, which are arguments for the sake of their gradients.
         ctx.save_for_backward(x, shard)
         ctx.product = product
         gathering = product.source.start_gather(x)
         start_unshards([product.weight], [shard])
-        rows = multiply_rows(gathering.wait(), product.in_out(shard), product.dispatch)
+        rows = multiply_rows(gathering.wait(), product.in_out(shard, x.dtype), product.dispatch)
         scattering = product.target.start_scatter(rows)
         # With "weight_gather": "step", keeps the block for backward.
         ctx.copy = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
@@ -136,28 +153,34 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         product: GroupedProduct = ctx.product
         x, shard = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_a, needs_b, _ = ctx.needs_input_grad
+        needs_block = needs_weight or needs_a or needs_b
         # Start all gathers before waiting for any of them.
         gathering = product.target.start_gather(gradient)
-        inputs = product.source.start_gather(x) if needs_weight else None
+        inputs = product.source.start_gather(x) if needs_block else None
         if needs_x:
             start_unshards([product.weight], [shard])
         dy = gathering.wait()
         scattering = None
         if needs_x:
-            by_out = product.in_out(shard).transpose(1, 2)
+            by_out = product.in_out(shard, x.dtype).transpose(1, 2)
             scattering = product.source.start_scatter(multiply_rows(dy, by_out, product.dispatch))
         # dW's product overlaps with dx's reduction.
-        reducing = None if inputs is None else product.start_weight_gradient(inputs.wait(), dy)
-        dweight = None
-        if reducing is not None and product.deferred is None:
-            dweight = reducing.wait()
-        elif reducing is not None and product.deferred is not None:
-            product.deferred.defer(reducing)
-            dweight = reducing.incomplete()
+        dweight: torch.Tensor | None = None
+        factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if inputs is not None:
+            block_gradient = product.block_gradient(inputs.wait(), dy)
+            if product.update is not None:
+                factors = product.update.gradients(block_gradient)
+            reducing = product.start_weight_gradient(block_gradient) if needs_weight else None
+            if reducing is not None and product.deferred is None:
+                dweight = reducing.wait()
+            elif reducing is not None and product.deferred is not None:
+                product.deferred.defer(reducing)
+                dweight = reducing.incomplete()
         product.weight.discard()
         ctx.copy = None
-        return None if scattering is None else scattering.wait(), dweight, None
+        return None if scattering is None else scattering.wait(), dweight, *factors, None
 
 
 class _AllTokens(torch.autograd.Function):

@@ -107,8 +107,10 @@ class ShardedExperts(UpdatedModule):
         if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
             shard, deferred = parameter.to(x.dtype), None
         if name in self.updates:
-            assert not self.is_prefetched, "a gather of the weight without its update may be in flight"
-            shard = (parameter + self.updates[name].to(parameter.dtype)).to(x.dtype)
+            assert not self.is_prefetched, "a gather in another dtype may be in flight"
+            # The sum is cast, not the weight: an update may be smaller than the weight's rounding.
+            product = GroupedProduct(param, self.form.in_first, dispatch, source, target, None, self.updates[name])
+            return product(x, parameter)
         return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)
 
 

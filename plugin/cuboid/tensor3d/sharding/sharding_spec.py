@@ -148,10 +148,20 @@ def shard_boxes(
     spec: ShardingSpec, mesh: MeshShape, at: Coordinate
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
-    # For each dim, pairs of (slice of the shard, slice of the whole tensor); a box takes one pair of each dim.
-    slices_of_dims = [list(_slices(intervals)) for intervals in spec.shard_intervals(mesh, at)]
-    for box in product(*slices_of_dims):
-        yield tuple(in_shard for in_shard, _ in box), tuple(in_full for _, in_full in box)
+    return _boxes(spec.shard_intervals(mesh, at))
+
+
+def block_boxes(
+    spec: ShardingSpec, mesh: MeshShape, at: Coordinate
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """As :func:`shard_boxes`, of the block."""
+    return _boxes(spec.block_intervals(mesh, at))
+
+
+def _boxes(intervals_of_dims: list[list[Interval]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    # For each dim, pairs of (slice of the part, slice of the whole tensor); a box takes one pair of each dim.
+    for box in product(*(list(_slices(intervals)) for intervals in intervals_of_dims)):
+        yield tuple(in_part for in_part, _ in box), tuple(in_full for _, in_full in box)
 
 
 def _slices(intervals: list[Interval]) -> Iterator[tuple[slice, slice]]:
