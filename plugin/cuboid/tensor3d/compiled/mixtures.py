@@ -12,6 +12,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.compiled.blocks import block_of
 from cuboid.tensor3d.compiled.collectives import gather, max_over, scatter, scatter_parts, sum_in_order
 from cuboid.tensor3d.experts.dispatch import order_of
+from cuboid.tensor3d.experts.expert_update import LowRankUpdate
 from cuboid.tensor3d.experts.operators import expert_rows, multiply_rows, token_sums
 from cuboid.tensor3d.experts.router import ShardedRouter, SumOverHidden
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
@@ -45,7 +46,7 @@ class _SumInGraph(SumOverHidden):
 class CompiledExperts(ShardedExperts):
     """:class:`ShardedExperts` in a graph."""
 
-    def updated(self, name: str, update: torch.Tensor) -> Any:  # noqa: ARG002
+    def updated(self, name: str, update: LowRankUpdate) -> Any:  # noqa: ARG002
         """Not supported in a graph.
 
         Raises:
