@@ -111,7 +111,7 @@ SCRIPT = """
             out, deepspeed=settings, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=5,
             save_strategy="no", per_device_train_batch_size=2, per_device_eval_batch_size=2,
             gradient_accumulation_steps=2, max_steps=int(steps), logging_steps=1, learning_rate=1e-3,
-            lr_scheduler_type="constant", max_grad_norm=0.5, **options,
+            lr_scheduler_type="constant", max_grad_norm=0.5, adam_epsilon=1e-4, **options,
         )
         auto_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
         start = path + ("/reward" if is_reward else "/start")
@@ -162,7 +162,9 @@ def config_of(mesh):
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.0}},
+        # With a smaller epsilon, Adam's first steps have the size of the rate where a gradient is nearly zero, whatever
+        # its sign, which is then that of rounding.
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "torch_adam": True, "weight_decay": 0.0}},
         "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh},
     }
 
