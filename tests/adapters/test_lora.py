@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
+from cuboid.distributed.topology import RANK_ORDER
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64, precision
@@ -167,17 +168,22 @@ def test_a_rank_keeps_its_part_of_the_factors_and_nothing_for_what_is_frozen():
         assert ".lora_" in name or parameter.grad is None
 
 
-def test_nothing_is_sent_for_gradients_of_what_is_frozen():
-    threaded = Adapted(built("llama", kv_heads=2), "2x1x1", r=4)
-    threaded.run(step_of(**batch()))
-    mesh, inner = threaded.ranks.meshes[0], threaded.models[0].get_base_model()
-    groups = [mesh.along("batch"), mesh.along("batch", "sequence")]
-    sent = sum(
+def sent_for_gradients(mesh):
+    """Bytes of all reduce-scatters over ranks along `batch`."""
+    groups = [mesh.along("batch"), mesh.along("batch", "sequence"), mesh.along(*RANK_ORDER)]
+    return sum(
         bytes_ * count
         for along in {id(group): group for group in groups}.values()
         for (kind, bytes_), count in along.counted.items()
         if kind == "reduce_scatter"
     )
+
+
+def test_nothing_is_sent_for_gradients_of_what_is_frozen():
+    threaded = Adapted(built("llama", kv_heads=2), "2x1x1", r=4)
+    threaded.run(step_of(**batch()))
+    mesh, inner = threaded.ranks.meshes[0], threaded.models[0].get_base_model()
+    sent = sent_for_gradients(mesh)
     # Each rank sends the blocks of the factors' gradients, of which two ranks keep a half each.
     assert sent == sum(2 * p.nbytes for name, p in inner.named_parameters() if ".lora_" in name)
 

@@ -6,14 +6,13 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import Adapted, assert_step, assert_switched_and_merged, batch
+from test_lora import Adapted, assert_step, assert_switched_and_merged, batch, sent_for_gradients
 from test_lora_stages import Staged, assert_as_plain
 from transformers import AutoModelForCausalLM
 
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
-from cuboid.distributed.topology import RANK_ORDER
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from small_layers import CHECKPOINTING
@@ -70,13 +69,7 @@ def test_gradients_of_the_factors_are_sent_and_none_of_the_experts_weights():
     threaded = AdaptedExperts(small("qwen3_moe"), "2x1x1")
     threaded.run(step_of(**batch(rows=6, vocabulary=61)))
     mesh, inner = threaded.ranks.meshes[0], threaded.models[0].get_base_model()
-    groups = [mesh.along("batch"), mesh.along("batch", "sequence"), mesh.along(*RANK_ORDER)]
-    sent = sum(
-        bytes_ * count
-        for along in {id(group): group for group in groups}.values()
-        for (kind, bytes_), count in along.counted.items()
-        if kind == "reduce_scatter"
-    )
+    sent = sent_for_gradients(mesh)
     # Each rank sends the blocks of the factors' gradients, of which two ranks keep a half each.
     assert sent == sum(2 * p.nbytes for name, p in inner.named_parameters() if ".lora_" in name)
 

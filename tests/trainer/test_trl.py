@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from test_trainer import config_of as config_of_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from launching import BIN, ROOT, free_port, run, torchrun
@@ -156,17 +157,11 @@ TIMES = ("runtime", "per_second", "step_time")
 
 
 def config_of(mesh):
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 1},
-        # With a smaller epsilon, Adam's first steps have the size of the rate where a gradient is nearly zero, whatever
-        # its sign, which is then that of rounding.
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "torch_adam": True, "weight_decay": 0.0}},
-        "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh},
-    }
+    config = config_of_trainer(mesh)
+    # With a smaller epsilon, Adam's first steps have the size of the rate where a gradient is nearly zero, whatever its
+    # sign, which is then that of rounding.
+    config["optimizer"]["params"]["eps"] = "auto"
+    return config
 
 
 @pytest.fixture(scope="module")
