@@ -17,7 +17,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from small_layers import CHECKPOINTING
 from small_layers import mixture as small
-from threaded import Threaded
+from threaded import Threaded, step_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 from peft import LoraConfig, PeftModel, get_peft_model
