@@ -14,11 +14,12 @@ import copy
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import WeightSeed
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.kinds.registry import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class
@@ -44,6 +45,8 @@ def make_sharded(
         MeshError, UnsupportedModelError, ConfigError: before any weight is made.
     """
     check_class(cls, stages=config.pipeline is not None)
+    for model_config in (one for one in (*args, *kwargs.values()) if isinstance(one, PretrainedConfig)):
+        check_unquantized(model_config, f"the config given to {cls.__name__}.from_config")
     return run_on_all_ranks(
         lambda: _make_sharded(cls, from_config, config, args, kwargs), what=f"{cls.__name__}.from_config"
     )

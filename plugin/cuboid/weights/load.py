@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
@@ -23,7 +23,7 @@ from cuboid.distributed.mesh import current_rank
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.library_warnings import progress_bars_of
-from cuboid.models.architectures.refusals import adapters_refused, check_checkpoint
+from cuboid.models.architectures.refusals import adapters_refused, check_checkpoint, check_unquantized
 from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.kinds.registry import check_class
 from cuboid.models.model_plan import ModelPlan, RankPart
@@ -32,12 +32,14 @@ from cuboid.models.stages.placeholders import taken_for_initialized
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
+    CONFIG,
     as_damage_of,
     check_loaded,
     check_model_folder,
     folder_of,
     has_config,
     model_config,
+    read_config,
     stored_alike,
     verify_model_folder,
 )
@@ -51,6 +53,8 @@ from cuboid.weights.slicing import mark_parameters, unmark_parameters
 _INCOMPATIBLE = (
     "device_map",
     "quantization_config",
+    "load_in_8bit",
+    "load_in_4bit",
     "tp_plan",
     "tp_size",
     "distributed_config",
@@ -84,7 +88,7 @@ def _load_sharded(
     cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     for name in _INCOMPATIBLE:
-        if kwargs.get(name) is not None:
+        if kwargs.get(name) not in (None, False):
             raise UnsupportedModelError(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 "seq1f1b"
@@ -93,6 +97,7 @@ def _load_sharded(
         use_deterministic()
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
+    _check_unquantized(cls, args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
     loading = loading_class(cls, lambda whole_model: resolve(whole_model, config, cls), stored=stored, new_head=True)
@@ -115,6 +120,15 @@ def _load_sharded(
     check_loaded(model, info, folder if has_layers else None)
     model.finish_loading()
     return (model, info) if wants_info else model
+
+
+def _check_unquantized(cls: type[PreTrainedModel], args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that neither a config that ``from_pretrained`` is given nor the checkpoint's has quantised weights."""
+    folder, given = folder_of(args, kwargs), kwargs.get("config")
+    if folder is not None and has_config(folder):
+        check_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
+    if isinstance(given, PretrainedConfig):
+        check_unquantized(given, f"the config given to {cls.__name__}.from_pretrained")
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:

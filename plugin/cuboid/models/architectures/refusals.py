@@ -1,11 +1,14 @@
-"""The errors for models whose kind has rules, and that still can't be cut: with adapters, or compiled as a whole."""
+"""The errors for models whose kind has rules, and that still can't be cut: with adapters, quantised, or
+compiled as a whole."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from cuboid.errors import UnsupportedModelError
 
@@ -22,6 +25,30 @@ def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         adapters = path
     if adapters is not None:
         raise adapters_refused(f"{adapters} holds adapters of PEFT")
+
+
+def check_unquantized(config: Mapping[str, Any] | PretrainedConfig, where: str) -> None:
+    """Check that a model's config doesn't say that its weights are quantised.
+
+    Args:
+        config: of transformers, or what is in its file.
+        where: what has the config, for the error.
+
+    Raises:
+        UnsupportedModelError: it has a ``quantization_config``.
+    """
+    values = config if isinstance(config, Mapping) else vars(config)
+    section = values.get("quantization_config")
+    if not section:
+        return
+    method = section.get("quant_method") if isinstance(section, Mapping) else getattr(section, "quant_method", None)
+    # Of transformers, members of an enum.
+    method = getattr(method, "value", method)
+    raise UnsupportedModelError(
+        f"{where}: quantization_config (quant_method {method!r}) has no rule on a mesh or in a pipeline: quantised "
+        "weights have blocks and scales of whole tensors, which aren't cut. Load 16- or 32-bit weights: plain "
+        "transformers' model.dequantize() and save_pretrained make such a checkpoint"
+    )
 
 
 def adapters_refused(what: str) -> UnsupportedModelError:

@@ -14,6 +14,7 @@ from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.kinds.registry import auto_class_of, check_class
 from cuboid.models.plain_construction import plain_construction
@@ -65,6 +66,7 @@ def describe(config: PretrainedConfig, *, verified: bool = False) -> ModelDescri
     Raises:
         UnsupportedModelError: no layout can be estimated; says why.
     """
+    check_unquantized(config, f"the config of {config.model_type!r}")
     model = meta_model(config)
     cls = type(model)
     check_class(cls)

@@ -1,9 +1,9 @@
 """A low-rank update of the weights of all experts of a layer, or of its router, from factors that ranks gather whole.
 
 With E experts, A is ``[E·r, I]`` and B ``[O, r·E]``: expert e's update is ``B[:, :, e] A[e]``; a router's is that of a
-single expert. A rank adds that of the block that it multiplies with, rather than of its shard: the block's gradient then
-gives those of A and B at once, as partial sums over the mesh, and only these are sent. Gradients of updated shards would
-be as large as the weights'.
+single expert. A rank adds that of the block that it multiplies with, rather than of its shard: the block's gradient
+then gives those of A and B at once, as partial sums over the mesh, and only these are sent. Gradients of updated
+shards would be as large as the weights'.
 """
 
 from __future__ import annotations
