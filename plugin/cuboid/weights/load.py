@@ -124,11 +124,11 @@ def _load_sharded(
 
 def _check_unquantized(cls: type[PreTrainedModel], args: tuple, kwargs: dict[str, Any]) -> None:
     """Check that neither a config that ``from_pretrained`` is given nor the checkpoint's has quantised weights."""
-    folder, given = folder_of(args, kwargs), kwargs.get("config")
+    folder, passed_config = folder_of(args, kwargs), kwargs.get("config")
     if folder is not None and has_config(folder):
         check_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
-    if isinstance(given, PretrainedConfig):
-        check_unquantized(given, f"the config given to {cls.__name__}.from_pretrained")
+    if isinstance(passed_config, PretrainedConfig):
+        check_unquantized(passed_config, f"the config given to {cls.__name__}.from_pretrained")
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
