@@ -581,6 +581,7 @@ def test_schedules_with_chunks_and_split_backwards_are_estimated(keys):
         assert whole_s < halves < 1.5 * whole_s
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "keys", [{"schedule": "zero_bubble"}, {"schedule": "zero_bubble-interleaved", "chunks": 2}], ids=str
 )
@@ -717,7 +718,7 @@ def test_every_recipe_answers_a_question():
     assert len(RECIPES) > 20
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_accepted_and_fit(path):
     config, rest = require_config(path)

@@ -519,6 +519,7 @@ def step_for(asked, labels):
     return step
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("how", ["config", "config after", "argument", "two layers"])

@@ -35,10 +35,13 @@ def check_alone(model: Any, plan: Plan, batch: Batch, pipeline: Pipeline | None 
         pipeline: that runs the model, if it is a stage.
     """
     mesh = mesh_of(model)
-    kept = probe_masks(own_modules(model), model, lambda: _two_forwards(model, batch, pipeline))
+    kept = probe_masks(own_modules(model), model, lambda: _forwards(model, batch, pipeline, 1))
+    # All stages run the same, or none does: most models drop nothing, which one forward shows.
+    drops = any(_from_ranks(bool(kept)))
+    if drops:
+        kept = probe_masks(own_modules(model), model, lambda: _forwards(model, batch, pipeline, 2))
     again: MasksByName = {}
-    # All stages run a backward, or none.
-    if any(_from_ranks(bool(kept))) and model.supports_gradient_checkpointing:
+    if drops and model.supports_gradient_checkpointing:
         checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
         with set_checkpoint_early_stop(False):  # the last masks of a block, too
             again = probe_masks(own_modules(model), model, lambda: _backward(model, batch, pipeline))
@@ -48,12 +51,12 @@ def check_alone(model: Any, plan: Plan, batch: Batch, pipeline: Pipeline | None 
     return {kind: worst_of_ranks(errors) for kind, errors in errors_by_kind.items()}
 
 
-def _two_forwards(model: Any, batch: Batch, pipeline: Pipeline | None) -> None:
+def _forwards(model: Any, batch: Batch, pipeline: Pipeline | None, count: int) -> None:
     with torch.no_grad():
         if pipeline is not None:
-            pipeline.evaluate(iter([batch, batch]), 2)
+            pipeline.evaluate(iter([batch] * count), count)
             return
-        for _ in range(2):
+        for _ in range(count):
             run_forward(model, batch)
 
 
