@@ -19,6 +19,7 @@ from cuboid.doctor import all_reduce, devices, examination, launchers, network, 
 from cuboid.doctor.finding import State, note, problem, right, within
 from cuboid.doctor.hostfile import hosts
 from launching import run
+from warm_python import warm_python
 
 
 def texts(findings, state=State.PROBLEM):
@@ -442,7 +443,7 @@ def test_a_real_look_at_this_machine_changes_nothing(tmp_path):
         taken.listen(1)
         port = taken.getsockname()[1]
         arguments = ["doctor", "--json", "--out", tmp_path / "run", "--port", port]
-        status, output = run(sys.executable, "-m", "cuboid.cli", *arguments)
+        status, output = run(warm_python(), "-m", "cuboid.cli", *arguments)
     assert status == 1, output
     findings = json.loads(output)["findings"]
     assert any(f"port {port}, where ranks would meet" in finding["text"] for finding in findings)
