@@ -3,6 +3,7 @@
 import math
 import re
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,6 +244,38 @@ def test_a_launched_script_trains_a_model_with_a_frozen_tower_as_plain_transform
         # Adam makes rounding errors of small gradients large, but not as large as its steps.
         torch.testing.assert_close(weights[name], x, rtol=0, atol=1e-3)
         assert (weights[name] - x).norm() <= 0.02 * (x - before[name]).norm(), name
+
+
+def step_of_replicas(path, batches):
+    """On one of two replicas with ZeRO 1: the losses, and the weights after a step."""
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "tensor_parallel": mesh_section("1x1x1"),
+    }
+    model = cuboid.from_pretrained(path, config).train()
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(**batches[dist.get_rank()]).loss)
+    engine.step()
+    return cuboid.full_state_dict(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_replica_without_images_adds_nothing_to_the_gradients_of_the_tower(pool, tmp_path, architecture):
+    model = built(architecture).float()
+    model.save_pretrained(tmp_path)
+    batches = [micro_batch(model, ROWS[images], None, seed=seed) for seed, images in enumerate(("none behind", "one"))]
+    batches[0]["pixel_values"] = batches[0]["pixel_values"].float()
+    batches[1] = {"input_ids": batches[1]["labels"].clamp(min=6), "labels": batches[1]["labels"]}
+    weights = pool.run(2, step_of_replicas, str(tmp_path), batches, timeout_s=TIMEOUT_S)[0]
+    (sum(model(**batch).loss for batch in batches) / 2).backward()
+    for name, parameter in model.named_parameters():
+        expected = parameter - (0 if parameter.grad is None else 1e-2 * parameter.grad)
+        torch.testing.assert_close(weights[name], expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

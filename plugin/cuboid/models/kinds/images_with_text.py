@@ -120,7 +120,14 @@ class ImagesWithText(Causal):
         """See :meth:`ModelKind.forward`."""
 
         def without_own_entries(**local: Any) -> Any:
-            output = base_forward(**local)
+            if PIXELS in local or not torch.is_grad_enabled() or model.cuboid.mesh.topology.data == 1:
+                output = base_forward(**local)
+            else:
+                # Other replicas may have images now, and sum gradients of the tower: here, they are zeros, not missing.
+                spare = _blank_image(model)
+                empty = {name: x[:0] for name, x in spare.items()}
+                with knowing(images=RankImages(spare)):
+                    output = base_forward(**local, **empty)
             for name in _OF_RANK:
                 if getattr(output, name, None) is not None:
                     output[name] = None
@@ -252,6 +259,15 @@ def _replace_special_ids(ids: torch.Tensor, config: PretrainedConfig) -> None:
     for name, token in config.to_dict().items():
         if isinstance(token, int) and name in SPECIAL_TOKENS:
             ids[ids == token] = _LEAST_ID
+
+
+def _blank_image(model: Any) -> dict[str, torch.Tensor]:
+    """Arguments of an image of zeros, for a model whose probe has made some."""
+    images = _random_images(model, 1, torch.Generator())
+    return {
+        name: torch.zeros_like(x, device=model.device) if name == PIXELS else x.to(model.device)
+        for name, x in images.items()
+    }
 
 
 def _random_images(model: Any, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
