@@ -7,6 +7,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
 
@@ -276,6 +277,35 @@ def test_a_replica_without_images_adds_nothing_to_the_gradients_of_the_tower(poo
     for name, parameter in model.named_parameters():
         expected = parameter - (0 if parameter.grad is None else 1e-2 * parameter.grad)
         torch.testing.assert_close(weights[name], expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def step_of_adapter(folder, mesh):
+    """On a rank: loss and gradients of an adapter that is read from a folder."""
+    model = built("llava")
+    on_mesh = model if mesh is None else cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)})
+    adapted = PeftModel.from_pretrained(on_mesh, folder, is_trainable=True)
+    with KeepFloat64():
+        loss = adapted(**micro_batch(model)).loss
+        loss.backward()
+    return loss.detach(), plain_gradients(model) if mesh is None else cuboid.full_gradients(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1"])
+@pytest.mark.parametrize("targets", [r".*language_model.*(q_proj|v_proj)", "all-linear"])
+def test_adapters_of_the_text_model_and_of_the_tower(threads, tmp_path, targets, mesh):
+    adapted = get_peft_model(built("llava"), LoraConfig(r=2, target_modules=targets))
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    adapted.save_pretrained(tmp_path)
+    expected, wanted = step_of_adapter(str(tmp_path), None)
+    results = threads.run(2, step_of_adapter, str(tmp_path), mesh)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients = results[0][1]
+    assert gradients.keys() == wanted.keys()
+    assert_close(gradients, wanted)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
