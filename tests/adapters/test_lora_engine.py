@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -20,7 +21,7 @@ from training import _batches, ranks_of, settings, train
 from warm_python import warm_python
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 
 TIMEOUT_S = 120.0
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=4)
@@ -318,3 +319,69 @@ def test_a_trainer_saves_and_resumes_an_adapter(checkpoint, tmp_path, mesh, stag
     with torch.no_grad():
         loss = PeftModel.from_pretrained(plain, tmp_path / "out" / "final")(input_ids=ids, labels=ids).loss
     assert float(loss) == pytest.approx(evaluated, rel=1e-5)
+
+
+def steps_and_logits(path, adapter, config, root):
+    """Losses, one more from a checkpoint, and before that the logits of a batch; the adapter is saved there."""
+    engine = engine_of(path, adapter, config)
+    losses = train(engine, STEPS)
+    engine.save_checkpoint(root)
+    engine.module.save_pretrained(f"{root}/adapter")
+    with torch.no_grad():
+        logits = engine.module.eval()(input_ids=next(_batches(0, 1))["input_ids"]).logits
+    again = engine_of(path, adapter, config)
+    again.load_checkpoint(root)
+    return losses + train(again, 1, skip=STEPS), logits.tolist()
+
+
+LAUNCHED = """
+    import json, sys
+    from pathlib import Path
+    import torch
+    from test_lora_engine import steps_and_logits
+
+    path, adapter, config, root = [text for text in sys.argv[1:] if not text.startswith("--local_rank")]
+    result = steps_and_logits(path, adapter, json.loads(config), root)
+    Path(root, f"{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+"""
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("small", "mesh", "adapter_config"),
+    [
+        (SMALL, "1x2x1", IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+        (
+            SmallModel("qwen3_moe", heads=4, kv_heads=2),
+            "2x1x1",
+            LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], target_parameters=EXPERTS),
+        ),
+    ],
+    ids=["IA³", "experts"],
+)
+def test_under_deepspeeds_launcher_the_saved_adapter_is_the_runs(checkpoint, tmp_path, small, mesh, adapter_config):
+    path, adapter, root = checkpoint(small), tmp_path / "start", tmp_path / "run"
+    torch.manual_seed(3)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(path), adapter_config).save_pretrained(adapter)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LAUNCHED))
+    root.mkdir()
+    config = json.dumps(config_of(mesh, None, 1, 1))
+    launcher = (BIN / "deepspeed", "--num_accelerators", 2, "--master_port", free_port())
+    search_path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    on_path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    status, output = run(*launcher, script, path, adapter, config, root, PYTHONPATH=search_path, PATH=on_path)
+    assert status == 0, output[-4000:]
+    losses, _, state = trained_plain(path, str(adapter))
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), root / "adapter")
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=next(_batches(0, 1))["input_ids"]).logits
+    for rank in range(2):
+        rank_losses, logits = json.loads((root / f"{rank}.json").read_text())
+        assert rank_losses == pytest.approx(losses, rel=5e-6)
+        # Relative to the largest, of whose size the rounding of sums is.
+        torch.testing.assert_close(torch.tensor(logits), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    saved = load_file(root / "adapter" / "adapter_model.safetensors")
+    assert len(saved) == len(state)
