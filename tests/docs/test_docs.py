@@ -192,6 +192,18 @@ def test_the_table_of_architectures_is_what_their_probes_find_today(tmp_path):
         assert probed[part] == known[part]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [architectures.TABLE, architectures.MESH_TABLE], ids=lambda path: path.stem)
+def test_loading_finds_every_entry_of_the_tables(path):
+    """An entry under another key would be probed again on each machine."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    for part in ("flavours", "heads"):
+        cases = {(model_type, name): key for model_type, names in table[part].items() for name, key in names.items()}
+        for case, key in cases.items():
+            cls, config = architectures.config_of(*case) if part == "flavours" else architectures.head_of(case)
+            assert architectures.digest_of(architectures.features_of(cls, config)) == key, case
+
+
 def test_a_case_that_there_is_not_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         generate.main(["timelines"])
