@@ -120,6 +120,7 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "router losses": {"output_router_logits": True},
         "router losses, padding token": {"output_router_logits": True, **_PAD},
     },
+    "bart": {"decoder alone": {"is_decoder": True}},
     "gpt_neox": {"padding token": _PAD, "eager": {}},
     "gemma2": {
         "eager": {},
