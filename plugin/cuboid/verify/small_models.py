@@ -184,8 +184,9 @@ class SmallModel:
                 if count > _MOST_PARAMETERS:
                     raise CannotProbe(f"a small one has {count:,} parameters, for some of whose sizes no key is known")
                 return random_model(cls, config, None, ATTEMPTS[-1], seed=self.seed + 1)
-        except CannotProbe as error:
-            raise UnsupportedModelError(f"{self.architecture}: {error}") from error
+        except (CannotProbe, ImportError) as error:
+            # Some classes need another library, which transformers names in several lines.
+            raise UnsupportedModelError(f"{self.architecture}: {' '.join(str(error).split())}") from error
 
     def _with_options(self, config: PretrainedConfig) -> PretrainedConfig:
         """A real model's config with these options, as far as they decide which code runs."""
