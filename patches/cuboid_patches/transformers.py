@@ -18,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
@@ -94,6 +95,11 @@ def _trainer(original: Any) -> Any:
         if config is not None and config.pipeline is not None:
             _check_runs_pipeline(type(self), own_steps)
         original(self, *args, **kwargs)
+        # Also where it is the model alone that is sharded; CuboidTrainer says so of a pipeline.
+        is_sharded = config is not None or isinstance(unwrap(self.model), ShardedModel)
+        if self.args.use_liger_kernel and is_sharded:
+            why = why_refused(self.args.liger_kernel_config)
+            raise UnsupportedModelError(f"TrainingArguments.use_liger_kernel has no rule on a mesh: {why}")
 
     return init
 
@@ -294,7 +300,7 @@ PATCHES = [
     Patch(
         target="transformers.trainer:Trainer.__init__",
         package="transformers",
-        reason="refuse a pipeline at once, not at the first forward",
+        reason="refuse a pipeline, and kernels that replace sharded modules, at once and not at the first forward",
         parameters=("model", "args"),
         replace=_trainer,
     ),

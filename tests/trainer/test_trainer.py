@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.integrations import HfDeepSpeedConfig
 
+import cuboid
 from comparing import stored
 from cuboid.errors import ConfigError, UnsupportedModelError
 from launching import alone, as_ranks, world
@@ -226,3 +227,19 @@ def test_arguments_of_trl_without_a_rule_are_refused_when_the_trainer_is_made(mo
     with pytest.raises(ConfigError, match=f"^{name} can't be combined with tensor_parallel.mode 3d_tensor: "):
         trainer(model=None, args=OnlineArguments(tmp_path, use_cpu=True, report_to=[], **{name: True}))
     del kept
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [(None, "fused_linear_cross_entropy"), ({"layer_norm": True}, "layer_norm")]
+)
+def test_ligers_kernels_are_refused_by_name_when_a_trainer_is_made(tmp_path, options, named):
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    arguments = TrainingArguments(
+        tmp_path, use_cpu=True, report_to=[], use_liger_kernel=True, liger_kernel_config=options
+    )
+    Trainer(model=plain, args=arguments)
+    sharded = cuboid.shard(plain, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {}}})
+    with pytest.raises(UnsupportedModelError, match=f"use_liger_kernel has no rule on a mesh.*; {named}: "):
+        Trainer(model=sharded, args=arguments)

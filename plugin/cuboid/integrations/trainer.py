@@ -22,6 +22,7 @@ from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
 from cuboid.integrations.handoff import check_schedule
+from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import trainer_of_trl
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
 from cuboid.models.batch.local_batch import IGNORE_INDEX
@@ -38,7 +39,6 @@ _REFUSED = {
     "fp16_full_eval": "a stage is evaluated in the precision that it has",
     "bf16_full_eval": "a stage is evaluated in the precision that it has; use bf16",
     "neftune_noise_alpha": "its noise depends on the length of the sequence, but segments are embedded one by one",
-    "use_liger_kernel": "it replaces layers that are cut into stages here",
     "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting; set the batch size",
     "activation_offloading": "units of a pipeline free their activations in another order; leave it out",
 }
@@ -409,6 +409,9 @@ class CuboidTrainer(Trainer):
         for name, reason in _REFUSED.items():
             if getattr(args, name, None):
                 raise ConfigError(f"TrainingArguments.{name} can't be combined with pipeline.engine seq1f1b: {reason}")
+        if args.use_liger_kernel:
+            why = why_refused(args.liger_kernel_config)
+            raise ConfigError(f"TrainingArguments.use_liger_kernel can't be combined with a pipeline: {why}")
         if not args.average_tokens_across_devices and args.world_size > config.ranks:
             raise ConfigError(
                 "TrainingArguments.average_tokens_across_devices=False can't be combined with pipeline.engine seq1f1b, "
