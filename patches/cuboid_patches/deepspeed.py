@@ -42,6 +42,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer, is_muon
 from cuboid.optim.param_groups import GroupNames
+from cuboid.optim.piecewise_step import PiecewiseStep
 from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Checkpointing, Origin
 from cuboid.weights.state_dict_map import stored_names
@@ -172,6 +173,8 @@ def _initialize_sharded(
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.changed_weights = ChangedWeights(engine.optimizer)
+    # What DeepSpeed's optimizers that have master weights step; others are torch's own.
+    engine.piecewise = PiecewiseStep.of(getattr(engine.optimizer, "optimizer", None))
     engine.whole_states = rule and step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)
     model.cuboid.state.made.take(model, "deepspeed.initialize")
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)

@@ -176,15 +176,14 @@ def estimate(
 def cuboid_software(layout: Layout) -> Software:
     """Cuboid's behaviour under DeepSpeed in a layout.
 
-    In a pipeline, whose units all add to the gradients, these are accumulated in float32. Adam steps on them; torch's
-    takes one more number of each parameter. On a mesh, collectives add to the host's work. Compiled layers have fused
-    kernels.
+    In a pipeline, whose units all add to the gradients, these are accumulated in float32. On a mesh, collectives add to
+    the host's work. Compiled layers have fused kernels.
     """
     software = replace(CUBOID, host_s=_MESH_HOST_S) if layout.mesh.size > 1 else CUBOID
     if layout.compiled:
         software = replace(software, is_eager=False)
     is_pipeline = layout.stages > 1 or layout.segments > 1
-    return replace(software, gradient_bytes=4, step_bytes=4, steps_on_copies=False) if is_pipeline else software
+    return replace(software, gradient_bytes=4) if is_pipeline else software
 
 
 def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> None:

@@ -18,6 +18,7 @@ from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, take_over_gradients
 from cuboid.models.sharded.sharded_model import mesh_of, sharding_of
 from cuboid.optim.grad_norm import scale_to, total_norm
+from cuboid.optim.piecewise_step import PiecewiseStep
 from cuboid.weights.save import export_model, full_state_dict
 
 
@@ -74,6 +75,8 @@ class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine that exports full tensors, and that keeps the gradient norm when it clips without ZeRO too."""
 
     changed_weights: ChangedWeights
+    #: Of DeepSpeed's optimizers that step on flat master weights; None if the rule needs whole gradients.
+    piecewise: PiecewiseStep | None = None
     #: Asked on every rank before each update, if set, with this replica's losses of the step (see ``loss_parts``) if
     #: this rank has them: returns whether to update the weights.
     before_update: Callable[[list[torch.Tensor]], bool] | None = None
@@ -109,7 +112,7 @@ class CuboidEngine(CheckpointedEngine):
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
                 self.changed_weights.take()
-                take_over_gradients(self.optimizer)
+                take_over_gradients(self.optimizer, self.piecewise)
             result = super().step(*args, **kwargs)
         if steps and self._monitors and loss is not None:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])

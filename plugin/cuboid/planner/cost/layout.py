@@ -168,8 +168,6 @@ class Software:
         loss: "chunked" computes logits in chunks; "fused" keeps them once, in 16 bits; "whole" in 32 bits as well.
         gradient_bytes: size of a number in which gradients are accumulated.
         reduce_bytes: size of a number in which gradients are reduced between replicas.
-        step_bytes: of each parameter that a rank updates, bytes that the optimizer's step allocates beside its states.
-        steps_on_copies: whether these hold the gradients that the rank updates by, so that the others' memory is free.
         sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
         regathers: second all-gathers of a block's input in backward; less than 1 if they are partly hidden.
         hides_exchange: fraction of the communication over `sequence` that products hide.
@@ -200,8 +198,6 @@ class Software:
     loss: Literal["chunked", "fused", "whole"] = "chunked"
     gradient_bytes: int = 2
     reduce_bytes: int = 2
-    step_bytes: int = 0
-    steps_on_copies: bool = False
     sequence_parallel: bool = True
     regathers: float = 1.0
     hides_exchange: float = 0.0
@@ -228,4 +224,4 @@ class Software:
 
 #: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients in float32, and
 #: torch's AdamW takes as much again.
-CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True, is_eager=True)
+CUBOID = Software(host_s=1.8e-3, counted=True, is_eager=True)

@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from cuboid.models.cross_entropy.chunked import CHUNK_BYTES, CHUNK_TOKENS
-from cuboid.planner.cost.layout import Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import CPU, Cluster
 from cuboid.planner.description.kept import CountedAs, LayerCount, ModelCount, count_kept
@@ -49,7 +48,6 @@ class Memory:
         logits: logits, and what else the loss needs.
         working: gradients inside the layer that runs, and what it recomputes.
         messages: messages between stages.
-        step: what the optimizer's step takes, beyond what was freed by then of the kinds from ``gathered`` on.
         framework: buffers of the framework and its libraries.
         on_host: what layers keep, and the optimizer, in host memory, which isn't in the total.
     """
@@ -63,7 +61,6 @@ class Memory:
     logits: float = 0
     working: float = 0
     messages: float = 0
-    step: float = 0
     framework: float = 0
     on_host: float = 0
 
@@ -109,7 +106,7 @@ def states_bytes(cost: StepCost) -> float:
     updated = weights / (shared if layout.zero_stage else 1)
     if layout.optimizer_on_host:
         return weights * _ELEMENT + gradients
-    return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES + _step_bytes(cost.software, updated, gradients)
+    return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES
 
 
 def ends_memory(cost: StepCost) -> float:
@@ -120,11 +117,6 @@ def ends_memory(cost: StepCost) -> float:
 def fullest(cost: StepCost) -> Memory:
     """Memory of the fullest rank."""
     return max(stage_memory(cost), key=lambda memory: memory.total)
-
-
-def _step_bytes(software: Software, updated: float, gradients: float) -> float:
-    """What the optimizer's step takes besides parameters, gradients and its states."""
-    return max(0.0, software.step_bytes * updated - (gradients if software.steps_on_copies else 0.0))
 
 
 class _Stage:
@@ -170,7 +162,6 @@ class _Stage:
             gradients=gradients,
             optimizer=on_device * _OPTIMIZER_BYTES,
             **units,
-            step=max(0.0, _step_bytes(software, on_device, gradients) - sum(units.values())),
             framework=software.own_bytes,
             on_host=on_host + (optimizer - on_device) * _HOST_OPTIMIZER_BYTES,
         )
