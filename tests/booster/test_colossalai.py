@@ -105,6 +105,39 @@ def test_a_model_in_memory_is_sharded_with_its_optimizer_and_schedule(pool, chec
     assert_alike(results, reference(TIED, by_tokens=True), EXACT)
 
 
+def on_host(path, config, in_memory):
+    """A step's losses and gradients, what is then done to the weights, and the bytes that went to the host and back."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32, in_memory=in_memory)
+    losses = []
+    for step in range(2):
+        losses.append(booster_backward(booster, model, optimizer, step))
+        gradients = cuboid.full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    store = model.unwrap().cuboid.state.host_store
+    return losses, gradients, None if store is None else (store.out_bytes, store.back_bytes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stages", "in_memory"),
+    [("1x2x1", None, False), ("1x1x1", 2, True), pytest.param("2x1x1", None, True, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_what_layers_keep_goes_to_the_host_and_comes_back(pool, checkpoint, mesh, stages, in_memory):
+    runs = []
+    for cpu in (False, True):
+        section = {"mode": "attention", "cpu_checkpointing": cpu}
+        config = settings(mesh, stages, activation_checkpointing=section)
+        runs.append(pool.run(2, on_host, checkpoint(LLAMA), config, in_memory))
+    for (losses, gradients, no_bytes), (host_losses, host_gradients, moved) in zip(*runs, strict=True):
+        assert host_losses == losses
+        assert host_gradients.keys() == gradients.keys()
+        assert all(torch.equal(host_gradients[name], gradients[name]) for name in gradients)
+        assert no_bytes is None
+        # The last layer's are read before they have left the device.
+        assert moved[0] >= moved[1] > 0
+
+
 def accumulate(path, config, passes):
     """The gradient and its norm after so many global batches without a step, with a look at the norm between."""
     booster, model, optimizer, _ = boosted(path, config)
