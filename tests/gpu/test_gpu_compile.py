@@ -164,7 +164,7 @@ def staged(model, mode, compiles, **options):
     return cuboid.Pipeline(cuboid.shard(model, {**config, "activation_checkpointing": {"mode": mode}}))
 
 
-def stage_gradients(device, kind, mode):
+def stage_gradients(device, kind, mode, schedule):
     """Loss and gradients of the plain model, and of the third step of a compiled stage; its graphs."""
     torch._dynamo.reset()
     batch = batch_of(kind, device)
@@ -172,7 +172,7 @@ def stage_gradients(device, kind, mode):
     plain_loss = plain(**batch, use_cache=False).loss
     plain_loss.backward()
     model = model_of(TINY, device, torch.float32)
-    pipeline = staged(model, mode, compiles=True, partition=[192, 128, 128, 64])
+    pipeline = staged(model, mode, compiles=True, partition=[192, 128, 128, 64], schedule=schedule)
     for _ in range(3):
         model.zero_grad()
         loss = pipeline.train(iter([batch]), 1)
@@ -182,10 +182,18 @@ def stage_gradients(device, kind, mode):
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize(("kind", "mode"), [("plain", "none"), ("padded", "attention"), ("packed", "layers")])
-def test_gradients_of_a_compiled_stage(fresh, device, kind, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode", "schedule"),
+    [
+        ("plain", "none", "seq1f1b"),
+        ("padded", "attention", "seq1f1b"),
+        ("packed", "layers", "seq1f1b"),
+        ("plain", "none", "zero_bubble"),
+    ],
+)
+def test_gradients_of_a_compiled_stage(fresh, device, kind, mode, schedule):
     ((plain_loss, loss, expected, gradients, graphs),) = fresh.run(
-        1, stage_gradients, device, kind, mode, timeout_s=110
+        1, stage_gradients, device, kind, mode, schedule, timeout_s=110
     )
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert graphs > 0

@@ -3,6 +3,7 @@
 import math
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
 from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.optim import piecewise_step
 from gpu.test_gpu_stage import SIZES, model_of, pipeline_of
 
 
@@ -87,3 +89,19 @@ def test_time_and_memory_of_a_head_in_chunks(alone, device, chunk_tokens, figure
     row = "as chosen" if chunk_tokens is None else f"{chunk_tokens} tokens a chunk"
     figure(table, row, "ms", f"{seconds * 1e3:.1f}")
     figure(table, row, "peak GiB", f"{peak_bytes / 2**30:.1f}")
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_adam_in_pieces_has_the_bits_of_a_whole_step(device, options):
+    stepped = []
+    for count in (1 << 30, 1 << 16):
+        generator = torch.Generator(device).manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(1_000_003, generator=generator, device=device))
+        optimizer = torch.optim.AdamW([parameter], **options)
+        with mock.patch.object(piecewise_step, "PIECE", count):
+            assert piecewise_step.PiecewiseStep.of(optimizer) is not None
+            for _ in range(3):
+                parameter.grad = torch.randn(parameter.shape, generator=generator, device=device)
+                optimizer.step()
+        stepped.append(parameter.detach())
+    assert torch.equal(*stepped)
