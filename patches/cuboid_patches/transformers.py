@@ -95,11 +95,11 @@ def _trainer(original: Any) -> Any:
         if config is not None and config.pipeline is not None:
             _check_runs_pipeline(type(self), own_steps)
         original(self, *args, **kwargs)
-        # Also where it is the model alone that is sharded; CuboidTrainer says so of a pipeline.
+        # Also where it is the model alone that is sharded.
         is_sharded = config is not None or isinstance(unwrap(self.model), ShardedModel)
         if self.args.use_liger_kernel and is_sharded:
             why = why_refused(self.args.liger_kernel_config)
-            raise UnsupportedModelError(f"TrainingArguments.use_liger_kernel has no rule on a mesh: {why}")
+            raise UnsupportedModelError(f"TrainingArguments.use_liger_kernel has no rule for a sharded model: {why}")
 
     return init
 

@@ -241,5 +241,5 @@ def test_ligers_kernels_are_refused_by_name_when_a_trainer_is_made(tmp_path, opt
     )
     Trainer(model=plain, args=arguments)
     sharded = cuboid.shard(plain, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {}}})
-    with pytest.raises(UnsupportedModelError, match=f"use_liger_kernel has no rule on a mesh.*; {named}: "):
+    with pytest.raises(UnsupportedModelError, match=f"use_liger_kernel has no rule for a sharded model.*; {named}: "):
         Trainer(model=sharded, args=arguments)
