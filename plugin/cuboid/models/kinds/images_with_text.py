@@ -166,6 +166,8 @@ class ImagesWithText(Causal):
                 "out_hidden_size": config.get_text_config().hidden_size,
                 "window_size": 2 * vision.spatial_merge_size * edge,
                 "fullatt_block_indexes": [_LAYERS_OF_TOWER - 1],
+                # Of these layers, features are added to hidden states between layers of the text model.
+                "deepstack_visual_indexes": [0],
             }
             for name in changes.keys() & vision.to_dict().keys():
                 setattr(vision, name, changes[name])
@@ -181,8 +183,11 @@ class ImagesWithText(Causal):
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         placeholder = _placeholder(model.config)
         one = _random_images(model, 1, generator)
-        with torch.no_grad():
-            features = model.get_image_features(**one, return_dict=True).pooler_output
+        try:
+            with torch.no_grad():
+                features = model.get_image_features(**one, return_dict=True).pooler_output
+        except Exception as error:
+            raise CannotProbe(f"of an image, a small one has no features: {type(error).__name__}: {error}") from error
         features = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
         size = features.numel() // features.shape[-1]
         _replace_special_ids(ids, model.config)
