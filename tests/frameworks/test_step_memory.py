@@ -60,13 +60,24 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def take_steps(engine, mode):
+    """Three of two micro-batches."""
+    ids = torch.arange(16).view(1, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    for _ in range(3):
+        if mode == "pipeline":
+            engine.train_batch(iter([batch] * 2))
+            continue
+        for _ in range(2):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+
 def third_step(mode, params):
     """Peak bytes of the third optimizer step for each parameter, and whether its gradients are all bfloat16 numbers."""
     import deepspeed
 
     config = {**CONFIG, **MODES[mode], "optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True}}}
-    ids = torch.arange(16).view(1, 16)
-    batch = {"input_ids": ids, "labels": ids}
     with LiveBytes() as live, mock.patch.object(piecewise_step, "PIECE", 1 << 12):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **SIZES), dtype=torch.bfloat16)
@@ -83,13 +94,7 @@ def third_step(mode, params):
             return result
 
         with mock.patch.object(engine.optimizer, "step", watched):
-            for _ in range(3):
-                if mode == "pipeline":
-                    engine.train_batch(iter([batch] * 2))
-                    continue
-                for _ in range(2):
-                    engine.backward(engine(**batch).loss)
-                    engine.step()
+            take_steps(engine, mode)
     return peaks[-1]
 
 
@@ -114,21 +119,13 @@ def trained(mode, pieces, params):
 
     optimizer = {"type": "AdamW", "params": {**params, "weight_decay": 0.1, "torch_adam": True}}
     config = {**CONFIG, **MODES[mode], "gradient_clipping": 0.05, "optimizer": optimizer}
-    ids = torch.arange(16).view(1, 16)
-    batch = {"input_ids": ids, "labels": ids}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **SIZES), dtype=torch.bfloat16)
     sharded = cuboid.shard(model.train(), config)
     # In parts of tensors, and over their ends.
     with mock.patch.object(piecewise_step, "PIECE", pieces):
         engine, *_ = deepspeed.initialize(model=sharded, config=config)
-        for _ in range(3):
-            if mode == "pipeline":
-                engine.train_batch(iter([batch] * 2))
-                continue
-            for _ in range(2):
-                engine.backward(engine(**batch).loss)
-                engine.step()
+        take_steps(engine, mode)
     norm = engine.get_global_grad_norm()
     state = [value for values in engine.optimizer.optimizer.state.values() for value in values.values()]
     return [*engine.module.parameters(), *state, torch.as_tensor(norm)]

@@ -182,6 +182,7 @@ def dropped(path, axes, inductor, sections, options):
             for sections in (LAYERS_AGAIN, ATTENTION_ONCE)
         ),
         pytest.param("gpt2", {"attn_implementation": "eager"}, (2, 2, 2), False, LAYERS_AGAIN, marks=pytest.mark.slow),
+        pytest.param("opt", {"dropout": 0.2}, (1, 2, 1), False, LAYERS_AGAIN, marks=pytest.mark.slow),
         pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, LAYERS_AGAIN, marks=pytest.mark.slow),
     ],
     ids=str,
