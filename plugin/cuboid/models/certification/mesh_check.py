@@ -51,7 +51,7 @@ _EXACT = tuple(replace(attempt, tolerance=1e-9) for attempt in ATTEMPTS if attem
 #: The mesh for other kinds of micro-batches, without `batch`: along it, they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
 #: Of a small model.
-_MOST_ELEMENTS = 10_000_000
+_MOST_ELEMENTS = 20_000_000
 
 
 def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
