@@ -143,9 +143,8 @@ class ShardedLora(SeededLora):
         base: Any = self.get_base_layer()
         norms = self.norms[adapter] if torch.compiler.is_compiling() and self.norms else self._norms(adapter)
         scale = self.lora_magnitude_vector[adapter](norms)
-        bias = base.output_bias()
-        if bias is not None:
-            total = total - bias
+        if base.bias is not None:
+            total = total - base.output_bias()
         product: torch.Tensor = (scale - 1) * total + scale * update
         return product
 

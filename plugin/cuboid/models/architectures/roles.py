@@ -147,7 +147,8 @@ def _all_layers(model: nn.Module) -> list[str]:
 def tower_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Names of the modules that compute features of images, beside the language model that takes these; else ()."""
     base = model.base_model
-    if not hasattr(base, "get_image_features") or takes_pixels(model):
+    # Fuyu's language model has the method in its base alone: there patches are tokens, without a tower.
+    if not hasattr(model, "get_image_features") or takes_pixels(model):
         return ()
     embedding = model.get_input_embeddings()
     prefix = "" if base is model else f"{model.base_model_prefix}."

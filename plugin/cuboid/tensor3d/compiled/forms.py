@@ -73,13 +73,10 @@ class CompiledLinear(ShardedLinear):
         y = _reduced(y, self.product.output_reduce)
         if is_left:
             y = leave_gradient(y, self._shard_of(x, shard), self)  # type: ignore[arg-type]
-        bias = self.output_bias()
-        return y if bias is None else y + bias.to(dtype)
+        return y if self.bias is None else y + self.output_bias().to(dtype)
 
-    def output_bias(self) -> torch.Tensor | None:
+    def output_bias(self) -> torch.Tensor:
         """See :meth:`ShardedLinear.output_bias`."""
-        if self.bias is None:
-            return None
         bias = block_of(self, "bias")
         return bias if self.bias_rows is None else bias[self.bias_rows]
 

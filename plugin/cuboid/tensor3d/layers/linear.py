@@ -128,13 +128,11 @@ class ShardedLinear(ShardedModule, nn.Linear):
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Not the prefetched shard: autograd would cast its gradient while the reduce-scatter is still in flight.
             weight, deferred = (weight if deferred_weight else self.weight).to(dtype), None
-        bias = self.output_bias()
-        return Operand(weight, deferred, None if bias is None else bias.to(dtype), deferred_weight)
+        bias = None if self.bias is None else self.output_bias().to(dtype)
+        return Operand(weight, deferred, bias, deferred_weight)
 
-    def output_bias(self) -> torch.Tensor | None:
-        """The bias of the features that the rank's output has."""
-        if self.bias is None:
-            return None
+    def output_bias(self) -> torch.Tensor:
+        """The bias, of the features that the rank's output has. There must be one."""
         bias = self.unsharded("bias")
         return bias if self.bias_rows is None else bias[self.bias_rows]
 
