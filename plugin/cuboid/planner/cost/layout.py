@@ -222,6 +222,5 @@ class Software:
     unsplit_head: float = 1.0
 
 
-#: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients in float32, and
-#: torch's AdamW takes as much again.
+#: The host's time was measured beside an H200.
 CUBOID = Software(host_s=1.8e-3, counted=True, is_eager=True)
