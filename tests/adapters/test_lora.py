@@ -42,8 +42,8 @@ def built(architecture, **options):
     return model
 
 
-def batch(rows=4, length=12, vocabulary=100):
-    ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+def batch(rows=4, length=12, vocabulary=100, seed=1):
+    ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return {"input_ids": ids, "labels": torch.where(mask.bool(), ids, -100), "attention_mask": mask}

@@ -17,6 +17,7 @@ from test_lora import (
     built,
     classes,
     classifier,
+    inner_names,
     with_head,
 )
 from transformers import AutoModelForSequenceClassification
@@ -70,19 +71,24 @@ class Staged:
 
     def gradients(self):
         """By the names of the model's parameters, put together from all ranks."""
-        gradients = {}
+        return self.whole(lambda parameter: parameter.grad)
+
+    def whole(self, value_of):
+        """By the names of the model's parameters, put together from all ranks."""
+        full_tensors = {}
         for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
             inner = unwrap(model)
             specs = sharding_specs(inner)
             for name, parameter in inner.named_parameters():
-                if parameter.grad is None:
+                value = value_of(parameter)
+                if value is None:
                     continue
                 if name not in specs:
-                    gradients[name] = parameter.grad
+                    full_tensors[name] = value
                     continue
-                full = gradients.setdefault(name, parameter.new_zeros(specs[name].shape))
-                put_shard(full, parameter.grad, specs[name], mesh.shape, mesh.coordinate)
-        return gradients
+                full = full_tensors.setdefault(name, value.new_zeros(specs[name].shape))
+                put_shard(full, value, specs[name], mesh.shape, mesh.coordinate)
+        return full_tensors
 
 
 def assert_as_plain(model, plain, staged, micro_batch, lengths, folder, as_in_files=as_they_are):
@@ -102,6 +108,53 @@ def test_gradients_of_factors_in_segments(tmp_path, mesh, lengths):
     # The pipeline would be given a label for the last position too.
     micro_batch["labels"][:, -1] = -100
     assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+
+
+CLIP = 0.5
+
+
+def stepped(trained, optimizers, norm):
+    """Clip gradients by their norm over all parameters, as a Trainer does, and step."""
+    for parameter in trained:
+        parameter.grad *= min(1.0, CLIP / (norm + 1e-6))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
+def test_several_clipped_steps_are_those_of_one_process(tmp_path, mesh):
+    """Losses, norms, every gradient and the factors of steps of two micro-batches, with values of PEFT's own scale."""
+    model = built("llama", kv_heads=2)
+    plain = adapted(copy.deepcopy(model), r=4, lora_alpha=32, target_modules="all-linear")
+    plain.save_pretrained(tmp_path)
+    staged = Staged(model, mesh)
+    staged.models = [
+        PeftModel.from_pretrained(stage_model, tmp_path, is_trainable=True) for stage_model in staged.models
+    ]
+    options = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}
+    factors, *shards = ([x for x in each.parameters() if x.requires_grad] for each in (plain, *staged.models))
+    optimizer, *optimizers = (torch.optim.AdamW(trained, **options) for trained in (factors, *shards))
+    for step in range(4):
+        for number in range(2):
+            micro_batch = batch(seed=2 * step + number)
+            micro_batch["labels"][:, -1] = -100
+            with KeepFloat64():
+                expected = step_of(**micro_batch)(plain)
+            for loss in staged.step(micro_batch, (8, 4)):
+                torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+        assert_gradients(plain, staged.gradients())
+        norm = float(torch.cat([x.grad.flatten() for x in factors]).norm())
+        # Each element has one owner, so that all ranks' parts are those of one vector.
+        shards_norm = float(torch.cat([x.grad.flatten() for of_rank in shards for x in of_rank]).norm())
+        assert shards_norm == pytest.approx(norm, rel=1e-9)
+        assert norm > 2 * CLIP
+        stepped(factors, [optimizer], norm)
+        stepped([x for of_rank in shards for x in of_rank], optimizers, shards_norm)
+    weights = staged.whole(lambda parameter: parameter.detach() if parameter.requires_grad else None)
+    for name, parameter in inner_names(plain).items():
+        if parameter.requires_grad:
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-9, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("task", HEADS)

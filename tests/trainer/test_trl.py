@@ -244,8 +244,8 @@ def assert_alike(reported, expected):
         for step, (entry, wanted) in enumerate(zip(reported[mode], history, strict=True)):
             assert entry.keys() == wanted.keys(), (mode, step)
             for name in (name for name in entry if not name.endswith(TIMES) and name != "total_flos"):
-                # An adapter with values of its own enlarges the rounding of gradients to 3e-6 in the first step, and
-                # later norms follow weights that differ by that.
+                # An adapter with values of its own enlarges rounding, from step to step: norms of one plain process in
+                # float32 are 1e-4 off those in float64. There, stages' are within 1e-9 (adapters/test_lora_stages.py).
                 rel = 5e-4 if name == "grad_norm" and mode.endswith(", adapter") else 1e-5
                 assert entry[name] == pytest.approx(wanted[name], rel=rel, abs=1e-5), (mode, step, name)
 
