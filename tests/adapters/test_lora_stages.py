@@ -133,7 +133,7 @@ def test_several_clipped_steps_are_those_of_one_process(tmp_path, mesh):
         PeftModel.from_pretrained(stage_model, tmp_path, is_trainable=True) for stage_model in staged.models
     ]
     options = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}
-    factors, *shards = ([x for x in each.parameters() if x.requires_grad] for each in (plain, *staged.models))
+    factors, *shards = ([x for x in either.parameters() if x.requires_grad] for either in (plain, *staged.models))
     optimizer, *optimizers = (torch.optim.AdamW(trained, **options) for trained in (factors, *shards))
     for step in range(4):
         for number in range(2):
