@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import cuboid
@@ -20,7 +22,7 @@ from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
 from cuboid.weights.state_dict_map import sharding_specs
-from small_layers import CHECKPOINTING, EXPERTS, LATENT
+from small_layers import CHECKPOINTING, EXPERTS, LATENT, mixture
 from small_layers import with_attention as latent_model
 from threaded import Threaded, step_of
 
@@ -186,6 +188,58 @@ def test_nothing_is_sent_for_gradients_of_what_is_frozen():
     sent = sent_for_gradients(mesh)
     # Each rank sends the blocks of the factors' gradients, of which two ranks keep a half each.
     assert sent == sum(2 * p.nbytes for name, p in inner.named_parameters() if ".lora_" in name)
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts floating-point operations of products, backward's too; torch's own counter hangs hooks on every module."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # The registry has no operators that write in place.
+        name = func._overloadpacket.__name__.removesuffix("_")
+        count = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        return result
+
+
+def flops_of(step, model):
+    with ProductCounter() as counter:
+        step(model)
+    return counter.flops
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "mesh"),
+    [
+        (lambda: built("llama", kv_heads=2), "all-linear", "2x2x1"),
+        (lambda: built("llama", kv_heads=2), "all-linear", "1x1x2"),
+        # Experts and routers are frozen.
+        (lambda: mixture("qwen3_moe"), ["q_proj", "o_proj"], "1x2x1"),
+    ],
+    ids=["2x2x1", "1x1x2", "mixture"],
+)
+def test_no_gradient_of_a_frozen_weight_is_computed(make, targets, mesh):
+    """Of the products of a full step, LoRA's leaves out on a mesh what it leaves out in one process."""
+    model = make()
+    options, step = {"target_modules": targets}, step_of(**batch(rows=6, vocabulary=61))
+    with KeepFloat64():
+        full = flops_of(step, copy.deepcopy(model))
+        low_rank = flops_of(step, adapted(copy.deepcopy(model), **options))
+    assert low_rank < 0.77 * full
+    full_there, low_rank_there = (
+        sum(threaded.run(lambda rank_model: flops_of(step, rank_model)))
+        for threaded in (Threaded(model, mesh), Adapted(model, mesh, **options))
+    )
+    # The smallest weight of a layer is 6 % of them.
+    assert full_there - low_rank_there == pytest.approx(full - low_rank, rel=0.02)
+    # Each rank computes the angles of the positions itself.
+    assert low_rank_there == pytest.approx(low_rank, rel=0.02)
 
 
 def losses(threaded, micro_batch):

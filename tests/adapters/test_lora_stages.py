@@ -17,6 +17,7 @@ from test_lora import (
     built,
     classes,
     classifier,
+    flops_of,
     inner_names,
     with_head,
 )
@@ -61,11 +62,14 @@ class Staged:
 
     def step(self, micro_batch, lengths):
         """The loss of each rank of the mesh; gradients stay with the models."""
+        return self.run(lambda stages: run_stages(stages, micro_batch, lengths))
+
+    def run(self, action):
+        """What an action returns for the stages of each rank of the mesh."""
 
         def on_rank(mesh):
             with KeepFloat64():
-                stages = [unwrap(model) for model in self.models[mesh.rank :: self.shape.size]]
-                return run_stages(stages, micro_batch, lengths)
+                return action([unwrap(model) for model in self.models[mesh.rank :: self.shape.size]])
 
         return self.ranks.run(on_rank)
 
@@ -108,6 +112,19 @@ def test_gradients_of_factors_in_segments(tmp_path, mesh, lengths):
     # The pipeline would be given a label for the last position too.
     micro_batch["labels"][:, -1] = -100
     assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed_in_stages():
+    """As on a mesh; see :mod:`test_lora`."""
+    model, micro_batch = built("llama", kv_heads=2), batch()
+    micro_batch["labels"][:, -1] = -100
+    staged = Staged(model, "1x2x1")
+    staged.models = [adapted(stage_model) for stage_model in staged.models]
+    with KeepFloat64():
+        expected = flops_of(step_of(**micro_batch), adapted(copy.deepcopy(model)))
+    assert sum(staged.run(lambda stages: flops_of(lambda _: run_stages(stages, micro_batch, (8, 4)), None))) == (
+        pytest.approx(expected, rel=0.005)
+    )
 
 
 CLIP = 0.5
