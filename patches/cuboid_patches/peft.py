@@ -84,6 +84,47 @@ def _init(original: Any) -> Any:
     return init
 
 
+def _setup_prompt_encoder(original: Any) -> Any:
+    @functools.wraps(original)
+    def setup_prompt_encoder(self: Any, adapter_name: str) -> None:
+        if not isinstance(self.base_model, ShardedModel):
+            original(self, adapter_name)
+            return
+        from cuboid.integrations.peft.prompts import set_up_prompt
+
+        set_up_prompt(self, adapter_name)
+
+    return setup_prompt_encoder
+
+
+def _forward(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.base_model.cuboid.state if isinstance(self.base_model, ShardedModel) else None
+        if state is None or state.virtual_tokens is None:
+            return original(self, *args, **kwargs)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        arguments |= arguments.pop("kwargs", {})
+        return self.base_model(**state.virtual_tokens.before(arguments))
+
+    return forward
+
+
+def _prepare_inputs_for_generation(original: Any) -> Any:
+    @functools.wraps(original)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.base_model.cuboid.state if isinstance(self.base_model, ShardedModel) else None
+        if state is None or state.virtual_tokens is None:
+            return original(self, *args, **kwargs)
+        arguments = self.base_model_prepare_inputs_for_generation(*args, **kwargs)
+        return state.virtual_tokens.in_generation(arguments)
+
+    return prepare_inputs_for_generation
+
+
 def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +221,27 @@ _PATCHES = [
         reason="say which adapters have no rules before they are put around layers that are split",
         parameters=("model", "peft_config"),
         replace=_init,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel._setup_prompt_encoder",
+        package="peft",
+        reason="cut the vectors of virtual tokens, and put them into the model's embedding",
+        parameters=("adapter_name",),
+        replace=_setup_prompt_encoder,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModelForCausalLM.forward",
+        package="peft",
+        reason="give a sharded model ids of virtual tokens, where it takes no embeddings",
+        parameters=("input_ids", "labels"),
+        replace=_forward,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModelForCausalLM.prepare_inputs_for_generation",
+        package="peft",
+        reason="give a sharded model ids of virtual tokens, where it takes no embeddings",
+        parameters=("task_ids",),
+        replace=_prepare_inputs_for_generation,
     ),
     Patch(
         target="peft.peft_model:PeftModel.from_pretrained",

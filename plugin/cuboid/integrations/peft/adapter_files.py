@@ -18,7 +18,7 @@ from cuboid.checkpoint.format.bounded_files import read_object
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.models.sharded.sharded_model import mesh_of, sharding_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import full_values
 from cuboid.weights.state_dict_map import sharding_specs
@@ -42,7 +42,9 @@ _IDENTITY = (
 
 
 class AdapterFiles:
-    """Writes and reads the adapters of a sharded model; see ``Sharding.adapters``."""
+    """Writes and reads the adapters of a sharded model; see ``ModelState.adapters``."""
+
+    prefix = PREFIX
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole tensors of all adapters, by their names in PEFT's model, on the first rank; collective."""
@@ -73,11 +75,9 @@ class AdapterFiles:
             CheckpointError: the model has no adapter of such a name.
         """
         inner: Any = unwrap(model)
-        for name in inner.peft_config if selected is None else selected:
-            if name not in inner.peft_config:
-                raise CheckpointError(f"there is no adapter {name!r}; there are {', '.join(inner.peft_config)}")
+        for name in selected_names(inner.peft_config, selected):
             config = inner.peft_config[name]
-            target = _folder_of(folder, name)
+            target = folder_of(folder, name)
             target.mkdir(exist_ok=True)
             # Not by PEFT's own function, which asks the Hub about the model's vocabulary.
             tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _adapter_of(key) in (name, None)}
@@ -98,8 +98,8 @@ class AdapterFiles:
         shardings, mesh = sharding_specs(inner), mesh_of(inner)
         read: list[tuple[nn.Parameter, torch.Tensor]] = []
         for adapter, config in inner.peft_config.items():
-            source = _folder_of(folder, adapter)
-            _check_same(config, source)
+            source = folder_of(folder, adapter)
+            check_same(config, source)
             with TensorFile(source / SAFETENSORS_WEIGHTS_NAME) as file:
                 for adapter_of_parameter, name, parameter in _parameters(inner):
                     if adapter_of_parameter not in (adapter, None):
@@ -145,7 +145,7 @@ def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
                 f"PeftModel.save_pretrained({name}={arguments[name]!r}) has no rule for a model on a mesh or in a "
                 "pipeline; leave it out"
             )
-    mesh, files, path = mesh_of(model), AdapterFiles(), Path(folder)
+    mesh, files, path = mesh_of(model), sharding_of(model).state.adapters or AdapterFiles(), Path(folder)
 
     def write(state: dict[str, torch.Tensor]) -> None:
         try:
@@ -157,7 +157,7 @@ def save_adapters(model: Any, folder: str | Path, **arguments: Any) -> None:
             raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error
 
     full_state = arguments.get("state_dict")
-    if full_state is not None and _is_whole(model, full_state):
+    if full_state is not None and _is_whole(model, full_state, files.prefix):
         if full_state and arguments.get("is_main_process", mesh.rank == 0):
             write(full_state)
         return
@@ -173,10 +173,10 @@ def _in_file(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t() if _TRANSPOSED.search(name) else tensor
 
 
-def _is_whole(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
+def _is_whole(model: Any, state: Mapping[str, torch.Tensor], prefix: str) -> bool:
     """Whether a state dict has whole tensors of adapters."""
     specs = sharding_specs(unwrap(model))
-    shapes = {f"{PREFIX}{name}": spec.shape[:: -1 if _TRANSPOSED.search(name) else 1] for name, spec in specs.items()}
+    shapes = {f"{prefix}{name}": spec.shape[:: -1 if _TRANSPOSED.search(name) else 1] for name, spec in specs.items()}
     return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
 
 
@@ -225,12 +225,30 @@ def _targets(config: Any, tensors: Iterable[str], parameters: Iterable[str]) -> 
     return sorted({*asked, *missing})
 
 
-def _folder_of(folder: Path, adapter: str) -> Path:
+def selected_names(known: Iterable[str], selected: Sequence[str] | None) -> list[str]:
+    """Names of the adapters to write: by default all.
+
+    Raises:
+        CheckpointError: there is none of such a name.
+    """
+    names = list(known)
+    unknown = next((name for name in selected or () if name not in names), None)
+    if unknown is not None:
+        raise CheckpointError(f"there is no adapter {unknown!r}; there are {', '.join(names)}")
+    return names if selected is None else list(selected)
+
+
+def folder_of(folder: Path, adapter: str) -> Path:
     """Where PEFT keeps an adapter's files."""
     return folder if adapter == "default" else folder / adapter
 
 
-def _check_same(config: PeftConfig, folder: Path) -> None:
+def check_same(config: PeftConfig, folder: Path, options: Sequence[str] = _IDENTITY) -> None:
+    """Check that a folder's adapter has the same options as a model's, of those that say what it is.
+
+    Raises:
+        CheckpointError: it hasn't, or there is none.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -238,7 +256,7 @@ def _check_same(config: PeftConfig, folder: Path) -> None:
             "same adapters"
         )
     saved = read_object(path)
-    for key in _IDENTITY:
+    for key in options:
         value = getattr(config, key, None)
         if _as_set(saved.get(key)) != _as_set(value):
             raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.ia3 import IA3Config, IA3Model
 from peft.tuners.lora import LoraConfig
+from peft.tuners.prompt_tuning import PromptTuningConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -263,14 +264,19 @@ def _skipping(tuner: Any, names: frozenset[str]) -> Iterator[None]:
 def check_adapter(config: Any) -> None:
     """Check an adapter's options.
 
+    Those of a prompt have rules; see :mod:`cuboid.integrations.peft.prompts`.
+
     Raises:
         UnsupportedModelError: names one that has no rule.
     """
     kind = type(config).__name__
+    if type(config) is PromptTuningConfig:
+        return
     if type(config) not in (LoraConfig, IA3Config):
+        instead = "take PromptTuningConfig" if config.is_prompt_learning else "take LoRA"
         raise UnsupportedModelError(
-            f"{kind}: of PEFT's adapters, LoRA (LoraConfig) and IA³ (IA3Config) are cut over a mesh; others have no "
-            "rules, and train in plain transformers"
+            f"{kind}: of PEFT's adapters, LoRA (LoraConfig), IA³ (IA3Config) and prompt tuning (PromptTuningConfig) "
+            f"are cut over a mesh; others have no rules: {instead}, or train this adapter in plain transformers"
         )
     default = type(config)()
     for field in dataclasses.fields(config):

@@ -22,6 +22,7 @@ from cuboid.errors import CuboidError
 from cuboid.models.batch.generator_check import Library, generator_numbers, generators_differ, shared_number
 from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, TOKEN_TYPES
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
+from cuboid.tensor3d.virtual_tokens import FIRST_ID
 
 #: What ranks compare besides the tensors: the arguments of the call, and the number by which the loss is divided.
 _CALL, _ITEMS = "shapes or the other arguments", "num_items_in_batch"
@@ -64,6 +65,7 @@ class Limits:
         longest: tokens of the longest sequence that the model is made for, if its config has it.
         shifts_labels: whether the loss compares each position with the next one's label, so that the first label isn't
             used.
+        virtual_tokens: number of ids from ``FIRST_ID`` on that an adapter's virtual tokens have.
         told: what users of this model have been warned of, so that they are once.
     """
 
@@ -75,6 +77,7 @@ class Limits:
     first_position: int = 0
     longest: int | None = None
     shifts_labels: bool = False
+    virtual_tokens: int = 0
     told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -133,6 +136,8 @@ class Limits:
         if limit is None or x.is_floating_point():
             return None
         outside = (x < 0) | (x >= limit)
+        if self.virtual_tokens and name == "input_ids":
+            outside &= (x < FIRST_ID) | (x >= FIRST_ID + self.virtual_tokens)
         if name in LABELS:
             outside &= (x != ignore_index) & (x != PADDING)
         if name == "labels" and self.shifts_labels:

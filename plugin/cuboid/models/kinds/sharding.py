@@ -96,14 +96,30 @@ class GradientOwner(Protocol):
 class Adapters(Protocol):
     """The files of the adapters in a sharded model, which has frozen weights beside them."""
 
+    @property
+    def prefix(self) -> str:
+        """What the library's model puts before the names of the sharded model's parameters."""
+
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole tensors of the adapters by their names in the library's files, on the first rank; collective."""
 
-    def write(self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path) -> None:
-        """Write the result of :meth:`state` into a folder."""
+    def write(
+        self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path, selected: Sequence[str] | None = None
+    ) -> None:
+        """Write the result of :meth:`state` into a folder: all adapters, or those of some names."""
 
     def load(self, model: nn.Module, folder: Path) -> None:
         """Load the adapters from such a folder into the model."""
+
+
+class TokensBefore(Protocol):
+    """Virtual tokens of an adapter, which stand before the tokens of each row."""
+
+    def before(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A micro-batch, or a forward's arguments, with them before its rows."""
+
+    def in_generation(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A forward's arguments in generation, of which the first has them before its rows."""
 
 
 class Draws(Protocol):
@@ -141,6 +157,8 @@ class ModelState:
     compiled: CompiledLayers | None = None
     #: The files of the model's adapters; None if it has none.
     adapters: Adapters | None = None
+    #: What puts an adapter's virtual tokens before rows; None if the model has none.
+    virtual_tokens: TokensBefore | None = None
     #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
     #: the model doesn't copy the optimizer.
     optimizer: weakref.ref[GradientOwner] | None = None

@@ -187,6 +187,8 @@ class Pipeline:
             if training:
                 self._check_ties()
             shared = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
+            if self._model.cuboid.state.virtual_tokens is not None:
+                shared = list(map(self._model.cuboid.state.virtual_tokens.before, shared))
             step, replicas.items = self._prepare_own(shared, training=training)
             replicas.out_of_range = self._out_of_range(shared)
             replicas.lost_boundaries = lost_boundaries(shared)

@@ -1,0 +1,344 @@
+"""Prompt tuning by PEFT on a sharded model: trained vectors of virtual tokens before each row."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PromptTuningConfig
+from peft.tuners.prompt_tuning import PromptEmbedding
+from peft.tuners.tuners_utils import BasePromptEncoder
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, TaskType
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.distributed.axis_collectives import all_reduce
+from cuboid.distributed.mesh import WeightSeed
+from cuboid.distributed.topology import AXES
+from cuboid.errors import CheckpointError, MeshError, UnsupportedModelError
+from cuboid.integrations.peft.adapter_files import check_same, folder_of, save_adapters, selected_names
+from cuboid.integrations.peft.adapters import structure_changes
+from cuboid.models.batch.batch_check import Limits
+from cuboid.models.batch.local_batch import IGNORE_INDEX
+from cuboid.models.kinds.causal import Causal
+from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel, unwrap
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.sharding.full_params import whole_parameter
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import shard_boxes, take_shard
+from cuboid.tensor3d.virtual_tokens import FIRST_ID, VirtualTokens, virtual_tokens_of
+from cuboid.weights.save import full_values
+
+#: A prompt's name in PEFT's files.
+_SAVED = "prompt_embeddings"
+#: Options that decide what a prompt is.
+_IDENTITY = ("peft_type", "task_type", "num_virtual_tokens")
+
+
+def check_prompt(model: Any, config: PromptTuningConfig) -> None:
+    """Check that a model's rows may have virtual tokens before them.
+
+    Raises:
+        UnsupportedModelError: they have no rule; says why.
+    """
+    inner: Any = unwrap(model)
+    kind, base = inner.cuboid.kind, inner.cuboid.base
+    if type(kind) is not Causal or config.task_type != TaskType.CAUSAL_LM:
+        task = None if config.task_type is None else str(TaskType(config.task_type).value)
+        raise UnsupportedModelError(
+            f"PromptTuningConfig(task_type={task!r}) has no rule for a sharded {base.__name__}: of sharded models, "
+            "causal language models have virtual tokens, with task_type='CAUSAL_LM'; write that, or take LoRA"
+        )
+    table = _table_of(inner)
+    if table is None:
+        return
+    owner, _, _ = next(name for name, module in inner.named_modules() if module is table).rpartition(".")
+    is_cut = isinstance(table, ShardedEmbedding) or inner.cuboid.mesh.shape.size == 1
+    # Others compute positions of the ids, or give them to further tables, where those of virtual tokens mean nothing.
+    if not is_cut or not isinstance(inner.get_submodule(owner), PreTrainedModel) or _reads_ids_elsewhere(inner, table):
+        raise UnsupportedModelError(
+            f"PromptTuningConfig has no rule for {base.__name__}, which does more with ids than to look them up in one "
+            "table; take LoRA (LoraConfig), or train the prompt in plain transformers"
+        )
+
+
+def _table_of(inner: Any) -> nn.Embedding | None:
+    """The model's embedding of tokens; None on stages that aren't the first one."""
+    # The last stage may have it for a tied head.
+    if isinstance(inner, StageModel) and not any(cut.is_first for cut in inner.staging.plan.cuts):
+        return None
+    table: nn.Embedding = inner.get_input_embeddings()
+    return table
+
+
+def _reads_ids_elsewhere(inner: Any, table: Any) -> bool:
+    """Whether another module than the model's own ones and its embedding looks at ids."""
+    config = inner.config.get_text_config()
+    rows = {config.vocab_size, getattr(config, "vocab_size_per_layer_input", None)}
+    others = (x for x in inner.modules() if x is not table and not isinstance(x, PreTrainedModel))
+    return any(
+        (isinstance(x, nn.Embedding) and x.num_embeddings in rows) or "input_ids" in _parameters_of(x) for x in others
+    )
+
+
+def _parameters_of(module: nn.Module) -> Sequence[str]:
+    code = getattr(type(module).forward, "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def set_up_prompt(peft_model: Any, adapter_name: str) -> None:
+    """Make the virtual tokens of an adapter, as ``PeftModel._setup_prompt_encoder`` does, and freeze the model.
+
+    Raises:
+        UnsupportedModelError: before the model is changed, if virtual tokens have no rule in it.
+        MeshError: they begin as tokens of the vocabulary, and the ranks aren't connected.
+    """
+    config: PromptTuningConfig = peft_model.peft_config[adapter_name]
+    inner: Any = peft_model.base_model
+    check_prompt(inner, config)
+    if not hasattr(peft_model, "prompt_encoder"):
+        peft_model.prompt_encoder, peft_model.prompt_tokens = nn.ModuleDict({}), {}
+    mesh = inner.cuboid.mesh
+    # Each rank makes the whole vectors, so all must draw the same.
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
+    config.num_transformer_submodules = 1
+    table = _table_of(inner)
+    whole = PromptEmbedding(config, _WholeTable(inner, table))
+    vectors = nn.Parameter(whole.embedding.weight.detach().to(inner.device), requires_grad=not config.inference_mode)
+    here: VirtualTokens | None = None
+    with structure_changes(inner):
+        for parameter in inner.parameters():
+            parameter.requires_grad = False
+        if table is not None:
+            here = virtual_tokens_of(table, mesh)
+            here.add(adapter_name, vectors, table)
+    peft_model.prompt_encoder[adapter_name] = PromptOnMesh(inner, here, adapter_name)
+    peft_model.prompt_tokens[adapter_name] = torch.arange(config.num_virtual_tokens)
+    state, limits = inner.cuboid.state, inner.cuboid.whole_model.limits
+    limits = dataclasses.replace(limits, virtual_tokens=max(limits.virtual_tokens, config.num_virtual_tokens))
+    _knowing_limits(inner, limits)
+    prompts = Prompts(peft_model)
+    state.adapters, state.save, state.virtual_tokens = prompts, save_adapters, prompts
+
+
+def _knowing_limits(inner: Any, limits: Limits) -> None:
+    whole_model = dataclasses.replace(inner.cuboid.whole_model, limits=limits)
+    sharding = dataclasses.replace(inner.cuboid, whole_model=whole_model)
+    for part in (inner, inner.base_model):
+        if isinstance(part, ShardedModel | ShardedBase):
+            part.cuboid = sharding
+
+
+class _WholeTable:
+    """A sharded embedding as PEFT looks up the initial vectors of virtual tokens in it; collective."""
+
+    def __init__(self, inner: Any, table: Any) -> None:
+        self._inner, self._table = inner, table
+        self.num_embeddings = inner.config.get_text_config().vocab_size
+        self.weight = torch.empty(0)
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        mesh, table = self._inner.cuboid.mesh, self._table
+        width = self._inner.config.get_text_config().hidden_size
+        rows = torch.zeros((len(tokens), width), dtype=self._inner.dtype)
+        if isinstance(table, ShardedModule):
+            try:
+                mesh.connect()
+            except MeshError as error:
+                raise MeshError(f"prompt_tuning_init begins with rows of the embedding: {error}") from error
+            weight = table.get_parameter("weight").detach()
+            rows = rows.to(weight.device)
+            for (held, columns), (tokens_here, features) in shard_boxes(
+                table.spec("weight"), mesh.shape, mesh.coordinate
+            ):
+                inside = (tokens >= tokens_here.start) & (tokens < tokens_here.stop)
+                rows[inside, features] = weight[held.start + tokens[inside] - tokens_here.start, columns]
+            rows = all_reduce(rows, mesh.along(*AXES))
+        elif isinstance(table, nn.Embedding):
+            rows = table.weight.detach()[tokens]
+        # On stages without the embedding the values don't matter.
+        scale = getattr(table, "embed_scale", None)
+        return rows if scale is None else rows * scale
+
+
+class PromptOnMesh(BasePromptEncoder):
+    """In the place of PEFT's encoder of a prompt, whose vectors the model's embedding has.
+
+    Args:
+        inner: the sharded model.
+        tokens: of its embedding; None on stages that don't have that.
+        adapter_name: whose vectors these are.
+    """
+
+    def __init__(self, inner: Any, tokens: VirtualTokens | None, adapter_name: str) -> None:
+        super().__init__()
+        # In tuples, so that the model isn't a part of this module.
+        self._tokens, self._inner, self._adapter_name = (tokens,), (inner,), adapter_name
+
+    def activate(self) -> None:
+        """Let ids of virtual tokens have these vectors."""
+        (tokens,) = self._tokens
+        if tokens is not None:
+            tokens.active = self._adapter_name
+
+    @property
+    def embedding(self) -> PromptOnMesh:
+        """This, for PEFT, which loads weights into it and looks up its weight's device."""
+        return self
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rank's shard; nothing on stages that have none."""
+        (tokens,), (inner,) = self._tokens, self._inner
+        return torch.empty(0, device=inner.device) if tokens is None else tokens[self._adapter_name]
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """The whole vectors of virtual tokens, on every rank; collective, and not on stages that have none.
+
+        Raises:
+            UnsupportedModelError: the stage has none.
+        """
+        (tokens,) = self._tokens
+        if tokens is None:
+            raise UnsupportedModelError("the vectors of virtual tokens are on the stage that has the embedding")
+        vectors = whole_parameter(tokens, self._adapter_name)
+        assert vectors is not None
+        return vectors[indices]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ARG002
+        """Take the rank's shard of whole vectors.
+
+        Raises:
+            CheckpointError: they have another shape.
+        """
+        (tokens,), full = self._tokens, state_dict["weight"]
+        if tokens is None:
+            return
+        spec = tokens.spec(self._adapter_name)
+        if tuple(full.shape) != spec.shape:
+            raise CheckpointError(
+                f"{_SAVED} has the shape {list(full.shape)}, but the model's is {list(spec.shape)}: the number of "
+                "virtual tokens, or the model, is another one"
+            )
+        tokens[self._adapter_name].copy_(take_shard(full, spec, tokens.mesh))
+
+
+class Prompts:
+    """The prompts of a sharded model: what they put before rows, and their files; see ``ModelState.adapters``
+    and ``ModelState.virtual_tokens``.
+
+    Args:
+        peft_model: PEFT's, which has the configs, and knows which prompt is active.
+    """
+
+    #: What PEFT's model puts before the names of a model's parameters.
+    prefix = "base_model."
+
+    def __init__(self, peft_model: Any) -> None:
+        self._peft_model = peft_model
+
+    @property
+    def _configs(self) -> dict[str, PeftConfig]:
+        configs: dict[str, PeftConfig] = self._peft_model.peft_config
+        return configs
+
+    def before(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A micro-batch with the active prompt's virtual tokens before its rows, as ``PeftModel.forward`` does it.
+
+        Raises:
+            UnsupportedModelError: it has tensors of which PEFT doesn't know what virtual tokens would have in them.
+        """
+        prompted, peft_model = dict(batch), self._peft_model
+        if peft_model._adapters_disabled:
+            return prompted
+        for key in ("inputs_embeds", "shift_labels", "task_ids"):
+            if prompted.get(key) is not None:
+                raise UnsupportedModelError(f"{key} has no rule beside virtual tokens; give input_ids and labels")
+        name = peft_model.active_adapter
+        config = self._configs[name]
+        peft_model._adjust_prompt_learning_kwargs(config, kwargs=prompted)
+        prompted = {key: value for key, value in prompted.items() if value is not None}
+        peft_model.prompt_encoder[name].activate()
+        ids = prompted["input_ids"]
+        virtual = torch.arange(FIRST_ID, FIRST_ID + config.num_virtual_tokens, dtype=ids.dtype, device=ids.device)
+        for key, value in (("input_ids", virtual), ("attention_mask", 1), ("labels", IGNORE_INDEX)):
+            if key in prompted:
+                tokens = prompted[key]
+                columns = torch.as_tensor(value, dtype=tokens.dtype, device=tokens.device)
+                columns = columns.expand(tokens.shape[0], config.num_virtual_tokens)
+                prompted[key] = torch.cat((columns, tokens), 1)
+        return prompted
+
+    def in_generation(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A forward's arguments in generation: the first one has virtual tokens, and all have them in the mask."""
+        cache = arguments.get("past_key_values")
+        seen = 0 if cache is None else cache.get_seq_length()
+        if not seen or self._peft_model._adapters_disabled:
+            return self.before(arguments)
+        config = self._configs[self._peft_model.active_adapter]
+        self._peft_model._adjust_prompt_learning_kwargs(config, kwargs=arguments)
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+        if ids.shape[1] <= seen:
+            # With fewer ids than the cache has positions, transformers doesn't see that all but the last are in it.
+            arguments["input_ids"] = ids[:, -1:]
+        if mask is not None:
+            seen_tokens = mask.new_ones((mask.shape[0], config.num_virtual_tokens))
+            arguments["attention_mask"] = torch.cat((seen_tokens, mask), 1)
+        return arguments
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole vectors by the names of their parameters, on the first rank; collective."""
+        inner: Any = unwrap(model)
+        kept = {id(x) for name, x in inner.named_parameters() if _adapter_of(name) is not None}
+        values = full_values(inner, lambda parameter: parameter.detach() if id(parameter) in kept else None)
+        return {f"{self.prefix}{name}": vectors for name, vectors in values.items()}
+
+    def write(
+        self, model: nn.Module, state: dict[str, torch.Tensor], folder: Path, selected: Sequence[str] | None = None
+    ) -> None:
+        """Write prompts as PEFT does; see :meth:`cuboid.integrations.peft.adapter_files.AdapterFiles.write`."""
+        inner: Any = unwrap(model)
+        vectors = {_adapter_of(name): x.contiguous() for name, x in state.items()}
+        for name in selected_names(self._configs, selected):
+            target = folder_of(folder, name)
+            target.mkdir(exist_ok=True)
+            save_file({_SAVED: vectors[name]}, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+            saved: Any = copy.copy(self._configs[name])
+            saved.base_model_name_or_path = saved.base_model_name_or_path or inner.config._name_or_path or None
+            saved.inference_mode = True
+            saved.save_pretrained(str(target))
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """Load prompts from a folder of PEFT. Each rank reads them and keeps its shards; nothing is sent.
+
+        Raises:
+            CheckpointError: the folder has no such prompts, or they don't fit the model's.
+        """
+        del model
+        for name, config in self._configs.items():
+            source = folder_of(folder, name)
+            check_same(config, source, _IDENTITY)
+            path = source / SAFETENSORS_WEIGHTS_NAME
+            with TensorFile(path) as file:
+                if _SAVED not in file.specs:
+                    raise CheckpointError(f"{path}: has no {_SAVED}, as a prompt's file does")
+                self._peft_model.prompt_encoder[name].load_state_dict({"weight": file.read(_SAVED)})
+
+
+def _adapter_of(name: str) -> str | None:
+    """The adapter whose virtual tokens a parameter ``….virtual_tokens.<adapter>`` has; None for others."""
+    owner, _, adapter = name.rpartition(".virtual_tokens.")
+    return adapter if owner else None

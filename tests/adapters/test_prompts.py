@@ -1,0 +1,220 @@
+"""Prompt tuning by PEFT on meshes and in pipelines: the vectors' gradients and files are plain PEFT's."""
+
+import copy
+import itertools
+
+import deepspeed
+import pytest
+import torch
+from test_lora import Adapted, assert_losses, batch, built, classifier
+from test_lora_stages import Staged
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from conftest import TIMEOUT_S
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.sides import run_stages
+from cuboid.verify import SmallModel
+from threaded import Threaded, step_of
+from training import ROWS, VOCABULARY, settings, small_checkpoint
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import PeftModel, PromptTuningConfig, get_peft_model
+
+
+def prompted(model, count=5, **options):
+    torch.manual_seed(7)
+    return get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=count, **options)).double()
+
+
+class Prompted(Adapted):
+    def __init__(self, model, mesh, **options):
+        Threaded.__init__(self, model, mesh)
+        self.models = self.run(lambda rank_model: prompted(rank_model, **options))
+
+
+def vectors_of(plain):
+    return plain.prompt_encoder["default"].embedding.weight
+
+
+def assert_gradient(plain, gradients):
+    (gradient,) = gradients.values()
+    expected = vectors_of(plain).grad
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "mesh"),
+    [
+        ("llama", {"kv_heads": 2}, "1x1x1"),
+        ("llama", {"kv_heads": 2}, "1x2x1"),
+        ("llama", {"kv_heads": 2}, "1x1x2"),
+        ("llama", {"kv_heads": 2}, "2x1x1"),
+        ("gpt2", {}, "1x2x2"),
+        ("gemma", {}, "3x2x1"),
+    ],
+)
+def test_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
+    model = built(architecture, **sizes)
+    micro_batch = batch(rows=6, vocabulary=model.config.vocab_size)
+    plain, threaded = prompted(copy.deepcopy(model)), Prompted(model, mesh)
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+    for loss in threaded.run(step_of(**micro_batch)):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_gradient(plain, threaded.whole(lambda parameter: parameter.grad))
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (7, 6, 4)), ("1x2x1", (10, 8)), ("2x1x2", (12, 6))])
+def test_gradient_in_segments(mesh, lengths):
+    model, micro_batch = built("llama", kv_heads=2), batch()
+    micro_batch["labels"][:, -1] = -100
+    plain, staged = prompted(copy.deepcopy(model)), Staged(model, mesh)
+    staged.models = [prompted(stage_model) for stage_model in staged.models]
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+
+    def step(stages):
+        return run_stages(stages, stages[0].cuboid.state.virtual_tokens.before(micro_batch), lengths)
+
+    for loss in staged.run(step):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_gradient(plain, staged.gradients())
+
+
+def test_it_is_disabled_and_generates_as_plain_peft():
+    model = built("llama", kv_heads=2).eval()
+    plain, threaded = prompted(copy.deepcopy(model)), Prompted(model, "1x2x1")
+    first = assert_losses(plain, threaded)
+    rows = {name: x for name, x in batch().items() if name != "labels"}
+
+    def outputs(peft_model):
+        with torch.no_grad():
+            with peft_model.disable_adapter():
+                disabled = peft_model(**batch(), use_cache=False).loss
+            return disabled, peft_model.generate(**rows, max_new_tokens=4, do_sample=False)
+
+    with KeepFloat64():
+        loss, tokens = outputs(plain)
+    assert abs(float(loss) - first) > 1e-4
+    for disabled, generated in threaded.run(outputs):
+        torch.testing.assert_close(disabled, loss, rtol=1e-9, atol=1e-9)
+        assert torch.equal(generated, tokens)
+
+
+def test_a_rank_keeps_its_part_and_nothing_for_what_is_frozen():
+    threaded = Prompted(built("llama", kv_heads=2), "2x1x2", count=6)
+    threaded.run(step_of(**batch()))
+    for rank_model in threaded.models:
+        (trained,) = (x for x in rank_model.parameters() if x.requires_grad)
+        assert trained.numel() * 4 == 6 * rank_model.config.hidden_size
+        assert [x for x in rank_model.parameters() if x.grad is not None] == [trained]
+    assert (
+        rank_model.get_nb_trainable_parameters()
+        == prompted(built("llama", kv_heads=2), 6).get_nb_trainable_parameters()
+    )
+
+
+def test_what_has_no_rule_is_refused_by_name_before_the_model_is_changed():
+    bert = SmallModel("bert", heads=4).config()
+    bert.is_decoder = True
+    classified, _ = classifier("sequence")
+    for model, task, named in (
+        (built("llama"), None, r"task_type=None\) .* write that"),
+        (classified, "SEQ_CLS", "task_type='SEQ_CLS'"),
+        (AutoModelForCausalLM.from_config(bert), "CAUSAL_LM", "does more with ids"),
+    ):
+        rank_model = Threaded(model, "1x2x1").models[0]
+        before = [name for name, _ in rank_model.named_modules()]
+        with pytest.raises(UnsupportedModelError, match=named):
+            PeftModel(rank_model, PromptTuningConfig(task, num_virtual_tokens=5))
+        assert [name for name, _ in rank_model.named_modules()] == before
+    threaded = Prompted(built("llama"), "1x2x1")
+    for rows in ({"shift_labels": batch()["labels"]}, {"inputs_embeds": torch.zeros(4, 12, 64)}):
+        with pytest.raises(UnsupportedModelError, match="beside virtual tokens"):
+            threaded.models[0](input_ids=batch()["input_ids"], **rows)
+
+
+STEPS, RATE = 3, 1e-2
+
+
+def engine_of(start, config):
+    torch.manual_seed(7)
+    model = cuboid.from_pretrained(start, config, dtype=torch.float32)
+    model = get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=5, **SAMPLED))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model.train(), model_parameters=trained, config=config)[0]
+
+
+#: The vectors begin as those of drawn tokens.
+SAMPLED = {"prompt_tuning_init": "SAMPLE_VOCAB"}
+
+
+def token_rows():
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        ids = torch.randint(4, VOCABULARY, (ROWS, 11), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def trained_by_engine(start, config, other, root):
+    deepspeed.init_distributed()
+    engine, batches = engine_of(start, config), token_rows()
+    losses = [steps_loss(engine, batches) for _ in range(STEPS - 1)]
+    engine.save_checkpoint(f"{root}/run")
+    cuboid.save_pretrained(engine, f"{root}/prompt")
+    again = engine_of(start, other)
+    again.load_checkpoint(f"{root}/run")
+    batches = itertools.islice(token_rows(), 2 * (STEPS - 1), None)
+    # DeepSpeed keeps the groups of a process's first engine, on which a second one mustn't step.
+    return [*losses, steps_loss(again, batches, steps=False)]
+
+
+def steps_loss(engine, batches, *, steps=True):
+    if hasattr(engine, "train_batch"):
+        return float(engine.train_batch(batches))
+    losses = []
+    for _ in range(2):
+        loss = engine(**next(batches)).loss
+        losses.append(float(loss))
+        if steps:
+            engine.backward(loss)
+            engine.step()
+    return sum(losses) / 2
+
+
+def trained_plain(start):
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    model = get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=5, **SAMPLED)).train()
+    optimizer = torch.optim.AdamW([vectors_of(model)], lr=RATE, weight_decay=0.1)
+    batches, losses, saved = token_rows(), [], None
+    for step in range(STEPS):
+        loss = sum(model(**next(batches)).loss for _ in range(2)) / 2
+        losses.append(float(loss.detach()))
+        if step == STEPS - 1:
+            saved = vectors_of(model).detach().clone()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([vectors_of(model)], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, saved
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [(("1x1x1", 2), ("1x2x1", None)), (("2x1x1", None), ("1x1x1", 2))], ids=["stages", "mesh"]
+)
+def test_vectors_train_are_in_pefts_folder_and_resume_on_another_layout(pool, tmp_path, first, other):
+    start = small_checkpoint(AutoModelForCausalLM, "llama", tmp_path / "start")
+    configs = [settings(mesh, stages, learning_rate=RATE, pipeline={"segments": 2}) for mesh, stages in (first, other)]
+    for config in configs:
+        del config["scheduler"]
+    results = pool.run(2, trained_by_engine, start, *configs, str(tmp_path), timeout_s=TIMEOUT_S)
+    losses, vectors = trained_plain(start)
+    for rank_losses in results:
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
+    for folder in (tmp_path / "prompt", next((tmp_path / "run").glob("global_step*"))):
+        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), folder)
+        torch.testing.assert_close(vectors_of(read), vectors, rtol=1e-4, atol=1e-5)
