@@ -112,8 +112,8 @@ def set_up_prompt(peft_model: Any, adapter_name: str) -> None:
     mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
     config.num_transformer_submodules = 1
     table = _table_of(inner)
-    whole = PromptEmbedding(config, _WholeTable(inner, table))
-    vectors = nn.Parameter(whole.embedding.weight.detach().to(inner.device), requires_grad=not config.inference_mode)
+    encoder = PromptEmbedding(config, _WholeTable(inner, table))
+    vectors = nn.Parameter(encoder.embedding.weight.detach().to(inner.device), requires_grad=not config.inference_mode)
     here: VirtualTokens | None = None
     with structure_changes(inner):
         for parameter in inner.parameters():
