@@ -26,6 +26,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import await_all_ranks
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
+from cuboid.integrations.deepspeed.gradient_partition import leave_matrices
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.handoff import (
@@ -175,7 +176,10 @@ def _initialize_sharded(
     engine.changed_weights = ChangedWeights(engine.optimizer)
     # What DeepSpeed's optimizers that have master weights step; others are torch's own.
     engine.piecewise = PiecewiseStep.of(getattr(engine.optimizer, "optimizer", None))
-    engine.whole_states = rule and step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)
+    engine.whole_states = None
+    if rule is not None:
+        leave_matrices(engine.optimizer)
+        engine.whole_states = step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)
     model.cuboid.state.made.take(model, "deepspeed.initialize")
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
     if isinstance(model, StageModel):
@@ -193,9 +197,12 @@ def _check_one_config(arguments: dict[str, Any]) -> None:
 
 
 def _owned_shards(mesh: Mesh, framework_config: dict[str, Any]) -> OwnedShards:
-    stage = (framework_config.get("zero_optimization") or {}).get("stage", 0)
+    section = framework_config.get("zero_optimization") or {}
+    stage = section.get("stage", 0)
     flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
-    return OwnedShards.of(mesh, flat)
+    # There the masters are in host memory, and whole matrices would be computed by the CPU.
+    is_offloaded = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
+    return OwnedShards.of(mesh, flat, "zero_optimization.offload_optimizer" if is_offloaded else "")
 
 
 def _take_optimizer(
@@ -367,8 +374,37 @@ def _tp_model_init(original: Any) -> Any:
     return tp_model_init
 
 
+def _bf16_optimizer(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # Imported here as DeepSpeed does, because that compiles kernels.
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        mpu = signature.bind(self, init_optimizer, *args, **kwargs).arguments.get("mpu")
+        if not isinstance(mpu, ModelParallelUnit) or not isinstance(init_optimizer, MuonWithAuxAdam):
+            original(self, init_optimizer, *args, **kwargs)
+            return
+        # Its own Muon, which knows no model parallelism and raises an error there, goes by the class.
+        kind, init_optimizer.__class__ = type(init_optimizer), torch.optim.Optimizer
+        try:
+            original(self, init_optimizer, *args, **kwargs)
+        finally:
+            init_optimizer.__class__ = kind
+
+    return __init__
+
+
 PATCHES: list[Patch | SharedMemoryBuild] = [
     SHARED_MEMORY_BUILD,
+    Patch(
+        target="deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__",
+        package="deepspeed",
+        reason="let Muon have float32 accumulation in bf16 on a mesh: Cuboid gives it whole matrices",
+        parameters=("init_optimizer", "mpu"),
+        replace=_bf16_optimizer,
+    ),
     Patch(
         target="deepspeed:tp_model_init",
         package="deepspeed",

@@ -180,16 +180,16 @@ def adagrad_step(self):
         (lambda: Lion(parameters()), [CUT, FLAT, SPREAD, WHOLE], []),
         (lambda: Quiet(parameters(), lr=0.0), [CUT, FLAT, SPREAD, WHOLE], []),
         (lambda: Quiet(parameters(), lr=torch.tensor(0.1), foreach=False), [CUT, FLAT, SPREAD, WHOLE], []),
-        (lambda: OnlyMatrices(parameters(), lr=1e-2), [CUT, SPREAD, WHOLE], []),
-        (lambda: Lamb(parameters()), [SPREAD, WHOLE], [CUT]),
-        (lambda: torch.optim.Muon(matrices()), [], [CUT, SPREAD, WHOLE]),
-        (lambda: QuietMuon(matrices()), [SPREAD, WHOLE], [CUT]),
+        (lambda: OnlyMatrices(parameters(), lr=1e-2), [CUT, SPREAD, WHOLE], [FLAT]),
+        (lambda: Lamb(parameters()), [SPREAD, WHOLE], [CUT, FLAT]),
+        (lambda: torch.optim.Muon(matrices()), [], [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: QuietMuon(matrices()), [SPREAD, WHOLE], [CUT, FLAT]),
         (lambda: Clipping(parameters()), [WHOLE], []),
         (lambda: Estimating(parameters(), lr=1e-2), [WHOLE], []),
         (lambda: Collective(parameters(), lr=1e-2), [WHOLE], []),
-        (lambda: torch.optim.Adafactor(parameters()), [], [CUT, SPREAD, WHOLE]),
-        (lambda: TransformersAdafactor(parameters()), [], [CUT, SPREAD, WHOLE]),
-        (lambda: QuietAdafactor(parameters()), [], [CUT, SPREAD, WHOLE]),
+        (lambda: torch.optim.Adafactor(parameters()), [], [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: TransformersAdafactor(parameters()), [], [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: QuietAdafactor(parameters()), [], [CUT, FLAT, SPREAD, WHOLE]),
         (lambda: torch.optim.LBFGS(parameters()), [], []),
         (lambda: torch.optim.SparseAdam(parameters()), [WHOLE], []),
         (lambda: LookAhead(torch.optim.SGD(parameters(), lr=1e-2)), [], []),
@@ -210,6 +210,14 @@ def test_a_trial_finds_on_which_pieces_an_optimizer_is_correct_or_needs_whole_te
         now = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(torch.equal(one, other) for one, other in zip(values, now, strict=True))
         assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("make", [lambda: torch.optim.Muon(matrices()), lambda: Lamb(parameters())])
+def test_whole_tensors_are_refused_where_masters_are_on_the_host(make):
+    on_host = OwnedShards(cut="a mesh", flat="ZeRO", fixed="offload_optimizer")
+    with pytest.raises(OptimizerError, match="leave out offload_optimizer"):
+        check_optimizer(make(), on_host)
+    assert check_optimizer(Lion(parameters()), on_host) is None
 
 
 def test_a_trial_does_not_depend_on_the_default_dtype():
@@ -397,7 +405,6 @@ ACCEPTED = [
     ("Lion", Lion, {}),
     ("a subclass", Quiet, {}),
 ]
-#: They are refused where the framework lays tensors end to end.
 NEEDS_WHOLE = [("Lamb", Lamb, {}), ("Adafactor", torch.optim.Adafactor, {})]
 REFUSED = [("a clipping subclass", Clipping, {})]
 #: DeepSpeed's ZeRO replaces torch's Adagrad by its own, which has other defaults.
@@ -425,17 +432,15 @@ def test_optimizers_give_the_same_as_in_one_process_or_are_rejected(pool, framew
     if framework == "booster":
         pytest.importorskip("colossalai.booster", exc_type=ImportError)
     remade = REMADE if framework == "deepspeed" and config["zero_optimization"]["stage"] else set()
-    accepted, refused = [*ACCEPTED[::every], *NEEDS_WHOLE], [*REFUSED]
-    if config["zero_optimization"]["stage"]:
-        accepted, refused = ACCEPTED[::every], [*REFUSED, *NEEDS_WHOLE]
-    for by_case in pool.run(2, job, framework, [*accepted, *refused], config, early):
+    accepted = [*ACCEPTED[::every], *NEEDS_WHOLE]
+    for by_case in pool.run(2, job, framework, [*accepted, *REFUSED], config, early):
         for name, _, _ in accepted:
             if name in remade:
                 assert "puts a new one in its place" in by_case[name]
             else:
                 assert isinstance(by_case[name], float), by_case[name]
                 assert by_case[name] < CLOSE, name
-        for name, kind, _ in refused:
+        for name, kind, _ in REFUSED:
             assert kind.__name__ in by_case[name]
             assert "AdamW" in by_case[name]
 
@@ -515,7 +520,7 @@ def foreign_parameters(config):
     errors["no optimizer"] = error_of(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
     lamb = {
         **config,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {"type": "Lamb", "params": {"lr": 0.1}},
     }
     errors["section"] = error_of(lambda: initialized(fresh_model(), lamb))

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections import Counter
+from contextlib import ExitStack
 from unittest import mock
 
 import deepspeed
@@ -11,6 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.optimization import Adafactor as TransformersAdafactor
@@ -247,13 +249,16 @@ def test_each_tensor_is_stepped_by_one_rank_and_the_bytes_sent_are_those_of_the_
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
-def config_of(mesh, stages=None):
+def config_of(mesh, stages=None, *, zero=0, replicas=1, **precision):
     batch, sequence, hidden = map(int, mesh.split("x"))
     config = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 2 // replicas,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
         "tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": batch, "sequence": sequence, "hidden": hidden}},
+        **precision,
     }
     if stages is not None:
         config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2}
@@ -264,36 +269,55 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 if step % 2 else 1.0)
 
 
-def engine_steps(name, config, options, steps, folder, *, resume=False):
-    """All weights after steps of an engine; unless it has resumed, it saves a checkpoint."""
+def make_engine(name, config, options, dtype=torch.float64):
     # DeepSpeed compiles its Muon.
     torch.compiler.set_stance("force_eager")
+    model = llama(**options).to(dtype)
+    optimizer = None if name in SECTIONS else OPTIMIZERS[name](model)
+    config = {**config, "optimizer": SECTIONS[name]} if name in SECTIONS else config
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=halving)[0]
+
+
+def train_engine(engine, steps):
+    """The micro-batches of a step are spread over the replicas."""
+    at = cuboid.mesh_of(engine)
+    for step in steps:
+        rows = batch_of(step)["input_ids"]
+        parts = [
+            {"input_ids": ids, "labels": ids}
+            for ids in (part[at.coordinate.data :: at.topology.data] for part in rows.split(2))
+        ]
+        if hasattr(engine, "train_batch"):
+            engine.train_batch(iter(parts))
+            continue
+        for part in parts:
+            engine.backward(engine(**part).loss)
+            engine.step()
+
+
+def engine_steps(name, config, options, steps, folder, *, resume=False):
+    """All weights after steps of an engine; unless it has resumed, it saves a checkpoint."""
     accelerator = get_accelerator()
     dtypes = [*accelerator.supported_dtypes(), torch.float64]
-    # DeepSpeed asserts that gradients are of a dtype in this list.
-    with KeepFloat64(), mock.patch.object(accelerator, "supported_dtypes", return_value=dtypes):
-        model = llama(**options)
-        optimizer = None if name in SECTIONS else OPTIMIZERS[name](model)
-        config = {**config, "optimizer": SECTIONS[name]} if name in SECTIONS else config
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=halving)
+    with ExitStack() as stack:
+        stack.enter_context(KeepFloat64())
+        # DeepSpeed asserts that gradients are of a dtype in this list.
+        stack.enter_context(mock.patch.object(accelerator, "supported_dtypes", return_value=dtypes))
+        if config["zero_optimization"]["stage"]:
+            # Its ZeRO adds them up in the second of these.
+            wide = (torch.float64, torch.float64)
+            stack.enter_context(mock.patch.object(deepspeed.DeepSpeedEngine, "get_data_types", return_value=wide))
+        engine = make_engine(name, config, options)
         if resume:
             engine.load_checkpoint(folder)
-        for step in steps:
-            rows = batch_of(step)["input_ids"]
-            parts = [{"input_ids": ids, "labels": ids} for ids in rows.split(2)]
-            if hasattr(engine, "train_batch"):
-                engine.train_batch(iter(parts))
-                continue
-            for part in parts:
-                engine.backward(engine(**part).loss)
-                engine.step()
+        train_engine(engine, steps)
         if not resume:
             engine.save_checkpoint(folder)
         return cuboid.full_state_dict(engine)
 
 
 @functools.cache
-def plain_steps(name, options):
+def plain_steps(name, options, *, clips):
     """Weights of one process after all steps."""
     model = llama(**dict(options))
     torch.compiler.set_stance("force_eager")
@@ -302,7 +326,8 @@ def plain_steps(name, options):
         schedule = halving(optimizer)
         for step in range(STEPS):
             model(**batch_of(step), use_cache=False).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             schedule.step()
             # All of them, as engines do: Muon doesn't have them all.
@@ -310,29 +335,127 @@ def plain_steps(name, options):
     return model.state_dict()
 
 
+#: Mesh, stages, ZeRO's stage, replicas.
+PLAIN, ZERO_2 = ("1x2x1", None, 0, 1), ("1x1x2", None, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "second", "options"),
     [
-        ("Adafactor", ("1x2x1", None), ("1x1x1", 2), {"tie_word_embeddings": True}),
-        pytest.param("DeepSpeed's Muon", ("1x1x1", 2), ("1x1x2", None), {}, marks=pytest.mark.slow),
-        pytest.param("Muon", ("1x1x2", 2), ("1x2x1", None), {}, marks=pytest.mark.slow),
-        pytest.param("transformers' Adafactor", ("2x1x1", 2), ("2x1x1", None), {}, marks=pytest.mark.slow),
-        pytest.param("LARS", ("1x1x1", 2), ("2x1x2", None), {}, marks=pytest.mark.slow),
+        ("Adafactor", ("1x2x1", None, 1, 2), ("1x1x1", 2, 0, 1), {"tie_word_embeddings": True}),
+        pytest.param("DeepSpeed's Muon", ("1x1x2", None, 1, 1), ("1x1x1", None, 2, 2), {}, marks=pytest.mark.slow),
+        pytest.param("DeepSpeed's Muon", ("1x1x1", 2, 0, 1), ("1x2x1", None, 1, 2), {}, marks=pytest.mark.slow),
+        pytest.param("DeepSpeed's Muon", ("1x1x1", 2, 1, 2), ("2x2x2", None, 1, 1), {}, marks=pytest.mark.slow),
+        pytest.param("Muon", ("1x1x2", 2, 1, 2), PLAIN, {}, marks=pytest.mark.slow),
+        pytest.param("Adafactor", ("1x1x1", 2, 0, 1), ("1x2x1", None, 0, 1), {}, marks=pytest.mark.slow),
+        pytest.param("transformers' Adafactor", ("2x1x1", 2, 0, 1), ZERO_2, {}, marks=pytest.mark.slow),
+        pytest.param("LARS", ("1x1x1", 2, 0, 1), ("1x2x2", None, 1, 2), {}, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_saves_them_whole_and_resumes_on_another_layout(pool, tmp_path, name, first, second, options):
-    def ranks(mesh, stages):
-        return math.prod(map(int, mesh.split("x"))) * (stages or 1)
-
+    # DeepSpeed's ZeRO clips by a norm in float32.
+    clips = not first[2] and not second[2]
     half = STEPS // 2
-    pool.run(ranks(*first), engine_steps, name, config_of(*first), options, range(half), str(tmp_path))
-    results = pool.run(
-        ranks(*second), resumed_steps, name, config_of(*second), options, range(half, STEPS), str(tmp_path)
-    )
+    for layout, function, steps in (
+        (first, engine_steps, range(half)),
+        (second, resumed_steps, range(half, STEPS)),
+    ):
+        config = config_on(*layout) | {"gradient_clipping": MAX_NORM * clips}
+        results = pool.run(ranks_of(*layout), function, name, config, options, steps, str(tmp_path))
     weights = next(filter(None, results))
-    expected = plain_steps(name, tuple(options.items()))
+    expected = plain_steps(name, tuple(options.items()), clips=clips)
     assert max((weights[key] - value).abs().max().item() for key, value in expected.items()) <= 1e-9
 
 
 def resumed_steps(*arguments):
     return engine_steps(*arguments, resume=True)
+
+
+def ranks_of(mesh, stages, _, replicas):
+    return math.prod(map(int, mesh.split("x"))) * (stages or 1) * replicas
+
+
+def config_on(mesh, stages, zero, replicas, **precision):
+    return config_of(mesh, stages, zero=zero, replicas=replicas, **precision)
+
+
+BF16, FP16 = ({key: {"enabled": True}} for key in ("bf16", "fp16"))
+#: The first of its five steps overflow.
+FP16["fp16"] |= {"initial_scale_power": 20, "hysteresis": 1}
+
+
+def seen_by_owners(name, config, folder):
+    """In each step, by name: the whole master weights and gradients that this rank steps; and the steps left out."""
+    dtype = torch.bfloat16 if "bf16" in config else torch.float16
+    seen = []
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
+        engine = make_engine(name, config, {}, dtype)
+
+        def look(*_):
+            keys = engine.whole_states.keys.items()
+            # ZeRO steps one group at a time.
+            now = {name: (key.detach().clone(), key.grad.clone()) for name, key in keys if key is not None if len(key)}
+            seen.append((engine.global_steps, now))
+
+        engine.optimizer.optimizer.register_step_pre_hook(look)
+        train_engine(engine, range(5))
+        engine.save_checkpoint(folder)
+    return seen, engine.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "precision"),
+    [
+        ("DeepSpeed's Muon", ("1x2x1", None, 1, 2), BF16),
+        # Adds up gradients in float32, in another optimizer of DeepSpeed's.
+        pytest.param("DeepSpeed's Muon", ("1x1x2", 2, 1, 1), BF16, marks=pytest.mark.slow),
+        pytest.param("Adafactor", ("1x1x1", 2, 1, 2), BF16, marks=pytest.mark.slow),
+        pytest.param("Muon", ("2x1x1", None, 2, 1), BF16, marks=pytest.mark.slow),
+        pytest.param("Adafactor", ("1x1x2", None, 2, 2), FP16, marks=pytest.mark.slow),
+        pytest.param("DeepSpeed's Muon", ("1x1x2", None, 1, 1), FP16, marks=pytest.mark.slow),
+    ],
+)
+def test_in_16_bits_owners_step_whole_float32_masters(pool, tmp_path, name, layout, precision):
+    results = pool.run(ranks_of(*layout), seen_by_owners, name, config_on(*layout, **precision), str(tmp_path))
+    seen = {}
+    for of_rank, skipped in results:
+        assert skipped in ((1, 2, 3) if "fp16" in precision else (0,))
+        for step, tensors in of_rank:
+            for key, values in tensors.items():
+                # One owner over all replicas.
+                assert seen.setdefault((key, step), values) is values
+    model = llama().to(torch.bfloat16 if "bf16" in precision else torch.float16).float()
+    parameters = dict(model.named_parameters())
+    stepped = {key for key, _ in seen}
+    groups = OPTIMIZERS[name](model).param_groups
+    whole = {id(p) for group in groups if group.get("use_muon", True) for p in group["params"]}
+    assert stepped == {key for key, p in parameters.items() if id(p) in whole}
+    # The masters' steps are those of one process that is given the same gradients in float32.
+    optimizer = OPTIMIZERS[name](model)
+    schedule = halving(optimizer)
+    torch.compiler.set_stance("force_eager")
+    steps = sorted({step for _, step in seen})
+    assert len(steps) == 5 - results[0][1]
+    for step in steps:
+        for key in stepped:
+            weights, gradient = seen[key, step]
+            assert weights.dtype == gradient.dtype == torch.float32
+            torch.testing.assert_close(weights, parameters[key].detach(), rtol=1e-6, atol=1e-7)
+            parameters[key].grad = gradient.clone()
+        optimizer.step()
+        schedule.step()
+    # Which are the true ones, clipped, but for rounding.
+    exact = llama()
+    exact(**batch_of(steps[0]), use_cache=False).loss.backward()
+    in_optimizer = [p for group in OPTIMIZERS[name](exact).param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(in_optimizer, MAX_NORM)
+    exact_parameters = dict(exact.named_parameters())
+    for key in stepped:
+        wanted = exact_parameters[key].grad
+        off = (seen[key, steps[0]][1] - wanted).norm() / wanted.norm()
+        assert off < 0.03, key
+    saved = {}
+    for file in (tmp_path / "global_step5" / "optimizer" / "master").glob("*.safetensors"):
+        saved |= load_file(file)
+    for key in stepped:
+        torch.testing.assert_close(saved[key], parameters[key].detach(), rtol=1e-6, atol=1e-7)

@@ -178,7 +178,8 @@ class OptimizerAdapter:
         return {} if self.whole is None else {name: key for name, key in self.whole.keys.items() if key is not None}
 
     def _is_whole(self, entry: OptimizerTensor) -> bool:
-        return self.whole is not None and entry.names[0] in self.whole.keys
+        # A flat tensor of a group that has nothing to train on this stage is of no parameter.
+        return self.whole is not None and any(name in self.whole.keys for name in entry.names)
 
     def _split(self, entry: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return split_state(self.optimizer.state.get(entry.tensor, {}), entry)

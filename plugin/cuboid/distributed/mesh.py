@@ -207,6 +207,19 @@ class Mesh:
             if group is not None:
                 self._host_groups[name] = group
 
+    def connect_replicas(self) -> dist.ProcessGroup | None:
+        """The ranks of this pipeline stage in all replicas; None for one rank.
+
+        The first call makes the group; every rank of the world must call it.
+        """
+        name = frozenset({"stage"})
+        if name not in self._groups and self.topology.world_size > 1:
+            self._check_world()
+            group = make_groups(self.topology.groups(("data", *AXES)), timeout=group_timeout())
+            if group is not None:
+                self._groups[name] = group
+        return self._groups.get(name)
+
     @property
     def host_group(self) -> dist.ProcessGroup | None:
         """All ranks of the world, over gloo; None in a world of one. See :meth:`connect_host`."""

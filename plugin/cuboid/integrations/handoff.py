@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
+from cuboid.distributed.topology import AXES
 from cuboid.errors import ConfigError, OptimizerError
 from cuboid.failures.rank_agreement import gather_objects
 from cuboid.models.sharded.activation_checkpointing import check_checkpointing, enable_checkpointing
@@ -23,9 +25,9 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
 from cuboid.optim.param_groups import GroupNames, align_groups
-from cuboid.optim.whole_tensors import WholeRule, WholeTensors
+from cuboid.optim.whole_tensors import FlatShards, WholeRule, WholeTensors
 from cuboid.weights.api import shard
-from cuboid.weights.state_dict_map import sharding_specs, stored_names
+from cuboid.weights.state_dict_map import sharding_specs, stored_names, stored_parameters
 
 #: Maps a parameter of the full model to the sharded one; None if another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
@@ -122,19 +124,41 @@ def prepare_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> tor
     adopt_optimizer(inner, optimizer)
     rule = check_optimizer(optimizer, OwnedShards.of(mesh))
     if rule is not None:
-        step_whole(inner, OptimizerAdapter.direct(optimizer, stored_names(inner)), rule)
+        WholeTensors(OptimizerAdapter.direct(optimizer, stored_names(inner)), rule, sharding_specs(inner), mesh)
     return optimizer
 
 
 def step_whole(model: nn.Module, adapter: OptimizerAdapter, rule: WholeRule) -> WholeStates:
-    """Let an optimizer step whole tensors from now on; see :class:`cuboid.optim.whole_tensors.WholeTensors`.
+    """Let a framework's optimizer step whole tensors from now on; see :class:`cuboid.optim.whole_tensors.WholeTensors`.
+
+    Collective over the world.
 
     Returns:
         For the adapter of each checkpoint.
     """
     mesh = mesh_of(model)
-    tensors = WholeTensors(adapter, rule, sharding_specs(model), mesh)
+    tensors = WholeTensors(adapter, rule, sharding_specs(model), mesh, _flat_shards(model, adapter))
     return WholeStates(tensors.keys, functools.partial(gather_objects, mesh=mesh, what="states of whole tensors"))
+
+
+def _flat_shards(model: nn.Module, adapter: OptimizerAdapter) -> FlatShards | None:
+    """Where all ranks have their shards in flat tensors; None if optimizers step parameters. Collective."""
+    mesh, parameters = mesh_of(model), stored_parameters(model)
+    ranges: dict[str, range] = {}
+    is_flat = False
+    for entry in chain.from_iterable(adapter.groups):
+        is_flat = is_flat or any(entry.tensor is not parameters[name] for name in entry.names)
+        ranges.update(dict.fromkeys(entry.names, range(0)))
+        ranges.update({slot.name: range(slot.start, slot.start + slot.numel) for slot in entry.slots})
+    is_divided = any(len(elements) != parameters[name].numel() for name, elements in ranges.items())
+    gathered = gather_objects((ranges, is_flat, is_divided), mesh, what="comparison of the optimizers' tensors")
+    if not any(is_flat for _, is_flat, _ in gathered):
+        return None
+    ranks, group = mesh.mesh_ranks, mesh.along(*AXES).process_group
+    if any(is_divided for *_, is_divided in gathered):
+        ranks = sorted(rank for place in mesh.stage_ranks for rank in place)
+        group = mesh.connect_replicas()
+    return FlatShards(parameters, [gathered[rank][0] for rank in ranks], ranks, group)
 
 
 def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:

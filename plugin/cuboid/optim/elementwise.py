@@ -78,20 +78,23 @@ class OwnedShards:
         cut: why tensors are sharded; empty if they aren't.
         flat: why tensors are flattened into one; empty if they aren't.
         spread: why other ranks have further tensors of the model; empty if this rank has all.
+        fixed: the setting that keeps whole tensors from being put together for a step; empty if nothing does.
     """
 
     cut: str = ""
     flat: str = ""
     spread: str = ""
+    fixed: str = ""
 
     @classmethod
-    def of(cls, mesh: Mesh, flat: str = "") -> OwnedShards:
+    def of(cls, mesh: Mesh, flat: str = "", fixed: str = "") -> OwnedShards:
         """The differences on a mesh; ``flat`` is the reason why its framework flattens tensors, if it does."""
         stages = mesh.topology.pipe
         return cls(
             cut=f"a mesh of {mesh.shape} cuts tensors" if mesh.shape.size > 1 else "",
             flat=flat,
             spread=f"the tensors of a model are spread over {stages} stages" if stages > 1 else "",
+            fixed=fixed,
         )
 
     @property
@@ -126,7 +129,7 @@ def check_optimizer(
         return None
     if rule is None:
         rule = _try(optimizer, owned, parameters)
-    if rule is not None and owned.flat:
+    if rule is not None and owned.fixed:
         raise _needs_whole(type(optimizer).__name__, "needs whole tensors", owned)
     return rule
 
@@ -145,10 +148,10 @@ def check_named(section: Mapping[str, Any], owned: OwnedShards) -> None:
     name = section.get("type")
     if (section.get("params") or {}).get("per_head_muon"):
         raise OptimizerError(
-            "optimizer.params.per_head_muon has no effect with zero_optimization.stage 0, where DeepSpeed steps whole "
-            "matrices, and Muon needs that stage here; leave it out"
+            "optimizer.params.per_head_muon would have no effect: DeepSpeed steps heads by themselves inside of ZeRO, "
+            "and Muon is given whole matrices here; leave it out"
         )
-    if isinstance(name, str) and name.lower() in _NAMED and owned.flat:
+    if isinstance(name, str) and name.lower() in _NAMED and owned.fixed:
         raise _needs_whole(name, _NAMED[name.lower()], owned)
 
 
@@ -194,8 +197,8 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards, *, wraps: 
 def _needs_whole(name: str, what: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{name} {what}, but would be given pieces: {owned.reason}. Take an optimizer that treats "
-        f"each element by itself, such as {_WORKING}; or"
-        + (" zero_optimization.stage 0, in fp32" if owned.flat else " train on one rank")
+        f"each element by itself, such as {_WORKING}; or "
+        + (f"leave out {owned.fixed}" if owned.fixed else "train on one rank")
     )
 
 
@@ -237,9 +240,8 @@ def _try(
             _check_moved(trial, full)
             difference = _difference(trial, full, ranks, owned)
             if difference is not None:
-                # If it is given whole tensors, each rank has some of them; what is laid end to end stays so.
-                spread = owned if owned.flat else OwnedShards(spread=owned.reason)
-                of_whole = _difference(trial, full, ranks, spread)
+                # If it is given whole tensors, each rank has some of them.
+                of_whole = _difference(trial, full, ranks, OwnedShards(spread=owned.reason))
                 if of_whole is not None:
                     raise _needs_whole(type(optimizer).__name__, of_whole, owned)
         except OptimizerError:
@@ -266,10 +268,18 @@ def _difference(
     try:
         for how, shares in _shares(ranks, owned):
             for share in shares:
-                trial.compare(full, trial.run(share), share, how)
+                trial.compare(full, _stepped(trial, share, how), share, how)
     except _DifferenceError as error:
         return str(error)
     return None
+
+
+def _stepped(trial: _Trial, share: _Share, how: str) -> torch.optim.Optimizer:
+    try:
+        return trial.run(share)
+    except Exception as error:
+        # It has stepped the full tensors: Muon, for one, takes no flat ones.
+        raise _DifferenceError(f"can't step other tensors ({how}: {type(error).__name__}: {error})") from error
 
 
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from cuboid.optim.piecewise_step import PiecewiseStep
@@ -103,6 +105,16 @@ def take_over_gradients(optimizer: Any, piecewise: PiecewiseStep | None) -> None
             partial(optimizer.free_grad_in_param_list, parameters),
             None if piecewise is None else partial(piecewise.gradients.__setitem__, masters),
         )
+
+
+def leave_matrices(optimizer: Any) -> None:
+    """Keep an optimizer with master weights from running Muon's rule itself, on the gradients of a rank's shards."""
+    if isinstance(optimizer, BF16_Optimizer):
+        optimizer._uses_muon = False
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        # DeepSpeed marks parameters anew for each engine.
+        for parameter in chain.from_iterable(optimizer.bit16_groups):
+            parameter.use_muon = False
 
 
 def drop_gradients(optimizer: Any) -> None:
