@@ -428,8 +428,8 @@ def test_in_16_bits_owners_step_whole_float32_masters(pool, tmp_path, name, layo
     parameters = dict(model.named_parameters())
     stepped = {key for key, _ in seen}
     groups = OPTIMIZERS[name](model).param_groups
-    whole = {id(p) for group in groups if group.get("use_muon", True) for p in group["params"]}
-    assert stepped == {key for key, p in parameters.items() if id(p) in whole}
+    by_rule = {id(p) for group in groups if group.get("use_muon", True) for p in group["params"]}
+    assert stepped == {key for key, p in parameters.items() if id(p) in by_rule}
     # The masters' steps are those of one process that is given the same gradients in float32.
     optimizer = OPTIMIZERS[name](model)
     schedule = halving(optimizer)
