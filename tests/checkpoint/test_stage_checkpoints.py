@@ -70,7 +70,7 @@ def load_stage(monkeypatch, path, stage, stages, **options):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [TIED, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("counts", [(4,), (1, 3), (1, 2, 1)])
+@pytest.mark.parametrize("counts", [(4,), (1, 3), (1, 2, 1), (1.5, 2.5)])
 def test_a_stage_reads_only_its_own_tensors(monkeypatch, checkpoint, caplog, small, counts):
     path = checkpoint(small)
     checkpoint_tensors = stored(path)

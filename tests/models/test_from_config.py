@@ -25,7 +25,10 @@ def ds_config(mesh, stages):
     shape = MeshShape.parse(mesh)
     section = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
     config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": section}}
-    return config if stages == 1 else {**config, "pipeline": {"engine": "seq1f1b", "stages": stages, "segments": 1}}
+    # Two stages of three layers share one.
+    balance = "halves" if stages == 2 else "flops"
+    pipeline = {"engine": "seq1f1b", "stages": stages, "segments": 1, "stage_balance": balance}
+    return config if stages == 1 else {**config, "pipeline": pipeline}
 
 
 def made_by_rank(monkeypatch, config, mesh, stages, rank, seed=0):

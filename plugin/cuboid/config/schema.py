@@ -165,6 +165,10 @@ class TensorParallelConfig(Section):
         return self.mesh != "auto" or self.size is not None
 
 
+#: Layers of a stage, which may have half of one.
+_LayerNumber = Annotated[float, Field(ge=1, multiple_of=0.5)]
+
+
 class PipelineConfig(Section):
     """The ``pipeline`` section."""
 
@@ -192,12 +196,14 @@ class PipelineConfig(Section):
         '"flops": into segments of equal cost, later ones being shorter for what they attend to; "even": into equal '
         'lengths; "measured": by the times of the first steps; or a list of lengths, for sequences of just that sum.',
     )
-    stage_balance: Literal["flops", "layers"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
+    stage_balance: Literal["flops", "halves", "layers"] | tuple[_LayerNumber, ...] = Field(
         "flops",
         description="How many layers each stage has. "
-        '"flops": such that the most expensive stage, head included, is as cheap as possible; "layers": as equal as '
-        "possible; or a list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of "
-        "the layers. With the schedule `auto`, a list limits the choice to schedules with as many parts.",
+        '"flops": such that the most expensive stage, head included, is as cheap as possible; "halves": the same, and '
+        "stages may begin between a layer's attention and its MLP, where that makes the most expensive one at least "
+        '2 % cheaper; "layers": as equal as possible; or a list of numbers, one for each stage, in which 4.5 is four '
+        "layers and a half; with `chunks`, stages × chunks numbers in the order of the layers. With the schedule "
+        "`auto`, a list limits the choice to schedules with as many parts.",
     )
     schedule: str = Field(
         "seq1f1b",
@@ -245,6 +251,11 @@ class PipelineConfig(Section):
     @classmethod
     def _list_to_tuple(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stage_balance")
+    @classmethod
+    def _whole_counts(cls, value: Any) -> Any:
+        return tuple(int(x) if x == int(x) else x for x in value) if isinstance(value, tuple) else value
 
     @model_validator(mode="after")
     def _check_counts(self) -> PipelineConfig:
@@ -297,6 +308,13 @@ class PipelineConfig(Section):
     def spreads_head(self) -> bool:
         """Whether there are several ranks, and each has a share of the head."""
         return self.head == "spread" and self.stages > 1
+
+    @property
+    def may_cut_layers(self) -> bool:
+        """Whether stages may begin inside a layer."""
+        if isinstance(self.stage_balance, tuple):
+            return any(isinstance(count, float) for count in self.stage_balance)
+        return self.stage_balance == "halves"
 
     @property
     def is_placed(self) -> bool:

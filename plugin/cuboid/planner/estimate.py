@@ -377,6 +377,12 @@ def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescript
 
     Until it is known where the chunks are, the layout has one stage on each rank.
     """
+    if pipeline.may_cut_layers:
+        raise ConfigError(
+            f"the planner has no times for halves of layers yet, and pipeline.stage_balance is "
+            f"{list(pipeline.stage_balance) if isinstance(pipeline.stage_balance, tuple) else pipeline.stage_balance}; "
+            'estimate whole layers ("flops"), and give a number of segments'
+        )
     if not pipeline.is_placed:
         pipeline = pipeline.without_chunks
     assert pipeline.chunks != "auto"
@@ -396,13 +402,13 @@ def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescript
     )
 
 
-def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple[int, ...]:
+def _checked_balance(balance: tuple[float, ...], model: ModelDescription) -> tuple[int, ...]:
     if sum(balance) != len(model.layers):
         raise ConfigError(
             f"pipeline.stage_balance {list(balance)} adds up to {sum(balance)}, but {model.name} has "
             f"{len(model.layers)} layers"
         )
-    return balance
+    return tuple(map(int, balance))
 
 
 def remedies(base: Estimate) -> list[tuple[str, Estimate]]:

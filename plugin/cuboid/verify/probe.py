@@ -50,12 +50,16 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from model.named_modules()
         return
     staging = model.staging
-    outline, roots = staging.plan.outline, set[str]()
+    outline, roots, others = staging.plan.outline, set[str](), set[str]()
     for cut in staging.plan.cuts:
+        others.update(cut.absent_branches(outline))
+        if cut.ends_inside:
+            # What it returns is between its halves. The next stage's is the layer's.
+            others.add(outline.layer(cut.stop - 1))
         roots.update(map(outline.layer, range(cut.first, cut.stop)))
         roots.update(outline.before if cut.is_first else (), outline.after if cut.is_last else ())
     for name, module in model.named_modules():
-        if any(name == root or name.startswith(f"{root}.") for root in roots):
+        if name not in others and any(name == root or name.startswith(f"{root}.") for root in roots):
             yield name, module
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -99,6 +99,10 @@ class RankTensor(_Record):
         return None if cut is None else ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
 
 
+#: Layers of a stage, which may have half of one. What is whole is written and read as an integer.
+_Layers = tuple[int | Annotated[float, Field(multiple_of=0.5)], ...]
+
+
 class RankFolder(_Record):
     """The contents of ``shards.json``.
 
@@ -114,7 +118,7 @@ class RankFolder(_Record):
 
     format: Literal[1] = 1
     mesh: MeshConfig
-    layers: tuple[int, ...]
+    layers: _Layers
     placement: tuple[int, ...] = ()
     tensors: dict[str, RankTensor]
     files: dict[str, FileRecord]
@@ -186,12 +190,12 @@ def file_name(places: Topology, place: int) -> str:
     return f"rank-{place:05d}-of-{places.world_size:05d}.safetensors"
 
 
-def pipeline_ranks(layers: tuple[int, ...], placement: tuple[int, ...]) -> int:
+def pipeline_ranks(layers: tuple[float, ...], placement: tuple[int, ...]) -> int:
     """Ranks of a pipeline, each of which is a mesh; 1 without one. For the arguments see :class:`RankFolder`."""
     return max(placement) + 1 if placement else max(len(layers), 1)
 
 
-def layout_in_words(mesh: MeshShape, layers: tuple[int, ...], placement: tuple[int, ...]) -> str:
+def layout_in_words(mesh: MeshShape, layers: tuple[float, ...], placement: tuple[int, ...]) -> str:
     """A mesh and a pipeline's stages as text."""
     stages = f" in {len(layers)} stages of {', '.join(map(str, layers))} layers" if layers else ""
     ranks = f" on the pipeline's ranks {', '.join(map(str, placement))}" if placement else ""

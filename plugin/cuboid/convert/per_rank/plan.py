@@ -33,7 +33,7 @@ class RankPlan:
     """
 
     mesh: MeshShape
-    layers: tuple[int, ...]
+    layers: tuple[float, ...]
     tensors: dict[str, RankTensor]
     unused: tuple[str, ...]
     placement: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ def plan_ranks(
 
 def _stages(
     model_config: Path, model: PreTrainedModel, plan: ModelPlan
-) -> tuple[tuple[int, ...], list[frozenset[str]]]:
+) -> tuple[tuple[float, ...], list[frozenset[str]]]:
     """Number of layers of each stage, and names of the parameters and buffers that each rank of the pipeline has."""
     if plan.stages is None:
         return (), [frozenset(state_specs(model))]

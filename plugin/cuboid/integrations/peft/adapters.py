@@ -36,7 +36,7 @@ from cuboid.integrations.peft.whole_layer import WholeLora
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
-from cuboid.models.stages.placeholders import PlaceholderModule
+from cuboid.models.stages.placeholders import PlaceholderBranch, PlaceholderModule
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.compiled.forms import CompiledWhole
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -240,7 +240,7 @@ def _absent(model: Any) -> frozenset[str]:
 
     They are placeholders, or what the last stage keeps of the first one for a tied weight.
     """
-    names = {name for name, module in model.named_modules() if isinstance(module, PlaceholderModule)}
+    names = {name for name, module in model.named_modules() if isinstance(module, PlaceholderModule | PlaceholderBranch)}
     if not isinstance(model, StageModel):
         return frozenset()
     outline = model.staging.plan.outline

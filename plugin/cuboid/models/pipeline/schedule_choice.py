@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
-from cuboid.models.stages.stage_cut import plan_stages
+from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, LayerHalves, plan_stages
 from cuboid.seq1f1b.schedule.choice import (
     AUTO,
     Comparison,
@@ -25,6 +27,8 @@ def settle_schedule(
     micro_batches: int,
     *,
     recomputes: bool = False,
+    halves: Callable[[], LayerHalves] = tuple,
+    assumed_length: int = ASSUMED_LENGTH,
 ) -> tuple[PipelineConfig, Comparison]:
     """Choose the schedule with the shortest simulated step among those within the memory limit.
 
@@ -37,6 +41,7 @@ def settle_schedule(
         lengths: tokens of each segment.
         micro_batches: M, number of micro-batches of a step.
         recomputes: whether the config checkpoints activations.
+        halves, assumed_length: of :func:`plan_stages`.
 
     Returns:
         The config with a schedule and chunks that determine the placement; and the comparison.
@@ -51,13 +56,13 @@ def settle_schedule(
         counts = tuple(count for count in counts if count * pipeline.stages <= len(sizes.layers))
     else:
         # An explicit number of chunks that the layers don't allow is an error, rather than a dropped candidate.
-        plan_stages(len(sizes.layers), lambda: sizes, pipeline)
+        plan_stages(len(sizes.layers), lambda: sizes, pipeline, halves, range(pipeline.parts))
 
     def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
         if isinstance(balance, tuple) and len(balance) != len(rank_of):
             raise ConfigError(f"stage_balance has {len(balance)} numbers, and it has {len(rank_of)} parts")
         cut = pipeline.on_ranks(AUTO, len(rank_of) // pipeline.stages)
-        layers = plan_stages(len(sizes.layers), lambda: sizes, cut)
+        layers = plan_stages(len(sizes.layers), lambda: sizes, cut, halves, rank_of, assumed_length)
         costs_of = ModelPipeline(
             *(AUTO, pipeline.stages, 1, layers, lengths), recomputes=recomputes, spreads_head=pipeline.spreads_head
         )

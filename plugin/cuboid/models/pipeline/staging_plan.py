@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -10,14 +11,22 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import ConfigError
+from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of, naming_changes
+from cuboid.models.certification.layer_halves import layer_halves
 from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.stages.model_costs import sizes_of
-from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
+from cuboid.models.stages.stage_cut import (
+    ASSUMED_LENGTH,
+    LayerHalves,
+    StageLayout,
+    draw_outline,
+    halves_inside,
+    plan_stages,
+)
 from cuboid.models.stages.stage_model import SegmentChooser, StagePlan
 from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.partition import HeadShare
@@ -60,14 +69,44 @@ def plan_staging(
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     if config.pipeline.spreads_head:
         check_spread_head(model, outline, mesh.topology.pipe, mesh.size("sequence"))
+    pipeline = config.pipeline
+    halves_of = functools.cache(lambda: layer_halves(cls, hf_config, outline.count))
     # Not every architecture has sizes that are known, nor every config a use for them.
-    find_sizes = functools.cache(lambda: sizes_of(model))
-    layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
+    find_sizes = functools.cache(lambda: sizes_of(model, known_halves(cls, hf_config, outline.count, pipeline)))
+    length = stated_length(config) or ASSUMED_LENGTH
+    counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=length)
+    layout = StageLayout(counts, config.placement)
+    outline = dataclasses.replace(outline, halves=halves_inside(counts, halves_of))
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
-    if config.pipeline.stage_balance == "flops" and mesh.rank == 0 and not config.pipeline.spreads_head:
+    if config.pipeline.stage_balance in ("flops", "halves") and mesh.rank == 0 and not config.pipeline.spreads_head:
         _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))
     cuts = layout.cuts(mesh.coordinate.pipe)
     return StagePlan(outline, layout, cuts, config, certificate, sizes, segment_choice)
+
+
+def stated_length(config: CuboidConfig) -> int | None:
+    """Tokens of a sequence, if the config says how many."""
+    assert config.pipeline is not None
+    partition = config.pipeline.partition
+    return sum(partition) if isinstance(partition, tuple) else config.sequence_length
+
+
+def known_halves(cls: type[PreTrainedModel], hf_config: Any, count: int, pipeline: PipelineConfig) -> LayerHalves:
+    """The halves of a model's layers if the config's stages may have such; else ().
+
+    Raises:
+        UnsupportedModelError: the config asks for the best stages with halves, and no layer has any.
+    """
+    if not pipeline.may_cut_layers:
+        return ()
+    halves = layer_halves(cls, hf_config, count)
+    reasons = [half for half in halves if isinstance(half, str)]
+    if pipeline.stage_balance == "halves" and len(reasons) == len(halves):
+        raise UnsupportedModelError(
+            f'pipeline.stage_balance is "halves", and no layer of {cls.__name__} can be cut: {reasons[0]}; '
+            'write "flops"'
+        )
+    return halves
 
 
 def _warn_of_head(share: HeadShare) -> None:

@@ -291,7 +291,7 @@ class Pipeline:
         return limits
 
     @property
-    def layers(self) -> tuple[int, ...]:
+    def layers(self) -> tuple[float, ...]:
         """Number of layers of each stage, over all ranks."""
         return self._stages.layout.counts
 

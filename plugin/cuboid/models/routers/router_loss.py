@@ -13,7 +13,7 @@ loss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,10 +181,19 @@ class RouterSums:
         """``[2, E]`` zeros: the sums before any unit."""
         return torch.zeros((2, self._loss.experts), dtype=self._dtype, device=device)
 
-    def routers_in(self, model: nn.Module, first: int, stop: int, layers: str) -> list[tuple[nn.Module, int | None]]:
-        """The routers of the layers [first, stop), with the index of the logits in what they return."""
-        names = tuple(f"{layers}.{index}." for index in range(first, stop))
-        routers = [(name, place) for name, place in self._loss.routers.items() if name.startswith(names)]
+    def routers_in(
+        self, model: nn.Module, first: int, stop: int, layers: str, absent: Iterable[str] = ()
+    ) -> list[tuple[nn.Module, int | None]]:
+        """The routers of the layers [first, stop), with the index of the logits in what they return.
+
+        Those in ``absent`` modules are on another stage.
+        """
+        names, others = tuple(f"{layers}.{index}." for index in range(first, stop)), tuple(f"{x}." for x in absent)
+        routers = [
+            (name, place)
+            for name, place in self._loss.routers.items()
+            if name.startswith(names) and not f"{name}.".startswith(others)
+        ]
         return [(model.get_submodule(name), place) for name, place in routers]
 
     @contextmanager

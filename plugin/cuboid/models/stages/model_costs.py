@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.kinds.registry import auto_class_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.stages.layer_list import layer_list
+from cuboid.models.stages.outline import Halves
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 
 #: Config attributes for the number of experts, and for how many of them a token is sent to.
@@ -41,13 +42,19 @@ def model_sizes(config: PretrainedConfig, cls: type[PreTrainedModel] | None = No
         return sizes_of(auto_class_of(config.architectures).from_config(copy.deepcopy(config)))
 
 
-def sizes_of(model: PreTrainedModel) -> ModelSizes:
-    """As :func:`model_sizes`, for a whole model on any device."""
+def sizes_of(model: PreTrainedModel, halves: Sequence[Halves | str] = ()) -> ModelSizes:
+    """As :func:`model_sizes`, for a whole model on any device, and with its layers' halves if they are given."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     weights = sum(x.numel() for x in _behind_base(model)) if head is None else head.weight.numel()
+    layers = decoder_layers(model).values()
+    known: Sequence[Halves | str | None] = halves or [None] * len(layers)
     return ModelSizes(
-        tuple(_layer(layer, index, config) for index, layer in enumerate(decoder_layers(model).values())), weights
+        tuple(
+            _layer(layer, index, config, half if isinstance(half, Halves) else None)
+            for index, (layer, half) in enumerate(zip(layers, known, strict=True))
+        ),
+        weights,
     )
 
 
@@ -72,17 +79,21 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {f"{name}.{index}": layer for index, layer in model.get_submodule(name).named_children()}
 
 
-def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes:
-    weights = kept = 0
+def _layer(layer: nn.Module, index: int, config: PretrainedConfig, halves: Halves | None) -> LayerSizes:
+    weights = kept = second_weights = second_kept = 0
     for name, weight in _weights(layer):
         stacked = weight.dim() == 3 and weight.shape[0] == _number(config, _EXPERTS)
         used, of = expert_counts(config, name) if stacked or "experts" in name.split(".") else (1, 1)
-        weights += weight.numel() * used // of
+        used_weights = weight.numel() * used // of
         stacks = weight.shape[0] if stacked else 1
-        kept += sum(weight.shape[-2:]) * stacks * used // of
+        used_features = sum(weight.shape[-2:]) * stacks * used // of
+        weights, kept = weights + used_weights, kept + used_features
+        if halves is not None and name.split(".")[0] in halves.second:
+            second_weights, second_kept = second_weights + used_weights, second_kept + used_features
     kind = _kind(config, index)
     query, value = (0, 0) if kind in _WITHOUT_KEYS else _head_features(layer, config)
-    return LayerSizes(weights, query, value, _window(config, kind), kept)
+    second = (None, 0) if halves is None else (second_weights, second_kept)
+    return LayerSizes(weights, query, value, _window(config, kind), kept, *second)
 
 
 def _weights(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,29 @@ from cuboid.models.stages.random_layers import check_all_layers_run
 _TRACED_LENGTH = 8
 #: Not the default dtype: a hidden state that is float32 in the trace is kept in float32 on purpose.
 _TRACED_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A module with parameters that a layer's own forward calls once.
+
+    Args:
+        argument: which of its arguments is shaped as what it returns: a position, or a keyword.
+        returned: None if it returns a tensor; else the length of the tuple that this comes first in.
+    """
+
+    argument: int | str
+    returned: int | None
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A layer that two stages may share: its branches, by name, up to its inner residual sum (attention), and after it
+    (the MLP).
+    """
+
+    first: Mapping[str, Branch]
+    second: Mapping[str, Branch]
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,7 @@ class Outline:
         longest: number of learned positions; None if the model has no table of them.
         kind: of the model.
         router_loss: the loss that ``output_router_logits`` adds; None if the config doesn't set it.
+        halves: of the layers inside which a stage ends, by their index.
     """
 
     base: str
@@ -77,6 +101,7 @@ class Outline:
     longest: int | None
     kind: ModelKind
     router_loss: RouterLoss | None = None
+    halves: Mapping[int, Halves] = field(default_factory=dict)
 
     @property
     def is_causal(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cuboid.errors import CuboidError
-from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.outline import Branch, Outline
 
 
 class _Initialized:
@@ -52,15 +52,20 @@ def taken_for_initialized(model: nn.Module) -> Iterator[None]:
             placeholder.is_initialized = False
 
 
+def _copy_values(module: nn.Module, placeholder: nn.Module) -> None:
+    """Give a placeholder the module's attributes of plain types that it hasn't itself."""
+    for name, value in vars(module).items():
+        if name not in vars(placeholder) and isinstance(value, str | int | float | tuple | None):
+            setattr(placeholder, name, value)
+
+
 class PlaceholderLayer(_Placeholder):
     """Placeholder for a layer of another stage: returns the hidden state unchanged."""
 
     def __init__(self, layer: nn.Module, outline: Outline) -> None:
         super().__init__()
-        # The base model's forward may read such attributes, for example a layer's kind of attention.
-        for name, value in vars(layer).items():
-            if name not in vars(self) and isinstance(value, str | int | float | tuple | None):
-                setattr(self, name, value)
+        # The base model's forward may read these, for example a layer's kind of attention.
+        _copy_values(layer, self)
         self._argument, self._returned = outline.hidden_argument, outline.returned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +111,23 @@ class StageOutput(PlaceholderLayer):
         self.hidden = hidden
         # Code after the layers belongs to the last stage, so it must not extend the graph here.
         return hidden.detach()
+
+
+class PlaceholderBranch(_Placeholder):
+    """Placeholder for a branch of a layer's other half: returns zeros, which change nothing in a residual sum."""
+
+    def __init__(self, module: nn.Module, branch: Branch) -> None:
+        super().__init__()
+        # The layer's forward may read these.
+        _copy_values(module, self)
+        self._branch = branch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Zeros ``[B, L, H]`` in the form of the branch's output. One expanded element takes no memory."""
+        argument = self._branch.argument
+        hidden = args[argument] if isinstance(argument, int) else kwargs[argument]
+        zeros = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
+        return zeros if self._branch.returned is None else (zeros, *(None,) * (self._branch.returned - 1))
 
 
 class PlaceholderModule(_Placeholder):

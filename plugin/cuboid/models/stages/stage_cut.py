@@ -6,10 +6,10 @@ rotary tables and everything else that its layers need; only the hidden state co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from math import ceil, floor
 from typing import Any
 
 import torch
@@ -20,11 +20,17 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.batch.local_batch import TOKEN_TYPES
 from cuboid.models.cross_entropy.lm_head import Head
-from cuboid.models.stages.outline import Outline, outline_on_meta
-from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule, StageInput, StageOutput
+from cuboid.models.stages.outline import Branch, Halves, Outline, outline_on_meta
+from cuboid.models.stages.placeholders import (
+    PlaceholderBranch,
+    PlaceholderLayer,
+    PlaceholderModule,
+    StageInput,
+    StageOutput,
+)
 from cuboid.models.tensor_flow import Flow
-from cuboid.seq1f1b.schedule.partition import balance_by_flops
-from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+from cuboid.seq1f1b.schedule.partition import balance_by_flops, balance_halves
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, ends_of
 
 #: Sequence length at which layers and head are weighed against each other, since the real one isn't known at load time.
 ASSUMED_LENGTH = 4096
@@ -35,12 +41,18 @@ class StageCut:
     """The layers of one stage: [first, stop) of the model's.
 
     The first stage also has the embedding, and the last one the head.
+
+    Attributes:
+        begins_inside: whether it has only the second half of its first layer.
+        ends_inside: whether it has only the first half of its last layer.
     """
 
     stage: int
     stages: int
     first: int
     stop: int
+    begins_inside: bool = False
+    ends_inside: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -52,12 +64,26 @@ class StageCut:
         """Whether this stage has the head."""
         return self.stage == self.stages - 1
 
+    def absent_branches(self, outline: Outline) -> dict[str, Branch]:
+        """The branches that another stage has of the layers that this one shares with it, by name."""
+        absent: dict[str, Branch] = {}
+        if self.begins_inside:
+            layer = outline.layer(self.first)
+            absent |= {f"{layer}.{name}": branch for name, branch in outline.halves[self.first].first.items()}
+        if self.ends_inside:
+            layer = outline.layer(self.stop - 1)
+            absent |= {f"{layer}.{name}": branch for name, branch in outline.halves[self.stop - 1].second.items()}
+        return absent
+
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the layers are cut into stages, and which pipeline rank has each stage."""
+    """How the layers are cut into stages, and which pipeline rank has each stage.
 
-    counts: tuple[int, ...]
+    ``counts`` are numbers of layers; of a layer that two stages share, each has a half.
+    """
+
+    counts: tuple[float, ...]
     placement: tuple[int, ...]
 
     @property
@@ -67,21 +93,39 @@ class StageLayout:
 
     def cuts(self, pipe: int) -> tuple[StageCut, ...]:
         """The stages of one rank of the pipeline, in the order of the layers."""
-        ends = pairwise(accumulate(self.counts, initial=0))
-        cuts = [StageCut(stage, self.stages, first, stop) for stage, (first, stop) in enumerate(ends)]
+        cuts = [
+            StageCut(stage, self.stages, floor(start), ceil(stop), start != floor(start), stop != ceil(stop))
+            for stage, (start, stop) in enumerate(ends_of(self.counts))
+        ]
         return tuple(cut for cut, rank in zip(cuts, self.placement, strict=True) if rank == pipe)
 
 
-def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
+#: For each layer its halves, or why no stage can begin inside it.
+LayerHalves = tuple[Halves | str, ...]
+
+
+def plan_stages(
+    count: int,
+    sizes: Callable[[], ModelSizes],
+    pipeline: PipelineConfig,
+    halves: Callable[[], LayerHalves] = tuple,
+    placement: Sequence[int] | None = None,
+    length: int = ASSUMED_LENGTH,
+) -> tuple[float, ...]:
     """The number of layers of each stage.
 
     Args:
         count: number of the model's layers.
-        sizes: returns the model's sizes; called only if stages are balanced by FLOPs.
+        sizes: returns the model's sizes; called only if stages are balanced by FLOPs. For ``"stage_balance":
+            "halves"`` they know the layers' halves.
         pipeline: the config's pipeline section.
+        halves: returns the layers' halves; called only if an explicit list has stages that begin inside a layer.
+        placement: the pipeline rank of each stage; by default the config's.
+        length: tokens of a sequence, for which halves of layers are weighed: attention's share grows with it.
 
     Raises:
         ConfigError: fewer layers than stages, or an explicit list that doesn't fit the model.
+        UnsupportedModelError: an explicit list cuts a layer that can't be cut.
     """
     if count < pipeline.parts:
         asked, fewer = f"pipeline.stages is {pipeline.stages}", f"{count} stages or fewer"
@@ -93,21 +137,50 @@ def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineC
         )
     balance = pipeline.stage_balance
     if isinstance(balance, tuple):
-        return _checked_balance(balance, count, pipeline)
+        return _checked_balance(balance, count, pipeline, halves, placement)
     if balance == "layers":
         even, rest = divmod(count, pipeline.parts)
         # The first stages get the layers left over, since the last one also has the head.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
-    return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH, has_head=not pipeline.spreads_head)
+    has_head = not pipeline.spreads_head
+    if balance == "halves":
+        places = pipeline.placement if placement is None else placement
+        return balance_halves(sizes(), places, length, has_head=has_head)
+    return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH, has_head=has_head)
 
 
-def _checked_balance(balance: tuple[int, ...], count: int, pipeline: PipelineConfig) -> tuple[int, ...]:
+def _checked_balance(
+    balance: tuple[float, ...],
+    count: int,
+    pipeline: PipelineConfig,
+    halves: Callable[[], LayerHalves],
+    placement: Sequence[int] | None,
+) -> tuple[float, ...]:
     if len(balance) != pipeline.parts or min(balance) < 1 or sum(balance) != count:
         raise ConfigError(
             f"pipeline.stage_balance is {list(balance)}: it needs {pipeline.parts} numbers, each at least 1, with the "
             f"sum {count}, the model's number of layers"
         )
+    inside = {stage: start for stage, (start, _) in enumerate(ends_of(balance)) if start != floor(start)}
+    places = pipeline.placement if placement is None and inside else placement or ()
+    for stage, start in inside.items():
+        setting, layer = f"pipeline.stage_balance {list(balance)}: stage {stage} begins inside layer", floor(start)
+        if places[stage - 1] == places[stage]:
+            raise ConfigError(
+                f"{setting} {layer}, whose other half is in stage {stage - 1} on the same pipeline rank; cut between "
+                "layers there"
+            )
+        reason = halves()[layer]
+        if isinstance(reason, str):
+            raise UnsupportedModelError(f"{setting} {layer}, which can't be cut: {reason}; give it whole layers there")
     return balance
+
+
+def halves_inside(counts: Sequence[float], halves: Callable[[], LayerHalves]) -> Mapping[int, Halves]:
+    """The halves of the layers inside which stages begin, by the layers' indices."""
+    cut = [floor(start) for start, _ in ends_of(counts) if start != floor(start)]
+    known = halves() if cut else ()
+    return {index: half for index in cut if isinstance(half := known[index], Halves)}
 
 
 class Chunk:
@@ -237,6 +310,10 @@ def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut
         if index not in kept_layers:
             name = outline.layer(index)
             model.set_submodule(name, PlaceholderLayer(model.get_submodule(name), outline))
+    for cut in cuts:
+        # No rank has both halves of a cut layer, so nothing changes from one of its chunks to another.
+        for name, branch in cut.absent_branches(outline).items():
+            model.set_submodule(name, PlaceholderBranch(model.get_submodule(name), branch))
     kept = _kept_units(outline, cuts)
     for name in (*outline.before, *outline.after, *outline.head):
         if name not in kept:

@@ -390,8 +390,9 @@ class RoutedStageRunner(StageRunner):
         loss = self._staging.plan.outline.router_loss
         assert loss is not None
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
-        layers = self._staging.plan.outline.layers
-        self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, layers)
+        outline = self._staging.plan.outline
+        absent = self._cut.absent_branches(outline)
+        self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, outline.layers, absent)
         #: The sums of the current unit's layers.
         self._own = self._sums.none(self.device)
         #: Receives the gradient of a unit's probabilities before its backward.

@@ -330,7 +330,7 @@ class ModelPipeline:
     #: Stages on each rank.
     chunks: int
     #: Number of layers of each stage, for the stages of all ranks.
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
     #: Tokens of each segment.
     lengths: tuple[int, ...]
     #: In sequences (see :class:`ActionCosts`); None for the default of :class:`Request`.

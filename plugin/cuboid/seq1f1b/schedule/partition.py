@@ -6,9 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
+from math import floor
 
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, ends_of, seen_keys, segment_flops
+from cuboid.seq1f1b.schedule.unit_costs import (
+    LayerSizes,
+    ModelSizes,
+    ends_of,
+    layers_of_stages,
+    seen_keys,
+    segment_flops,
+)
 
 #: Cost of consecutive items (tokens, layers) ``[start, stop)``. It must not shrink when the range grows at either end.
 Cost = Callable[[int, int], float]
@@ -114,6 +122,55 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int, *, has_head: b
     return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length) if has_head else 0)
 
 
+#: Fraction by which stages that begin inside a layer must make the costliest one cheaper, for what they add: a sum of
+#: the residual stream with zeros.
+_HALVES_GAIN = 0.02
+
+
+def balance_halves(
+    sizes: ModelSizes, placement: Sequence[int], length: int, *, has_head: bool = True
+) -> tuple[float, ...]:
+    """As :func:`balance_by_flops`, for stages that may begin inside a layer where that is worth it.
+
+    Args:
+        sizes: which know the halves of the layers that can be cut.
+        placement: the pipeline rank of each stage. Stages that follow each other on one rank share no layer.
+        length, has_head: of :func:`balance_by_flops`.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    head = sizes.head_flops(length) if has_head else 0
+    uncut = balance_by_flops(sizes, len(placement), length, has_head=has_head)
+    pieces: list[tuple[LayerSizes, float]] = []
+    for layer in sizes.layers:
+        pieces += [(layer, 1)] if layer.second_weights is None else [(half, 0.5) for half in layer.halves]
+    costs = ModelSizes(tuple(piece for piece, _ in pieces), sizes.head).layer_flops(length)
+    stops = [stop for _, stop in ends_of(balance_stages(costs, len(placement), last=head))]
+    ends = [sum(count for _, count in pieces[:stop]) for stop in stops]
+    for stage, end in enumerate(ends[:-1]):
+        if placement[stage] == placement[stage + 1]:
+            ends[stage] = floor(end)
+    halves = tuple(_whole_if_integer(stop - start) for start, stop in pairwise((0, *ends)))
+
+    def costliest(counts: Sequence[float]) -> int:
+        stages = stage_flops(sizes, counts, length)
+        stages[-1] += head
+        return max(stages)
+
+    is_worth_it = min(halves) >= 1 and costliest(halves) <= (1 - _HALVES_GAIN) * costliest(uncut)
+    return halves if is_worth_it else uncut
+
+
+def stage_flops(sizes: ModelSizes, counts: Sequence[float], length: int) -> list[int]:
+    """Forward operations of each stage's layers, on sequences of ``length`` tokens."""
+    return [sum(ModelSizes(layers, 0).layer_flops(length)) for layers in layers_of_stages(sizes, counts)]
+
+
+def _whole_if_integer(number: float) -> float:
+    return int(number) if number == floor(number) else number
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """The operations of the head (or of the loss and its logits), compared with those of the layers."""
@@ -126,10 +183,10 @@ class HeadShare:
     excess: float
 
     @classmethod
-    def of(cls, sizes: ModelSizes, counts: Sequence[int], length: int) -> HeadShare:
+    def of(cls, sizes: ModelSizes, counts: Sequence[float], length: int) -> HeadShare:
         """Compute it for a model whose stages have these numbers of layers, on sequences of ``length`` tokens."""
         costs, head = sizes.layer_flops(length), sizes.head_flops(length)
-        stages = [sum(costs[start:stop]) for start, stop in ends_of(counts)]
+        stages = stage_flops(sizes, counts, length)
         stages[-1] += head
         total = sum(costs) + head
         return cls(head * len(costs) / sum(costs), head / stages[-1], max(stages) * len(stages) / total - 1)

@@ -11,9 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import ceil, floor
+from typing import TypeVar
 
 from cuboid.seq1f1b.schedule.actions import Action, Op
 
+#: Lengths in tokens, or numbers of layers, which may be whole and a half.
+Number = TypeVar("Number", int, float)
 #: Operations of backward per operation of forward: each output gradient is multiplied by the weight and by the input.
 BACKWARD_RATIO = 2.0
 #: Fraction of what a forward keeps that the input gradient of a split backward frees: what only attention, norms and
@@ -33,6 +37,8 @@ class LayerSizes:
         value: features of a token that are summed over the values it sees, over all query heads.
         window: maximum number of keys that a token sees, including its own; None if it sees all before it.
         kept: features of a token that are kept from forward for backward. An estimate; see :func:`kept_bytes`.
+        second_weights: of ``weights``, those behind attention; None if no stage can begin there.
+        second_kept: likewise of ``kept``.
     """
 
     weights: int
@@ -40,6 +46,16 @@ class LayerSizes:
     value: int
     window: int | None = None
     kept: int = 0
+    second_weights: int | None = None
+    second_kept: int = 0
+
+    @property
+    def halves(self) -> tuple[LayerSizes, LayerSizes]:
+        """The layer up to attention, and what follows it, for a layer inside which a stage may begin."""
+        assert self.second_weights is not None
+        second = LayerSizes(self.second_weights, 0, 0, kept=self.second_kept)
+        weights, kept = self.weights - self.second_weights, self.kept - self.second_kept
+        return LayerSizes(weights, self.query, self.value, self.window, kept), second
 
     @classmethod
     def decoder(
@@ -101,7 +117,7 @@ class ModelSizes:
         return 2 * self.head * tokens
 
 
-def ends_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def ends_of(lengths: Sequence[Number]) -> list[tuple[Number, Number]]:
     """Return the start and stop of each of some consecutive pieces."""
     return list(pairwise(accumulate(lengths, initial=0)))
 
@@ -130,7 +146,7 @@ def segment_flops(sizes: ModelSizes) -> Callable[[int, int], int]:
 
 def unit_flops(
     sizes: ModelSizes,
-    layers: Sequence[int],
+    layers: Sequence[float],
     lengths: Sequence[int],
     *,
     backward_ratio: float = BACKWARD_RATIO,
@@ -152,7 +168,7 @@ def unit_flops(
     assert sum(layers) == len(sizes.layers)
     forward: list[list[int]] = []
     projections: list[list[int]] = []
-    for stage_layers in _stages(sizes.layers, layers):
+    for stage_layers in layers_of_stages(sizes, layers):
         kinds = Counter(stage_layers)
         forward.append([_forward_flops(kinds.elements(), *ends) for ends in ends_of(lengths)])
         projections.append([sum(layer.projection_flops(*ends) for layer in stage_layers) for ends in ends_of(lengths)])
@@ -181,7 +197,7 @@ def unit_flops(
 
 
 def kept_bytes(
-    sizes: ModelSizes, layers: Sequence[int], lengths: Sequence[int], *, element_bytes: int = 2, rows: int = 1
+    sizes: ModelSizes, layers: Sequence[float], lengths: Sequence[int], *, element_bytes: int = 2, rows: int = 1
 ) -> Callable[[Action], int]:
     """Return a function that gives the bytes that an action's unit keeps from its forward until its backward.
 
@@ -190,7 +206,7 @@ def kept_bytes(
     ``layers`` has the number of layers of each stage, ``lengths`` the tokens of each segment; a micro-batch has
     ``rows``.
     """
-    features = [sum(layer.kept for layer in stage_layers) for stage_layers in _stages(sizes.layers, layers)]
+    features = [sum(layer.kept for layer in stage_layers) for stage_layers in layers_of_stages(sizes, layers)]
 
     def kept(action: Action) -> int:
         return features[action.stage] * lengths[action.segment] * element_bytes * rows
@@ -202,8 +218,19 @@ def _forward_flops(layers: Iterable[LayerSizes], start: int, stop: int) -> int:
     return sum(layer.projection_flops(start, stop) + layer.attention_flops(start, stop) for layer in layers)
 
 
-def _stages(layers: tuple[LayerSizes, ...], counts: Sequence[int]) -> list[tuple[LayerSizes, ...]]:
-    return [layers[first:stop] for first, stop in ends_of(counts)]
+def layers_of_stages(sizes: ModelSizes, counts: Sequence[float]) -> list[tuple[LayerSizes, ...]]:
+    """The layers of each stage; of a layer that two stages share, each has a half."""
+    return [tuple(_layers_between(sizes.layers, *ends)) for ends in ends_of(counts)]
+
+
+def _layers_between(layers: tuple[LayerSizes, ...], start: float, stop: float) -> list[LayerSizes]:
+    pieces = list(layers[floor(start) : ceil(stop)])
+    # The end first: a single piece may be the second half of one layer.
+    if stop != ceil(stop):
+        pieces[-1] = pieces[-1].halves[0]
+    if start != floor(start):
+        pieces[0] = pieces[0].halves[1]
+    return pieces
 
 
 def _triangle(number: int) -> int:
