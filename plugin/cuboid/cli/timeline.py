@@ -86,6 +86,10 @@ def timeline(
         Literal["last", "spread"],
         typer.Option(help="With --model: where the head is computed, on the last stage or spread over all ranks."),
     ] = "last",
+    stage_balance: Annotated[
+        Literal["flops", "halves"],
+        typer.Option(help="With --model: where stages begin, between layers or also inside them, as in a config."),
+    ] = "flops",
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
     json_output: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here: bubble, peak_micro_batches, …")
@@ -119,8 +123,11 @@ def timeline(
         *(stages, chunk_counts, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
         spreads_head=head == "spread" and stages > 1,
+        cuts_layers=stage_balance == "halves",
     )
     if model is None:
+        if stage_balance == "halves":
+            raise typer.BadParameter("--stage-balance halves means nothing without --model PATH, which has layers")
         if head == "spread":
             raise typer.BadParameter("--head spread means nothing without --model PATH, whose units have no head then")
         if sequence_length is not None:
@@ -166,6 +173,7 @@ class _Request:
     ratios: tuple[float, float]
     transfer: float
     spreads_head: bool = False
+    cuts_layers: bool = False
 
 
 def _limit_given(text: str | None) -> MemoryLimit | None:
@@ -212,8 +220,8 @@ class _Costs:
         """The costs of stages on these ranks."""
         raise NotImplementedError
 
-    def layers(self, stages: int) -> tuple[int, ...] | None:
-        """Number of layers of each stage; None without a model."""
+    def layers(self, rank_of: tuple[int, ...]) -> tuple[float, ...] | None:
+        """Number of layers of each stage, given their ranks; None without a model."""
         raise NotImplementedError
 
     def head(self, chosen: ChosenSchedule) -> _Head | None:
@@ -236,7 +244,7 @@ class _PlainCosts(_Costs):
         )
         self.caption = "all units cost the same" if lengths is None else "cost by length"
 
-    def layers(self, stages: int) -> None:
+    def layers(self, rank_of: tuple[int, ...]) -> None:
         """See :class:`_Costs`."""
 
     def head(self, chosen: ChosenSchedule) -> None:
@@ -268,6 +276,7 @@ class _ModelCosts(_Costs):
         self, request: _Request, model: Path, length: int | None, rows: int, *, trust_remote_code: bool
     ) -> None:
         from cuboid.models.batch.length_cases import check_length, longest_sequence
+        from cuboid.models.pipeline.staging_plan import known_halves
         from cuboid.models.stages.model_costs import sizes_of
         from cuboid.planner.description.meta_model import meta_model
         from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
@@ -281,7 +290,9 @@ class _ModelCosts(_Costs):
             raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
         config = model_config(model, trust_remote_code=trust_remote_code)
         check_length(length, longest_sequence(config), "--seq-len")
-        self._sizes = sizes_of(meta_model(config))
+        whole_model = meta_model(config)
+        halves = known_halves(whole_model, cuts=request.cuts_layers)
+        self._sizes = sizes_of(whole_model, halves)
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:
             check_lengths(lengths, length=length, segments=k, multiple=multiple)
@@ -292,17 +303,20 @@ class _ModelCosts(_Costs):
         self._request, self._length, self._lengths, self._rows = request, length, lengths, rows
         self.caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"
 
-    def layers(self, stages: int) -> tuple[int, ...]:
+    def layers(self, rank_of: tuple[int, ...]) -> tuple[float, ...]:
         """See :class:`_Costs`."""
-        from cuboid.seq1f1b.schedule.partition import balance_by_flops
+        from cuboid.seq1f1b.schedule.partition import balance_by_flops, balance_halves
 
-        return balance_by_flops(self._sizes, stages, self._length, has_head=not self._request.spreads_head)
+        has_head = not self._request.spreads_head
+        if self._request.cuts_layers:
+            return balance_halves(self._sizes, rank_of, self._length, has_head=has_head)
+        return balance_by_flops(self._sizes, len(rank_of), self._length, has_head=has_head)
 
     def head(self, chosen: ChosenSchedule) -> _Head:
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.partition import HeadShare
 
-        share = HeadShare.of(self._sizes, self.layers(chosen.shape.stages), self._length)
+        share = HeadShare.of(self._sizes, self.layers(chosen.rank_of), self._length)
         if self._request.spreads_head:
             return _Head(share, 0.0, is_spread=True)
         spread = _compare(self._request, self._with_spread_head()).best
@@ -323,7 +337,7 @@ class _ModelCosts(_Costs):
         from cuboid.seq1f1b.schedule.partition import segment_cost
         from cuboid.seq1f1b.schedule.unit_costs import kept_bytes, unit_flops
 
-        layers = self.layers(len(rank_of))
+        layers = self.layers(rank_of)
         head_ranks = self._request.ranks if self._request.spreads_head else 0
         ratio = sum(self._request.ratios)
         flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=ratio, head_ranks=head_ranks)
@@ -429,7 +443,7 @@ def _print(console: Any, chosen: ChosenSchedule, costs: _Costs, title: str) -> N
 
     simulated = chosen.timeline
     columns = {"stage": [rank_label(spans, rank) for rank, spans in enumerate(simulated.spans)]}
-    layers = costs.layers(chosen.shape.stages)
+    layers = costs.layers(chosen.rank_of)
     if layers is not None:
         layers_by_rank = [
             [count for count, rank in zip(layers, chosen.rank_of, strict=True) if rank == r]

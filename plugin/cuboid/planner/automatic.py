@@ -22,9 +22,9 @@ from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
-from cuboid.models.pipeline.staging_plan import known_halves, stated_length
+from cuboid.models.pipeline.staging_plan import halves_for, stated_length
 from cuboid.models.sharded.sharded_model import learned_positions
-from cuboid.models.stages.model_costs import decoder_layers, sizes_of
+from cuboid.models.stages.model_costs import sizes_of
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.step import StepCost
@@ -170,7 +170,7 @@ def settle_stages(
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)
 
-    halves = known_halves(cls or type(model), model.config, len(decoder_layers(model)), pipeline)
+    halves = halves_for(pipeline, model, cls)
     sizes = sizes_of(model, halves)
     lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
     recomputes = _mode(config) is not None

@@ -240,7 +240,9 @@ def _absent(model: Any) -> frozenset[str]:
 
     They are placeholders, or what the last stage keeps of the first one for a tied weight.
     """
-    names = {name for name, module in model.named_modules() if isinstance(module, PlaceholderModule | PlaceholderBranch)}
+    names = {
+        name for name, module in model.named_modules() if isinstance(module, PlaceholderModule | PlaceholderBranch)
+    }
     if not isinstance(model, StageModel):
         return frozenset()
     outline = model.staging.plan.outline

@@ -18,7 +18,7 @@ from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import certificate_of, naming_changes
 from cuboid.models.certification.layer_halves import layer_halves
 from cuboid.models.pipeline.head_share import check_spread_head
-from cuboid.models.stages.model_costs import sizes_of
+from cuboid.models.stages.model_costs import decoder_layers, sizes_of
 from cuboid.models.stages.stage_cut import (
     ASSUMED_LENGTH,
     LayerHalves,
@@ -70,9 +70,9 @@ def plan_staging(
     if config.pipeline.spreads_head:
         check_spread_head(model, outline, mesh.topology.pipe, mesh.size("sequence"))
     pipeline = config.pipeline
-    halves_of = functools.cache(lambda: layer_halves(cls, hf_config, outline.count))
+    halves_of = functools.cache(lambda: halves_for(pipeline, model, cls))
     # Not every architecture has sizes that are known, nor every config a use for them.
-    find_sizes = functools.cache(lambda: sizes_of(model, known_halves(cls, hf_config, outline.count, pipeline)))
+    find_sizes = functools.cache(lambda: sizes_of(model, halves_of()))
     length = stated_length(config) or ASSUMED_LENGTH
     counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=length)
     layout = StageLayout(counts, config.placement)
@@ -91,20 +91,36 @@ def stated_length(config: CuboidConfig) -> int | None:
     return sum(partition) if isinstance(partition, tuple) else config.sequence_length
 
 
-def known_halves(cls: type[PreTrainedModel], hf_config: Any, count: int, pipeline: PipelineConfig) -> LayerHalves:
-    """The halves of a model's layers if the config's stages may have such; else ().
+def halves_for(
+    pipeline: PipelineConfig, model: PreTrainedModel, cls: type[PreTrainedModel] | None = None
+) -> LayerHalves:
+    """The halves of a model's layers, as a config has a use for them; see :func:`known_halves`."""
+    is_automatic = pipeline.stage_balance == "halves"
+    return known_halves(model, cls, cuts=pipeline.may_cut_layers, needs_one=is_automatic)
+
+
+def known_halves(
+    model: PreTrainedModel, cls: type[PreTrainedModel] | None = None, *, cuts: bool = True, needs_one: bool = True
+) -> LayerHalves:
+    """The halves of a whole model's layers, if stages may have such (``cuts``); else ().
+
+    Args:
+        model: on any device, meta included.
+        cls: the architecture's class, if the model's own class is derived from it.
+        cuts: whether stages may begin inside a layer.
+        needs_one: whether a model without halves is an error.
 
     Raises:
-        UnsupportedModelError: the config asks for the best stages with halves, and no layer has any.
+        UnsupportedModelError: no layer has any.
     """
-    if not pipeline.may_cut_layers:
+    if not cuts:
         return ()
-    halves = layer_halves(cls, hf_config, count)
+    halves = layer_halves(cls or type(model), model.config, len(decoder_layers(model)))
     reasons = [half for half in halves if isinstance(half, str)]
-    if pipeline.stage_balance == "halves" and len(reasons) == len(halves):
+    if needs_one and len(reasons) == len(halves):
         raise UnsupportedModelError(
-            f'pipeline.stage_balance is "halves", and no layer of {cls.__name__} can be cut: {reasons[0]}; '
-            'write "flops"'
+            f'pipeline.stage_balance is "halves", and no layer of {(cls or type(model)).__name__} can be cut: '
+            f'{reasons[0]}; write "flops"'
         )
     return halves
 
