@@ -637,6 +637,30 @@ def test_a_head_on_all_stages_is_estimated_on_a_mesh(mesh, gather):
     assert all(rank.logits > 3 * rows_bytes for rank in spread.stages)
 
 
+@pytest.mark.parametrize("balance", ["halves", [6.5, 6.5, 6.5, 6.5, 6]])
+def test_stages_that_begin_inside_a_layer_are_estimated(balance):
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("5xH100")
+    config = config_of(Layout(MeshShape(), 5, 1, 8, segments=8))
+    config["sequence_length"] = 32768
+    config["pipeline"] |= {"schedule": "zero_bubble", "head": "spread"}
+    settings, rest = split_config(config)
+    uncut = estimate(model, layout_of_config(settings, rest, model, cluster, 32768), cluster, 32768)
+    config["pipeline"]["stage_balance"] = balance
+    settings, rest = split_config(config)
+    cut = estimate(model, layout_of_config(settings, rest, model, cluster, 32768), cluster, 32768)
+    assert sum(cut.cost.stage_layers) == 32
+    assert sorted(cut.cost.stage_layers) == [6, 6.5, 6.5, 6.5, 6.5]
+    # The same work and the same parameters, in stages that are more even.
+    busy = [[one.cost.stage_times().busy(rank).total for rank in range(5)] for one in (uncut, cut)]
+    assert sum(busy[1]) == pytest.approx(sum(busy[0]), rel=1e-3)
+    assert max(busy[0]) > 1.04 * max(busy[1])
+    parameters = [sum(map(sum, one.cost.own_parameters)) for one in (uncut, cut)]
+    assert parameters[0] == parameters[1]
+    # What the halves of a layer keep isn't known: both stages are taken to keep the layer's.
+    layers = [sum(stage.activations for stage in one.stages) for one in (uncut, cut)]
+    assert layers[0] < layers[1] < 1.2 * layers[0]
+
+
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [("seq1f1b-interleaved", 160), pytest.param("zero_bubble-v", 600, marks=pytest.mark.slow)],

@@ -131,7 +131,8 @@ def segment_choice(
         checkpointing=_mode(config) or "none", on_host=config.keeps_on_host,
         compiled=config.tensor_parallel.compile, fp8_min_dimension=config.tensor_parallel.fp8_min_dimension,
     )  # fmt: skip
-    return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
+    layout = with_pipeline(layout, pipeline, described, stated_length(config) or ASSUMED_LENGTH)
+    return SegmentChoice(described, layout, _cluster(config, topology.world_size))
 
 
 def settle_stages(
@@ -235,7 +236,8 @@ def _layouts(
             if pipeline is None:
                 yield layout
                 continue
-            layout, segments = with_pipeline(layout, pipeline, model).without_chunks, pipeline.segments
+            assumed_length, segments = stated_length(config) or ASSUMED_LENGTH, pipeline.segments
+            layout = with_pipeline(layout, pipeline, model, assumed_length).without_chunks
             for count in segment_counts(layout, length) if segments == "auto" else (segments,):
                 yield replace(layout, segments=count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -13,11 +14,14 @@ from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
+from cuboid.models.pipeline.staging_plan import stated_length
+from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, plan_stages
 from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, CheckpointingMode, Layout, Software
 from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.halves import halves_of, sizes_with_halves
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.seq1f1b.schedule.choice import NAMES
@@ -100,10 +104,11 @@ class Estimate:
     def bytes_by_axis(self) -> dict[str, int]:
         """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis."""
         cost, layout = self.cost, self.layout
-        layers = max(
+        most = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)
             for rank in range(layout.stages)
         )
+        layers = math.ceil(most)  # A half sends no more than a layer.
         sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
         gather, units = layout.weight_gather, cost.lengths * layout.micro_batches
         sent = Counter[str]()
@@ -328,7 +333,11 @@ def layout_of_config(
         return layout
     # Stages are placed before a script can enable anything.
     recomputes = _checkpointing(config, by_script=False) != "none"
-    return _with_segments(layout, pipeline, model, cluster, length, recomputes=recomputes)
+    return _with_segments(
+        *(layout, pipeline, model, cluster, length),
+        recomputes=recomputes,
+        assumed_length=stated_length(config) or ASSUMED_LENGTH,
+    )
 
 
 def _checkpointing(config: CuboidConfig, *, by_script: bool) -> CheckpointingMode:
@@ -347,6 +356,7 @@ def _with_segments(
     length: int,
     *,
     recomputes: bool,
+    assumed_length: int,
 ) -> Layout:
     """Apply the config's pipeline section to a layout; ``recomputes``: whether the config checkpoints activations."""
     if pipeline.schedule not in NAMES:
@@ -354,7 +364,7 @@ def _with_segments(
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    layout = with_pipeline(layout, pipeline, model)
+    layout = with_pipeline(layout, pipeline, model, assumed_length)
     segments = pipeline.segments
     if segments == "auto":
         segments = best_segments(model, layout, cluster, length)
@@ -368,26 +378,33 @@ def _with_segments(
         return layout
     # The schedule is chosen by simulating steps, which depend on where the sequence is cut.
     lengths = StepCost(model, layout, cluster, length).lengths
-    settled, _ = settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches, recomputes=recomputes)
-    return with_pipeline(layout, settled, model)
+    sizes = sizes_with_halves(model) if pipeline.may_cut_layers else model.sizes
+    settled, _ = settle_schedule(
+        *(pipeline, sizes, lengths, layout.micro_batches),
+        recomputes=recomputes,
+        halves=functools.partial(halves_of, model),
+        assumed_length=assumed_length,
+    )
+    return with_pipeline(layout, settled, model, assumed_length)
 
 
-def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
+def with_pipeline(
+    layout: Layout, pipeline: PipelineConfig, model: ModelDescription, assumed_length: int = ASSUMED_LENGTH
+) -> Layout:
     """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout.
 
-    Until it is known where the chunks are, the layout has one stage on each rank.
+    Until it is known where the chunks are, the layout has one stage on each rank. ``assumed_length`` is the length for
+    which training weighs halves of layers.
     """
-    if pipeline.may_cut_layers:
-        raise ConfigError(
-            f"the planner has no times for halves of layers yet, and pipeline.stage_balance is "
-            f"{list(pipeline.stage_balance) if isinstance(pipeline.stage_balance, tuple) else pipeline.stage_balance}; "
-            'estimate whole layers ("flops"), and give a number of segments'
-        )
     if not pipeline.is_placed:
         pipeline = pipeline.without_chunks
     assert pipeline.chunks != "auto"
-    balance: tuple[int, ...] = ()
-    if isinstance(pipeline.stage_balance, tuple):
+    balance: tuple[float, ...] = ()
+    if pipeline.may_cut_layers:
+        halves = functools.partial(halves_of, model)
+        sizes = functools.partial(sizes_with_halves, model)
+        balance = plan_stages(len(model.layers), sizes, pipeline, halves, length=assumed_length)
+    elif isinstance(pipeline.stage_balance, tuple):
         balance = _checked_balance(pipeline.stage_balance, model)
     elif pipeline.stage_balance == "layers":
         balance = even_cut(len(model.layers), pipeline.parts)
@@ -402,13 +419,13 @@ def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescript
     )
 
 
-def _checked_balance(balance: tuple[float, ...], model: ModelDescription) -> tuple[int, ...]:
+def _checked_balance(balance: tuple[float, ...], model: ModelDescription) -> tuple[float, ...]:
     if sum(balance) != len(model.layers):
         raise ConfigError(
             f"pipeline.stage_balance {list(balance)} adds up to {sum(balance)}, but {model.name} has "
             f"{len(model.layers)} layers"
         )
-    return tuple(map(int, balance))
+    return balance
 
 
 def remedies(base: Estimate) -> list[tuple[str, Estimate]]:

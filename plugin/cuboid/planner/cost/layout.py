@@ -33,7 +33,7 @@ class Layout:
         schedule: a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`.
         memory_limit: the config's, in sequences of a rank's share.
         spreads_head: whether every stage has a share of the head; needs a generated schedule.
-        stage_layers: layers of each of :attr:`parts`, in order; () for a balanced cut.
+        stage_layers: layers of each of :attr:`parts`, in order, of which two may share one; () for a balanced cut.
         lengths: tokens of each segment; () for a cut by cost.
         key_value_gradient_bytes: size of a number in which segments accumulate gradients of keys and values.
         zero_stage: ZeRO stage over the replicas.
@@ -60,7 +60,7 @@ class Layout:
     schedule: str = "seq1f1b"
     memory_limit: float | None = None
     spreads_head: bool = False
-    stage_layers: tuple[int, ...] = ()
+    stage_layers: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
     key_value_gradient_bytes: int = 4
     zero_stage: int = 1
@@ -117,7 +117,7 @@ class Layout:
         """The same with a fixed schedule and one part on each rank; the number of segments is chosen with this."""
         if self.schedule in SCHEDULES:
             return self
-        layers = [0] * self.stages
+        layers: list[float] = [0] * self.stages
         for rank, count in zip(self.rank_of, self.stage_layers, strict=bool(self.stage_layers)):
             layers[rank] += count
         rank_layers = tuple(layers) if self.stage_layers else ()

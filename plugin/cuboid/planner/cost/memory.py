@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, pairwise
+from math import ceil, floor
 
 from cuboid.models.cross_entropy.chunked import CHUNK_BYTES, CHUNK_TOKENS
 from cuboid.planner.cost.step import StepCost
@@ -19,6 +19,7 @@ from cuboid.planner.description.kept import CountedAs, LayerCount, ModelCount, c
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
+from cuboid.seq1f1b.schedule.unit_costs import ends_of
 from cuboid.seq1f1b.schedule.units_on_host import UnitOnRank, unit_of, units_on_host
 
 #: Fraction of a GPU's memory that tensors can use. The rest is the context, the buffers of the communication library,
@@ -126,9 +127,13 @@ class _Stage:
         self.cost, self.stage = cost, stage
         self.model, self.layout, self.software = cost.model, cost.layout, cost.software
         self._units = cost.units
-        ends = list(pairwise(accumulate(cost.stage_layers, initial=0)))
         rank_of = cost.layout.rank_of
-        indices_of = {part: range(*span) for part, span in enumerate(ends) if rank_of[part] == stage}
+        # A layer that two stages share counts on both: what each half keeps isn't known, its input is kept by both.
+        indices_of = {
+            part: range(floor(start), ceil(stop))
+            for part, (start, stop) in enumerate(ends_of(cost.stage_layers))
+            if rank_of[part] == stage
+        }
         #: For each of its parts, the number of layers of each of the model's kinds.
         self.parts = {
             part: Counter(cost.model.kind_of_layers[index] for index in indices) for part, indices in indices_of.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -13,6 +13,7 @@ from typing import Any
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
 from cuboid.planner.cost.units import Seconds, UnitTimes
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.halves import sizes_with_halves
 from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED, ModelPipeline, fixed_schedule
@@ -20,7 +21,7 @@ from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS
 from cuboid.seq1f1b.schedule.partition import balance_by_flops, cut_sequence
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import ActionGraph, Timeline, simulate
-from cuboid.seq1f1b.schedule.unit_costs import segment_flops
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, ends_of, segment_flops, unit_flops
 
 #: Bytes that Adam reads and writes for each parameter: gradient, master copy and both moments, and the new weight.
 _OPTIMIZER_BYTES = 34
@@ -93,6 +94,25 @@ class StageTimes:
         return max(range(len(self.once_s)), key=lambda rank: self.busy(rank).total)
 
 
+@dataclass(frozen=True)
+class LayerPart:
+    """A layer of a stage, by its index in the model, or one of its halves, 0 or 1."""
+
+    index: int
+    half: int | None = None
+
+
+def _parts_between(start: float, stop: float) -> Iterator[LayerPart]:
+    """The layers from ``start`` to ``stop``, which may be inside one."""
+    for index in range(math.floor(start), math.ceil(stop)):
+        if index < start:
+            yield LayerPart(index, 1)
+        elif index + 1 > stop:
+            yield LayerPart(index, 0)
+        else:
+            yield LayerPart(index)
+
+
 #: Times of a layer by operation, and seconds that it waits once a step.
 LayerTimes = tuple[dict[Op, Seconds], float]
 
@@ -129,9 +149,20 @@ class StepCost:
         return UnitTimes(self.model, self.layout, self.cluster, self.length, self.software)
 
     @cached_property
-    def stage_layers(self) -> tuple[int, ...]:
+    def stage_layers(self) -> tuple[float, ...]:
         """Number of layers of each part: the layout's, or else as ``"stage_balance": "flops"`` cuts them."""
         return self.layout.stage_layers or _balance(self.model, self.layout.parts, has_head=not self.layout.head_ranks)
+
+    @cached_property
+    def _sizes(self) -> ModelSizes:
+        """The model's sizes, with those of halves if there are any."""
+        cuts = any(count != math.floor(count) for count in self.stage_layers)
+        return sizes_with_halves(self.model) if cuts else self.model.sizes
+
+    @cached_property
+    def _stages(self) -> list[list[LayerPart]]:
+        """The layers of each part, and the parts of them."""
+        return [list(_parts_between(start, stop)) for start, stop in ends_of(self.stage_layers)]
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -180,8 +211,9 @@ class StepCost:
         waits_s = [0.0] * layout.stages
         by_op: dict[Op, list[tuple[Seconds, ...]]] = {}
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
-        for rank, (first, stop) in zip(rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
-            kinds = Counter(self.model.kind_of_layers[first:stop])
+        for rank, (first, stop), layers in zip(rank_of, ends_of(self.stage_layers), self._stages, strict=True):
+            kinds = Counter(self.model.kind_of_layers[layer.index] for layer in layers if layer.half is None)
+            halves = [layer for layer in layers if layer.half is not None]
             segments = []
             waits_s[rank] += self.units.once_of_ends_s() if first == 0 else 0.0
             if stop == len(self.model.layers):
@@ -192,6 +224,11 @@ class StepCost:
                     one, once_s = self._layer(kind, begin, end)
                     times = {op: times.get(op, Seconds()) + seconds * count for op, seconds in one.items()}
                     waits_s[rank] += once_s * count
+                for half in halves:
+                    one, once_s = self._layer(self.model.kind_of_layers[half.index], begin, end)
+                    shares = {op: self._share(half, op, begin, end) for op in one}
+                    times = {op: times.get(op, Seconds()) + seconds * shares[op] for op, seconds in one.items()}
+                    waits_s[rank] += once_s * shares[Op.FORWARD]
                 if first == 0:
                     # This is forward and backward together; all of it is counted in backward.
                     embedding = self.units.embedding(begin, end)
@@ -206,6 +243,17 @@ class StepCost:
                 by_op.setdefault(op, []).append(tuple(segment[op] for segment in segments))
         units = {op: tuple(table) for op, table in by_op.items()}
         return StageTimes(units, tuple(waits_s), rank_of, self.splits)
+
+    def _share(self, part: LayerPart, op: Op, start: int, stop: int) -> float:
+        """A half's fraction of its layer's time, by operations."""
+        layer = self._sizes.layers[part.index]
+        assert part.half is not None
+        half, whole_layer = (
+            unit_flops(ModelSizes((sizes,), 0), (1,), (stop,))(Action(op, 0, 0, 0))
+            - (unit_flops(ModelSizes((sizes,), 0), (1,), (start,))(Action(op, 0, 0, 0)) if start else 0)
+            for sizes in (layer.halves[part.half], layer)
+        )
+        return half / whole_layer
 
     def simulated(self) -> Timeline:
         """Simulate the pipeline's step, with no more micro-batches than a picture can show."""
@@ -228,7 +276,7 @@ class StepCost:
         )  # fmt: skip
         # Training's budget, scaled down so that as many rules are tried for fewer micro-batches, and limited.
         tried = min(_TRIED_ACTIONS, TRIED_ACTIONS * micro_batches // layout.micro_batches)
-        return _generated_order(self.model, pipeline, micro_batches, tried)
+        return _generated_order(self._sizes, pipeline, micro_batches, tried)
 
     @cached_property
     def splits(self) -> bool:
@@ -358,9 +406,10 @@ class StepCost:
         """Elements that a rank of each stage owns: those of everything but experts, and those of experts."""
         model, layout = self.model, self.layout
         elements = [(0.0, 0.0)] * layout.stages
-        for rank, (first, stop) in zip(layout.rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
-            layers = model.layers[first:stop]
-            dense = float(sum(layer.dense_parameters for layer in layers))
+        for rank, (first, stop), parts in zip(layout.rank_of, ends_of(self.stage_layers), self._stages, strict=True):
+            dense = float(sum(map(self._dense_parameters, parts)))
+            # Experts are an MLP, in the second half.
+            layers = [model.layers[part.index] for part in parts if part.half != 0]
             if first == 0:
                 dense += model.embedding_parameters
             if stop == len(model.layers):
@@ -372,6 +421,13 @@ class StepCost:
             dense, expert_elements = dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)
             elements[rank] = before[0] + dense, before[1] + expert_elements
         return elements
+
+    def _dense_parameters(self, part: LayerPart) -> int:
+        parameters = self.model.layers[part.index].dense_parameters
+        if part.half is None:
+            return parameters
+        first = self._sizes.layers[part.index].halves[0].weights
+        return first if part.half == 0 else parameters - first
 
     def _reduce_s(self, times: StageTimes) -> float:
         """Reduction of gradients between replicas, and with ZeRO the gather of new weights."""
@@ -437,7 +493,7 @@ def _fixed_order(name: str, ranks: int, parts: int, micro_batches: int, segments
 
 
 @lru_cache(maxsize=256)
-def _generated_order(model: ModelDescription, pipeline: ModelPipeline, micro_batches: int, tried: int) -> ActionGraph:
-    schedule = pipeline.order(model.sizes, micro_batches, tried_actions=tried)
+def _generated_order(sizes: ModelSizes, pipeline: ModelPipeline, micro_batches: int, tried: int) -> ActionGraph:
+    schedule = pipeline.order(sizes, micro_batches, tried_actions=tried)
     head_ranks = pipeline.ranks if pipeline.spreads_head else 0
     return ActionGraph(schedule, PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths), head_ranks))
