@@ -54,6 +54,6 @@ def test_files_for_each_rank_and_back(checkpoint, tmp_path, monkeypatch):
         assert not from_files
         assert not names & {name for name in read if ".layers." in name}
         names |= read.keys()
-    assert names == stored(path).keys()
+    assert names - {"lm_head.weight"} == stored(path).keys()  # the head is tied
     with pytest.raises(CheckpointError, match=r"in 2 stages of 2\.5, 2\.5 layers, but the config asks for .* of 3, 2"):
         cuboid.from_pretrained(tmp_path / "ranks", layout_section("1x1x2", 2, stage_balance=[3, 2]))
