@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils import is_peft_available
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid_patches.base import Patch
@@ -39,6 +40,36 @@ def _changes_structure(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _add_weighted_adapter(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def add_weighted_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        if not isinstance(self.model, ShardedModel) or arguments["adapter_name"] in self.peft_config:
+            original(self, *args, **kwargs)
+            return
+        from cuboid.integrations.peft.weighted_adapters import add_weighted
+
+        del arguments["self"]
+        add_weighted(self, original, arguments)
+
+    return add_weighted_adapter
+
+
+def _enable_peft_forward_hooks(original: Any) -> Any:
+    @functools.wraps(original)
+    def enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(unwrap(self), ShardedModel) and kwargs.get("adapter_names") is not None:
+            raise UnsupportedModelError(
+                "adapter_names: in a sharded model, all rows of a micro-batch have the same adapters; give the rows of "
+                "each adapter in a micro-batch of their own, after set_adapter"
+            )
+        return original(self, *args, **kwargs)
+
+    return enable_peft_forward_hooks
 
 
 def _set_trainable(original: Any) -> Any:
@@ -200,6 +231,20 @@ _PATCHES = [
             replace=_changes_structure,
         )
         for name in _STRUCTURE
+    ),
+    Patch(
+        target="peft.tuners.lora.model:LoraModel.add_weighted_adapter",
+        package="peft",
+        reason="combine whole factors, not this rank's shards of them",
+        parameters=("adapters", "weights", "adapter_name", "combination_type"),
+        replace=_add_weighted_adapter,
+    ),
+    Patch(
+        target="peft.peft_model:PeftModel._enable_peft_forward_hooks",
+        package="peft",
+        reason="say that the rows of a micro-batch have the same adapters",
+        parameters=(),
+        replace=_enable_peft_forward_hooks,
     ),
     Patch(
         target="peft.peft_model:_set_trainable",
