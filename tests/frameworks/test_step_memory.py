@@ -1,13 +1,10 @@
 """What DeepSpeed's optimizer step takes, as the planner's formulas say, and that it leaves float32 gradients alone."""
 
 import gc
-import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import cuboid
@@ -18,6 +15,7 @@ from cuboid.planner.cost.memory import fullest
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import estimate
 from cuboid.verify import WorkerPool
+from live_bytes import LiveBytes
 from planning import description_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -36,29 +34,6 @@ MODES = {
     "mesh": {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}}},
     "pipeline": {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}},
 }
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors made inside, now and at most."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self._seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.untyped_storage() not in self._seen:
-                storage = x.untyped_storage()
-                self._seen.add(storage)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return out
-
-    def _free(self, size):
-        self.now -= size
 
 
 def take_steps(engine, mode):

@@ -18,6 +18,9 @@ from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.attention.kept_attention import keeping_attention
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.planner.comm_formula import recomputed_bytes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from threaded import Threaded, assert_as_alone, step_of
 
 SIZES = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
@@ -180,6 +183,28 @@ def test_a_model_that_is_sharded_already_takes_the_engines_section_or_has_the_sa
         adopt_model(model, parse_config({**MESH, **checkpointing("attention")}))
     adopt_model(model, parse_config(MESH))
     assert model.is_gradient_checkpointing
+
+
+def sent(model, mesh, *, checkpointed):
+    """Bytes that a rank sends in a forward and a backward, by axes, and the gradients of all ranks."""
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+    threaded = Threaded(model, mesh)
+    threaded.run(step_of(input_ids=IDS, labels=IDS))
+    return cuboid.mesh_of(threaded.models[0]).comm_counter.snapshot(), threaded.gradients()
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2", "2x1x2"])
+def test_a_recomputation_ends_before_the_layers_last_product(mesh):
+    model, shape = small(num_hidden_layers=3), MeshShape.parse(mesh)
+    none, gradients = sent(model, mesh, checkpointed=False)
+    layers, recomputed = sent(model, mesh, checkpointed=True)
+    assert all(torch.equal(recomputed[name], gradient) for name, gradient in gradients.items())
+    sizes = block_sizes(describe_modules(model), shape)
+    by_formula = recomputed_bytes(sizes, shape, *IDS.shape, element_bytes=8, statistic_bytes=8)
+    assert {axes: layers[axes] - none[axes] for axes in by_formula} == {axes: 3 * n for axes, n in by_formula.items()}
 
 
 @pytest.mark.sample(5)

@@ -123,7 +123,7 @@ def address(x):
 def _kind(name, module):
     if isinstance(module, ShardedLinear):
         return "linear_inputs"
-    if isinstance(module, ShardedRMSNorm | ShardedLayerNorm):
+    if isinstance(module, ShardedRMSNorm | ShardedLayerNorm) and "attn" not in name:
         return "norms"
     return "attention" if "attn" in name else "nonlinearity"
 

@@ -8,11 +8,16 @@ import weakref
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import cuboid
+from cuboid.config.schema import CuboidConfig
 from cuboid.distributed import mesh as mesh_module
+from cuboid.distributed.lone_rank import lone_rank
 from cuboid.distributed.topology import MeshShape
+from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
@@ -21,7 +26,9 @@ from cuboid.tensor3d.sharding import bucketing
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.verify import SmallModel, WorkerPool
+from live_bytes import LiveBytes
 
 BATCH, LENGTH = 6, 12
 
@@ -266,9 +273,10 @@ def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket
 # --- inputs that are gathered again -------------------------------------------------------------------------------
 
 
-def gathers_and_ways_out(path, axes, wanted):
+def gathers_and_ways_out(path, axes, wanted, early_bytes=linear_op._EARLY_BYTES):
     """In backward: the gathers of the sequence, and the gradients at the ways out of attention and MLP, in order."""
     seen = []
+    linear_op._EARLY_BYTES = early_bytes
     start = input_gather.GatherSequence.start
 
     def noted(self, x, **how):
@@ -300,6 +308,33 @@ def test_a_blocks_input_is_gathered_again_before_its_own_code_runs_backward(pool
     for seen, _ in pool.run(6, gathers_and_ways_out, path, axes, []):
         # One for each block, before the gradient has come through the block's way out.
         assert seen == ["gather", "down_proj", "gather", "o_proj"] * 3
+
+
+def test_a_long_input_is_gathered_again_when_it_is_needed(pool, path):
+    for seen, _ in pool.run(6, gathers_and_ways_out, path, (1, 2, 3), [], 0):
+        assert seen == ["down_proj", "gather", "o_proj", "gather"] * 3
+    pool.run(6, gathers_and_ways_out, path, (1, 2, 3), [])  # Processes keep the limit.
+
+
+def peak_of_a_backward(early_bytes, monkeypatch):
+    """Bytes of a checkpointed MLP's backward at most, on a rank of 1×4×1 without the others, of 4,096 tokens."""
+    monkeypatch.setattr(linear_op, "_EARLY_BYTES", early_bytes)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    whole = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+    plan, mesh = make_parallel_plan(whole, MeshShape(1, 4, 1), MeshVerdict()), lone_rank(MeshShape(1, 4, 1))
+    settings = CuboidConfig().tensor_parallel
+    model = shard_modules(whole, plan, mesh, settings, lambda x, spec: take_shard(x, spec, mesh))
+    x = torch.zeros(1, 1024, 64, requires_grad=True)
+    with LiveBytes() as live:
+        out = checkpoint(model.model.layers[0].mlp, x, use_reentrant=False)
+        live.most = live.now
+        out.sum().backward()
+    return live.most
+
+
+def test_a_long_input_is_not_there_while_the_product_before_it_needs_its_own(monkeypatch):
+    early, late = (peak_of_a_backward(size, monkeypatch) for size in (1 << 40, 0))
+    assert early - late >= 0.9 * 4096 * 64 * 4
 
 
 def test_nothing_is_gathered_again_for_what_has_no_backward(pool, path):

@@ -175,14 +175,18 @@ def recomputed_bytes(
     """Bytes that one rank sends again when activation checkpointing recomputes one layer's forward, by axes.
     Arguments are those of :func:`layer_bytes`.
 
-    Blocks of weights aren't among them: backward uses those that recomputation has gathered.
+    Blocks of weights aren't among them: backward uses those that recomputation has gathered. Nor is the "down"
+    projection of an MLP that ends the layer: nothing is saved behind it, unless a norm or a dropout is.
     """
     count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
-    count.add("all_gather", ("sequence",), residual, sizes.gathered_blocks + sizes.blocks)
+    ends_with_mlp = sizes.experts is None and sizes.intermediate > 0
+    count.add("all_gather", ("sequence",), residual, sizes.gathered_blocks + sizes.blocks - ends_with_mlp)
     per_feature = tokens * element_bytes / mesh.sequence
     _add_projections(count, sizes, mesh, per_feature, backward=False)
+    if ends_with_mlp:
+        count.add("all_gather", ("hidden",), per_feature * sizes.intermediate, -1)
     if sizes.experts is not None:
         _add_experts(count, sizes.experts, per_feature, backward=False)
         _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes, backward=False)

@@ -121,9 +121,9 @@ def norm_kept_bytes(hidden: int, norm: str, mesh: MeshShape, tokens: int, elemen
 
 
 def _head_norms(sizes: BlockSizes, kept: KeptSizes, mesh: MeshShape, tokens: int, element_bytes: int) -> int:
-    """Queries and keys in at least float32 and normalized, a statistic per head, and the weights of their norms."""
+    """Queries and keys before their norms, a statistic per head, and the weights of their norms."""
     head_dim = sizes.query // kept.query_heads
     features = sizes.query // (mesh.sequence * mesh.hidden) + kept.key_value
-    wide = statistic_bytes(element_bytes)
+    statistics = tokens * (features // head_dim) * statistic_bytes(element_bytes)
     weights = 2 * whole_shards(head_dim, mesh.size) * element_bytes if mesh.size > 1 else 0
-    return tokens * features * (wide + element_bytes) + tokens * (features // head_dim) * wide + weights
+    return tokens * features * element_bytes + statistics + weights

@@ -63,7 +63,7 @@ class Role:
             ``"whole"``: a module that is computed whole with all modules inside it, whose kind is ``"inside"``.
         heads: which attention heads the out features are, if any; for a norm, whose features it normalizes.
         parts: number of projections that are concatenated in the out features.
-        norm: the formula of a norm over sharded features or over latents.
+        norm: the formula of a norm with parameters.
         experts: how the experts' parameters are stored.
         width: for a router, the features of a token.
         alone: whether the layer itself calls it, on a part of the sequence.
@@ -407,9 +407,9 @@ class _Finder:
             return Role("per head") if is_block and self._has_per_head_parameters(module) else None
         if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
-        if not _owns(module) or self._is_of_heads(module):
+        if not _owns(module):
             return Role("gathered")
-        if self._is_of_latents(name):
+        if self._is_of_heads(module) or self._is_of_latents(name):
             return Role("gathered", norm=formula)
         heads = self._normed_heads(name)
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None

@@ -232,7 +232,7 @@ class _Stage:
             # Kernels for two head dims return heads by heads, which the output projection has a copy of.
             attention += sizes.output * _ELEMENT
         if sizes.head_norms:
-            attention += (sizes.query + sizes.key) * (_STATISTIC + _ELEMENT)
+            attention += (sizes.query + sizes.key) * _ELEMENT
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
         mlp = (between + 1) * layer.intermediate * _ELEMENT
         if layer.experts is not None:

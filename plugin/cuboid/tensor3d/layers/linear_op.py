@@ -39,7 +39,7 @@ from torch.autograd.graph import Node
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
 from cuboid.tensor3d.fp8 import rowwise
-from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
+from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import Columns, Fp8Columns, OutputReduce, multiply_batch, share_reduces
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
@@ -49,8 +49,13 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_e
 
 T = TypeVar("T")
 
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 #: Maximum number of parts that the batch's rows are cut into, and minimum bytes of a part.
 _PARTS, _PART_BYTES = 4, 512 << 10
+#: Maximum bytes of a gathered input that the previous backward starts to gather. A longer one would be there while the
+#: previous product's tensors, of as many tokens, are still needed. Its gather hides behind little: such rows compute
+#: attention most of the time.
+_EARLY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class LinearOp:
         #: Whether any weight is sharded over its ``fsdp_axes``: only then is anything unsharded or reduce-scattered.
         self.is_sharded = any(param.ranks > 1 for param in self.params)
         self.has_fp8 = any(map(attrgetter("is_fp8"), products))
+        #: Whether it may be a layer's last product: that of a "down" projection.
+        self.may_be_last = isinstance(input_gather, GatherFeatures)
         #: Products whose results are reduced by one collective: the collective, and the products' numbers.
         self.groups = share_reduces([product.output_reduce for product in products])
         #: For each product, the number of its group and its index in the group.
@@ -149,7 +156,13 @@ class LinearOp:
             deferrals.append(operand.deferred)
             deferred_weights.append(operand.deferred_weight)
         edge = new_edge(x) if any(deferred_weights) else None
-        call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward)
+        saved = None
+        # Whether hooks take what autograd saves, as those of activation checkpointing do.
+        if self.may_be_last and _hooks_of_saved_tensors(True) is not None:
+            first = _SavedOperands.apply(x, *weights)
+            if first.requires_grad:
+                edge, saved = first, first.grad_fn
+        call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward, saved)
         gathered, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return gathered, outs
 
@@ -262,6 +275,26 @@ class _ProductCall:
     deferred_weights: Sequence[DeferredWeight | None]
     returns_input: bool
     next_backward: weakref.ref[Node] | None
+    #: The node that has saved the operands; None if the product's own is to.
+    saved: Any
+
+
+class _SavedOperands(torch.autograd.Function):
+    """Saves a product's operands before the product is computed, rather than after it.
+
+    A recomputation ends as soon as it has what the layer's forward saved. So it computes a layer's last product not
+    again, and doesn't reduce it, as with torch's own linear layers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -269,11 +302,13 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, call: _ProductCall, edge: torch.Tensor | None, *operands: Any
     ) -> tuple[Any, ...]:
-        # It only makes outputs require a gradient, so that backward runs even if all weights are detached.
+        # It only makes outputs require a gradient, so that backward runs even if all weights are detached; and it keeps
+        # the node of the saved operands alive.
         del edge
         linear_op, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
-        ctx.save_for_backward(x, *weights)
+        if call.saved is None:
+            ctx.save_for_backward(x, *weights)
         ctx.call, ctx.started, ctx.copies = call, None, None
         ctx.parts = linear_op.parts(x) if linear_op.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
@@ -282,8 +317,10 @@ class _LinearFunction(torch.autograd.Function):
         if linear_op.is_sharded:
             start_unshards(linear_op.params, weights)
         inputs, started = [], []
+        ctx.gathered_bytes = 0
         for gathered in gathering:
             pieces = gathered.wait()
+            ctx.gathered_bytes += pieces.nbytes
             if call.returns_input:
                 inputs.append(pieces[0])
             part = []
@@ -451,11 +488,12 @@ class _StartedBackward:
 def _start_backward(ctx: Any) -> _StartedBackward:
     """Start a backward's gathers, unless the previous backward has."""
     if ctx.started is None:
+        saved = ctx if ctx.call.saved is None else ctx.call.saved
         # Activation checkpointing allows only one unpacking.
-        x, *weights = ctx.saved_tensors
+        x, *weights = saved.saved_tensors
         # Unless the graph is retained, this frees the rank's own part of the input as soon as it is copied into the
         # all-gather's buffer.
-        ctx.maybe_clear_saved_tensors()
+        saved.maybe_clear_saved_tensors()
         needs_dw = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
         gathering = list(map(start, x.tensor_split(ctx.parts))) if needs_dw else []
@@ -464,9 +502,9 @@ def _start_backward(ctx: Any) -> _StartedBackward:
 
 
 def _start_next_backward(next_backward: weakref.ref[Node] | None) -> None:
-    """Start the gathers of the next product's backward, if the running backward pass includes it."""
-    node = None if next_backward is None else next_backward()
-    if node is not None and torch._C._will_engine_execute_node(node):
+    """Start the gathers of the next product's backward, if the running backward pass includes it and they are short."""
+    node: Any = None if next_backward is None else next_backward()
+    if node is not None and node.gathered_bytes <= _EARLY_BYTES and torch._C._will_engine_execute_node(node):
         _start_backward(node)
 
 
