@@ -320,10 +320,10 @@ def peak_of_a_backward(early_bytes, monkeypatch):
     """Bytes of a checkpointed MLP's backward at most, on a rank of 1×4×1 without the others, of 4,096 tokens."""
     monkeypatch.setattr(linear_op, "_EARLY_BYTES", early_bytes)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
-    whole = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
-    plan, mesh = make_parallel_plan(whole, MeshShape(1, 4, 1), MeshVerdict()), lone_rank(MeshShape(1, 4, 1))
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+    plan, mesh = make_parallel_plan(llama, MeshShape(1, 4, 1), MeshVerdict()), lone_rank(MeshShape(1, 4, 1))
     settings = CuboidConfig().tensor_parallel
-    model = shard_modules(whole, plan, mesh, settings, lambda x, spec: take_shard(x, spec, mesh))
+    model = shard_modules(llama, plan, mesh, settings, lambda x, spec: take_shard(x, spec, mesh))
     x = torch.zeros(1, 1024, 64, requires_grad=True)
     with LiveBytes() as live:
         out = checkpoint(model.model.layers[0].mlp, x, use_reentrant=False)
