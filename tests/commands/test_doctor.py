@@ -12,12 +12,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import typer
 
 from cuboid.checkpoint import run_lock
 from cuboid.cli import app
+from cuboid.cli.doctor import doctor
 from cuboid.doctor import all_reduce, devices, examination, launchers, network, packages, resources, run_folder
 from cuboid.doctor.finding import State, note, problem, right, within
 from cuboid.doctor.hostfile import hosts
+from cuboid.doctor.links import Link, judge, measure
 from launching import run
 from warm_python import warm_python
 
@@ -453,3 +456,35 @@ def test_a_real_look_at_this_machine_changes_nothing(tmp_path):
     assert by_check["all-reduce"]["state"] == "right", by_check
     assert by_check["lock"]["state"] == "right"
     assert not list(tmp_path.iterdir())
+
+
+def link(ranks, distance, latency_s=1e-4, bytes_per_s=1e9):
+    return Link(distance, ranks, tuple(f"host-{rank // 2}" for rank in ranks), latency_s, bytes_per_s)
+
+
+def test_a_link_that_is_much_slower_than_the_others_is_named():
+    near = [link((rank, rank + 1), 1) for rank in (0, 2, 4)]
+    far = [link((0, 2), 2), link((1, 3), 2, bytes_per_s=1e8), link((4, 6), 2), link((5, 7), 2, latency_s=1e-3)]
+    findings = list(judge([*near, *far]))
+    assert [finding.state for finding in findings] == ["right", "right", "note", "note"]
+    assert findings[0].text == "ranks 1 apart, inside hosts: 100 µs, 1.00 GB/s each way"
+    assert "between hosts" in findings[1].text
+    assert findings[2].text.startswith("rank 1 on host-0 and rank 3 on host-1: 100 µs, 0.10 GB/s")
+    assert "rank 7 on host-3: 1000 µs" in findings[3].text
+    assert all("slowest link" in finding.cure for finding in findings[2:])
+
+
+def measured(_):
+    return measure("cpu")
+
+
+def test_links_are_measured_between_the_ranks_of_a_launcher(pool):
+    for links in pool.run(3, measured, None):
+        assert [(x.distance, x.ranks) for x in links] == [(1, (0, 1)), (2, (0, 2))]
+        assert all(x.latency_s > 0 and x.bytes_per_s > 0 for x in links)
+
+
+def test_links_need_a_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(typer.BadParameter, match="torchrun"):
+        doctor(links=True)

@@ -30,20 +30,33 @@ def doctor(
         int | None,
         typer.Option(help="Port where ranks are to meet. Default: MASTER_PORT, or 29500.", min=1, max=65535),
     ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="Only measure the links between the ranks of the launcher that starts this.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Look at this host before a run: packages, GPUs, launchers, network, limits, disk. Exits with 1 on problems.
 
     Each problem comes with a cure. Nothing is changed, and every wait is bounded. On several hosts, run it on each.
     """
+    import os
+
     from cuboid.doctor.examination import examine
     from cuboid.doctor.finding import State
 
+    if links and "RANK" not in os.environ:
+        raise typer.BadParameter("needs a launcher: torchrun … -m cuboid.cli doctor --links", param_hint="--links")
     findings = []
-    for finding in examine(out=out, hostfile=hostfile, port=port, say=lambda text: typer.echo(text, err=True)):
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    for finding in examine(out=out, hostfile=hostfile, port=port, say=say, links=links):
         findings.append(finding)
         if not json:
             typer.echo(_line(finding))
+    if links and os.environ["RANK"] != "0" and not findings:
+        return
     problems = sum(finding.state is State.PROBLEM for finding in findings)
     typer.echo(_as_json(findings) if json else f"{problems} problem{'' if problems == 1 else 's'} found")
     raise typer.Exit(1 if problems else 0)

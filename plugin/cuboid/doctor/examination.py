@@ -8,11 +8,17 @@ from pathlib import Path
 from cuboid.doctor import all_reduce, devices, launchers, network, packages, resources
 from cuboid.doctor.finding import Finding, note, problem
 from cuboid.doctor.hostfile import Hostfile, hosts
+from cuboid.doctor.links import between_ranks
 from cuboid.doctor.run_folder import run_folder
 
 
 def examine(
-    *, out: Path | None, hostfile: Path | None, port: int | None, say: Callable[[str], object]
+    *,
+    out: Path | None,
+    hostfile: Path | None,
+    port: int | None,
+    say: Callable[[str], object],
+    links: bool = False,
 ) -> Iterator[Finding]:
     """Look at everything; each finding comes as soon as it is known.
 
@@ -21,6 +27,7 @@ def examine(
         hostfile: likewise.
         port: where ranks are to meet; by default MASTER_PORT or the launchers' default.
         say: called with a line before a long wait.
+        links: whether to look at the links between a launcher's ranks instead.
     """
     installation = packages.Installation()
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -39,6 +46,9 @@ def examine(
     }
     if hostfile is not None:
         checks["hostfile"] = lambda: hosts(hostfile)
+    if links:
+        # The rest would be looked at once for each rank, and the launcher has the port.
+        checks = {"links": between_ranks}
     for name, check in checks.items():
         try:
             yield from check()
