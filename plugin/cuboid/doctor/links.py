@@ -59,9 +59,9 @@ def between_ranks() -> Iterator[Finding]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=_MEETING_S))
     try:
-        found = measure("cuda" if is_cuda else "cpu")
+        links = measure("cuda" if is_cuda else "cpu")
         if dist.get_rank() == 0:
-            yield from judge(found)
+            yield from judge(links)
     finally:
         dist.destroy_process_group()
 
@@ -71,15 +71,15 @@ def measure(device: str) -> list[Link]:
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = []
+    pairs = []
     for distance in distances(world):
         # Ranks without a partner wait with the others, so that distances don't overlap.
         dist.barrier()
         peer = partner(rank, distance, world)
         if peer is not None:
-            own.append((distance, peer, *_times(peer, device)))
+            pairs.append((distance, peer, *_times(peer, device)))
     gathered: list[tuple[str, list[tuple[int, int, float, float]]]] = [("", [])] * world
-    dist.all_gather_object(gathered, (socket.gethostname(), own))
+    dist.all_gather_object(gathered, (socket.gethostname(), pairs))
     return [
         Link(distance, (number, peer), (host, gathered[peer][0]), latency_s, _BYTES / long_s)
         for number, (host, of_rank) in enumerate(gathered)
