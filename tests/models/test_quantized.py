@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM
 
 import cuboid
@@ -58,8 +59,44 @@ def test_a_quantised_checkpoint_is_refused_by_its_file(start, tmp_path, method, 
 @pytest.mark.parametrize("asked", [{"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, {"load_in_4bit": 1}])
 def test_quantising_while_loading_is_refused_by_the_key(start, asked):
     (key,) = asked
-    with pytest.raises(UnsupportedModelError, match=rf"^from_pretrained\({key}=…\) can't be combined"):
+    with pytest.raises(UnsupportedModelError, match=rf"^from_pretrained\({key}=…\) can't be combined .* of 16 bits"):
         cuboid.from_pretrained(start, CONFIG, **asked)
+
+
+class Wrapped(torch.Tensor):
+    """As torchao's, which replace the weights of plain linear layers and leave the config as it was."""
+
+    @staticmethod
+    def __new__(cls, packed):
+        return torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=torch.bfloat16)
+
+    def __init__(self, packed):
+        self.packed = packed
+
+    def __tensor_flatten__(self):
+        return ["packed"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Wrapped(tensors["packed"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].packed)
+        raise NotImplementedError(str(function))
+
+
+@pytest.mark.parametrize("weight", ["wrapped", "int8", "float8"])
+def test_a_model_that_was_quantised_in_place_is_refused_by_the_weight(weight):
+    model = small()
+    layer = model.model.layers[1].mlp.up_proj
+    packed = torch.zeros(layer.weight.shape, dtype=torch.float8_e4m3fn if weight == "float8" else torch.int8)
+    layer.weight = torch.nn.Parameter(Wrapped(packed) if weight == "wrapped" else packed, requires_grad=False)
+    said = r"^model\.layers\.1\.mlp\.up_proj\.weight is quantised .* LoRA"
+    for config in (CONFIG, STAGED):
+        with pytest.raises(UnsupportedModelError, match=said):
+            cuboid.shard(model, config)
 
 
 def test_a_dequantised_model_is_sharded(start):

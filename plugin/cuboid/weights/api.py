@@ -21,7 +21,7 @@ from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.models.architectures.refusals import check_unquantized
+from cuboid.models.architectures.refusals import check_plain_weights, check_unquantized
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
@@ -176,6 +176,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     check_attention(model.config)
     check_unquantized(model.config, f"the config of {type(model).__name__}")
+    check_plain_weights(model)
     if parsed.pipeline is not None:
         # Before the comparison, which would only say that it is another function.
         check_loss_in_pipeline(model, kind_of_class(type(model)).ordinary_loss)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig
 
 from cuboid.errors import UnsupportedModelError
@@ -49,6 +51,22 @@ def check_unquantized(config: Mapping[str, Any] | PretrainedConfig, where: str) 
         "weights have blocks and scales of whole tensors, which aren't cut. Load 16- or 32-bit weights: plain "
         "transformers' model.dequantize() and save_pretrained make such a checkpoint"
     )
+
+
+def check_plain_weights(model: nn.Module) -> None:
+    """Check that a model's weights are plain ones of 16 bits or more: quantising in place leaves the config as it was.
+
+    Raises:
+        UnsupportedModelError: names one that isn't.
+    """
+    for name, parameter in model.named_parameters():
+        is_wrapped = is_traceable_wrapper_subclass(parameter.data) and not isinstance(parameter.data, DTensor)
+        if is_wrapped or not parameter.is_floating_point() or parameter.itemsize < 2:
+            what = type(parameter.data).__name__ if is_wrapped else str(parameter.dtype)
+            raise UnsupportedModelError(
+                f"{name} is quantised ({what}), for which there is no rule on a mesh or in a pipeline; shard the model "
+                "with weights of 16 or 32 bits, and adapt those with LoRA"
+            )
 
 
 def adapters_refused(what: str) -> UnsupportedModelError:
