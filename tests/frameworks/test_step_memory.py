@@ -49,11 +49,12 @@ def take_steps(engine, mode):
             engine.step()
 
 
-def step_after_the_first(mode, params):
+def step_after_the_first(mode, params, zero=1):
     """Peak bytes of an optimizer step for each parameter, and whether its gradients are all bfloat16 numbers."""
     import deepspeed
 
     config = {**CONFIG, **MODES[mode], "optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True}}}
+    config["zero_optimization"] = {"stage": zero}
     with LiveBytes() as live, mock.patch.object(piecewise_step, "PIECE", 1 << 12):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **SIZES), dtype=torch.bfloat16)
@@ -90,6 +91,14 @@ def test_what_an_optimizer_step_takes(mode, replicas, params):
     if mode == "pipeline":
         # Between replicas DeepSpeed sums in bfloat16, its default.
         assert rounded == (replicas > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "wanted"), [(2, 16 + 8 * LARGEST), (0, 20)])
+def test_what_a_step_takes_by_the_stage_of_zero(zero, wanted):
+    with WorkerPool(1) as pool:
+        took, _ = pool.run(1, step_after_the_first, "mesh", FOREACH, zero)[0]
+    assert took == pytest.approx(wanted, rel=0.02)
 
 
 def trained(mode, pieces, params):
