@@ -1,6 +1,8 @@
 """LoRA by PEFT in pipelines: every gradient of the adapter is plain PEFT's, and heads are trained whole."""
 
 import copy
+import dataclasses
+import functools
 import itertools
 import re
 
@@ -30,10 +32,11 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.layer_halves import layer_halves
 from cuboid.models.certification.sides import make_stage, run_stages
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import unwrap
-from cuboid.models.stages.stage_cut import draw_outline
+from cuboid.models.stages.stage_cut import draw_outline, halves_inside
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights.state_dict_map import sharding_specs
 from threaded import step_of
@@ -46,12 +49,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 class Staged:
     """A copy of a whole model in stages, each on a mesh; the ranks are threads."""
 
-    def __init__(self, model, mesh="1x1x1", stages=2, verdict=None):
+    def __init__(self, model, mesh="1x1x1", stages=2, verdict=None, counts=None):
         self.shape = MeshShape.parse(mesh)
         self.ranks = ThreadRanks(self.shape, stages)
         outline = draw_outline(type(model), model.config)
         even, rest = divmod(outline.count, stages)
-        counts = tuple(even + (stage < rest) for stage in range(stages))
+        counts = counts or tuple(even + (stage < rest) for stage in range(stages))
+        halves = functools.partial(layer_halves, type(model), model.config, outline.count)
+        outline = dataclasses.replace(outline, halves=halves_inside(counts, halves))
         parallel = None
         if self.shape.size > 1:
             parallel = make_parallel_plan(model, self.shape, verdict or MeshVerdict())
@@ -112,6 +117,13 @@ def test_gradients_of_factors_in_segments(tmp_path, mesh, lengths):
     # The pipeline would be given a label for the last position too.
     micro_batch["labels"][:, -1] = -100
     assert_as_plain(model, adapted(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+
+
+def test_gradients_of_factors_in_stages_that_share_a_layer(tmp_path):
+    model, micro_batch = built("llama", kv_heads=2, layers=3), batch()
+    micro_batch["labels"][:, -1] = -100
+    staged = Staged(model, "1x2x1", counts=(1.5, 1.5))
+    assert_as_plain(model, adapted(copy.deepcopy(model)), staged, micro_batch, (8, 4), tmp_path)
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed_in_stages():

@@ -126,6 +126,22 @@ def test_segments_share_a_layers_graphs_and_give_the_gradients_of_plain_transfor
         assert (gradients[name] - gradient).abs().max() <= 1e-6 * max(1, gradient.abs().max()), name
 
 
+@pytest.mark.slow
+def test_a_layer_that_two_stages_share_has_graphs_of_its_own(pool, checkpoint):
+    """Of its halves and of whole layers, each stage has two."""
+    path = checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=3))
+    pipeline = {"stages": 2, "schedule": "zero_bubble", "stage_balance": [1.5, 1.5]}
+    ranks = pool.run(4, train, path, (1, 2, 1), pipeline, {}, PARTITION_ONLY, 0, "sdpa", timeout_s=TIMEOUT_S)
+    for after_step, breaks, _, _ in ranks:
+        assert (after_step, breaks) == ([2] * STEPS, 0)
+    expected_loss, expected = plain_gradients(path, 0, "sdpa")
+    _, _, loss, gradients = ranks[0]
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in expected.items():
+        assert (gradients.pop(name) - gradient).abs().max() <= 1e-6 * max(1, gradient.abs().max()), name
+    assert not gradients
+
+
 def sent(path, axes, pipeline):
     """Bytes that a step sends over the mesh, uncompiled and compiled."""
     snapshots = []
