@@ -1,6 +1,8 @@
 """Start real processes as a user would, and end all of their children."""
 
 import contextlib
+import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,13 +23,18 @@ from warm_python import run_as_main, run_path
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Below the ports that Linux gives to a socket which asks for any, as gloo's do: a rank takes its port seconds later.
+# Another process of the tests begins elsewhere.
+_PORTS = itertools.islice(itertools.cycle(range(12_000, 32_000)), 613 * os.getpid() % 20_000, None)
 
 
 def free_port():
-    """A free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A free port, which no socket gets by chance before it is used."""
+    for port in _PORTS:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise AssertionError("the ports never end")
 
 
 def start(*arguments, **variables):
@@ -105,15 +112,16 @@ def world(ranks, script, *arguments, timeout_s=240, **variables):
     return next((status for status, _ in endings if status), 0), "\n".join(output for _, output in endings)
 
 
-def _run_forked(arguments, variables, timeout_s):
+def _run_forked(command, variables, timeout_s):
     start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    argv = [str(argument) for argument in arguments]
+    argv = [str(argument) for argument in command]
     with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as folder:
         outputs, processes = [Path(folder) / str(rank) for rank in range(len(variables))], []
         try:
             for environment, output in zip(variables, outputs, strict=True):
-                process = context.Process(target=_run_script, args=(argv, {**VARIABLES, **environment}, str(output)))
+                arguments = (argv, {**VARIABLES, **environment}, str(output), timeout_s)
+                process = context.Process(target=_run_script, args=arguments)
                 process.start()
                 processes.append(process)
             deadline = time.monotonic() + timeout_s
@@ -129,12 +137,13 @@ def _run_forked(arguments, variables, timeout_s):
     return list(zip(statuses, texts, strict=True))
 
 
-def _run_script(argv, variables, output):
-    """What ``python script …`` does, with stdout and stderr in a file."""
+def _run_script(argv, variables, output, timeout_s):
+    """What ``python script …`` does, with stdout and stderr in a file, and where it stands shortly before it is killed."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.dump_traceback_later(0.9 * timeout_s, file=file)
     os.environ.update(variables)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
     run_as_main(lambda: run_path(argv[0]))
