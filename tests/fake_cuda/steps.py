@@ -51,11 +51,14 @@ def model_of(config, architecture="llama", auto=transformers.AutoModelForCausalL
 
 
 def put_on_device(model):
-    """Put a model on the device, without its values. No parameter may be shared."""
+    """Put a model on the device, without its values. Tied parameters stay tied."""
+    moved_of = {}
+    for parameter in model.parameters():
+        moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+        moved_of[parameter] = torch.nn.Parameter(moved, parameter.requires_grad)
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
-            module.register_parameter(name, torch.nn.Parameter(moved, parameter.requires_grad))
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, moved_of[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             persistent = name not in module._non_persistent_buffers_set
             moved = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
