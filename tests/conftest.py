@@ -7,6 +7,7 @@ the others, and needs no torch.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ settings.load_profile("no deadline")
 # A shell's jobs in the background ignore Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before torch is imported, and for what is started from here. Small models gain nothing from more; two processes of tests,
+# whose ranks may be threads, would make OpenMP's own wait for each other, which took several times their work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 #: Timeout of a job of the pool, which takes a second or two; generous for slow machines.
