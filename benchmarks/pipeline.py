@@ -70,8 +70,10 @@ class Task:
 
     ``stage`` gives a stage, of so many a rank, as peers take one; ``data`` what the first one is given and what the
     last one should give, by micro-batch and the same every time; ``loss`` the mean of a micro-batch; ``sizes`` what the
-    model multiplies.
+    model multiplies. ``spreads_head`` says whether every rank has a share of the model's head.
     """
+
+    spreads_head = False
 
     def balance(self, chunks: int = 1) -> tuple[int, ...]:
         """Layers of each stage."""
@@ -79,7 +81,8 @@ class Task:
 
     def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
         """Of each unit of so many stages a rank, in seconds or in any unit of time; by default its operations."""
-        return unit_flops(self.sizes, self.balance(chunks), tuple(lengths))
+        head_ranks = self.stages if self.spreads_head else 0
+        return unit_flops(self.sizes, self.balance(chunks), tuple(lengths), head_ranks=head_ranks)
 
     def under_torch(self, number: int, chunks: int) -> pipelining.PipelineStage:
         """A stage as torch's schedules take one."""
@@ -184,7 +187,8 @@ class Entry:
             duration_s = task.cost(lengths, self.chunks)
             return choice.placed_costs(duration_s, lambda action: lengths[action.segment], rank_of, self.segments)
 
-        request = choice.Request(task.stages, task.micro_batches, self.segments, costs, limit, self.chunks)
+        ends = task.stages, task.micro_batches, self.segments
+        request = choice.Request(*ends, costs, limit, self.chunks, spreads_head=task.spreads_head)
         return choice.choose_schedule(self.schedule, request)
 
 

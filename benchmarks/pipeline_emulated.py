@@ -50,7 +50,7 @@ from torch.distributed import pipelining
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.pipeline.training_pipeline import open_channels
-from cuboid.seq1f1b.runtime.executor import Interpreter
+from cuboid.seq1f1b.runtime.executor import Interpreter, SpreadHead
 from cuboid.seq1f1b.runtime.p2p import Channel
 from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule.actions import Action, Op
@@ -98,6 +98,14 @@ class Work(Task):
         }
         return lambda action: table[action.op, action.segment]
 
+    def whole_cost(self, chunks: int = 1) -> Callable[[Action], float]:
+        """:meth:`cost` of whole sequences, as peers compute them."""
+        return self.cost((self.length,), chunks)
+
+    def mixer(self, number: int, chunks: int = 1) -> Mixer:  # noqa: ARG002 -- all stages are alike
+        """What a stage, of so many a rank, really computes."""
+        return Mixer(self, number)
+
     def stage(self, number: int, chunks: int = 1) -> nn.Module:
         return WholeStage(self, number, chunks)
 
@@ -118,12 +126,12 @@ class Work(Task):
     def reference(self, chunks: int = 1) -> Row:
         """Loss and gradient norm of the step in float64, by autograd, without any pipeline."""
         hidden, wanted = (tensor.double() for tensor in self.data())
-        stages = [Mixer(self, stage).double() for stage in range(self.stages * chunks)]
+        stages = [self.mixer(stage, chunks).double() for stage in range(self.stages * chunks)]
         for stage in stages:
             hidden = stage(hidden)
         loss = self.loss(hidden, wanted)
         loss.backward()
-        gradients = torch.stack([p.grad for stage in stages for p in stage.parameters()])
+        gradients = torch.cat([p.grad.flatten() for stage in stages for p in stage.parameters()])
         return {"loss": loss.item(), "gradient_norm": gradients.norm().item()}
 
     def numbers(self) -> Row:
@@ -131,7 +139,7 @@ class Work(Task):
 
 
 @contextmanager
-def _lasting(seconds: float) -> Iterator[None]:
+def lasting(seconds: float) -> Iterator[None]:
     """Compute inside; the rest of the time is slept."""
     end_s = time.perf_counter() + seconds
     yield
@@ -165,11 +173,12 @@ class SegmentedStage:
     device = torch.device("cpu")
 
     def __init__(self, work: Work, lengths: tuple[int, ...], stage: int, chunks: int = 1) -> None:
-        self._work, self._stage, self._is_last = work, stage, stage == work.stages * chunks - 1
+        self._work, self._stage = work, stage
+        self._has_loss = stage == work.stages * chunks - 1 and not work.spreads_head
         self._ends = list(pairwise(accumulate(lengths, initial=0)))
         self._inputs, self._wanted = work.data()
         self._duration_s = work.cost(lengths, chunks)
-        self.mixer = Mixer(work, stage)
+        self.mixer = work.mixer(stage, chunks)
         #: By unit: what it was given, the sum before it, what came of it, and the sum up to its end.
         self._pending: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         #: Between the two parts of a backward: what the first one was given.
@@ -189,23 +198,23 @@ class SegmentedStage:
         return 1, stop - start, self._work.width
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """The last stage computes the loss too."""
+        """The last stage computes the loss too, unless all ranks do."""
         unit = micro_batch, segment
-        with _lasting(self._duration_s(Action(Op.FORWARD, self._stage, *unit))):
+        with lasting(self._duration_s(Action(Op.FORWARD, self._stage, *unit))):
             leaf = (self._part(self._inputs, unit) if hidden is None else hidden).detach().requires_grad_()
             before = self._before.get(micro_batch, torch.zeros(1, 1, self._work.width)).requires_grad_()
             output, sums = self.mixer.segment(leaf, before)
             self._before[micro_batch] = sums.detach()
-            if self._is_last:
+            if self._has_loss:
                 share = output.shape[1] / (self._work.length * self._work.micro_batches)
                 output = self._work.loss(output, self._part(self._wanted, unit)) * share
                 self.loss += output.item()
             self._pending[unit] = leaf, before, output, sums
-        return None if self._is_last else output.detach()
+        return None if self._has_loss else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         unit = micro_batch, segment
-        with _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, *unit))):
+        with lasting(self._duration_s(Action(Op.BACKWARD, self._stage, *unit))):
             leaf, before, output, sums = self._pending.pop(unit)
             after = self._after.get(micro_batch, torch.zeros_like(sums))
             torch.autograd.backward((output, sums), (gradient, after))
@@ -214,7 +223,7 @@ class SegmentedStage:
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         unit = micro_batch, segment
-        with _lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, *unit))):
+        with lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, *unit))):
             leaf, before, *outputs = self._pending.pop(unit)
             gradients = gradient, self._after.get(micro_batch, torch.zeros_like(outputs[1]))
             leaf_gradient, self._after[micro_batch] = torch.autograd.grad(
@@ -225,7 +234,7 @@ class SegmentedStage:
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
         durations_s = (self._duration_s(Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, k)) for k in segments)
-        with _lasting(sum(durations_s)):
+        with lasting(sum(durations_s)):
             for segment in segments:
                 outputs, gradients = self._split.pop((micro_batch, segment))
                 torch.autograd.backward(outputs, gradients, inputs=list(self.mixer.parameters()))
@@ -241,8 +250,8 @@ class WholeStage(nn.Module):
 
     def __init__(self, work: Work, stage: int, chunks: int = 1) -> None:
         super().__init__()
-        self.mixer = Mixer(work, stage)
-        self._stage, self._duration_s = stage, work.cost((work.length,), chunks)
+        self.mixer = work.mixer(stage, chunks)
+        self._stage, self._duration_s = stage, work.whole_cost(chunks)
 
     def begin(self, recorder: UnitProfiler) -> None:
         """Count micro-batches anew; ``recorder`` sees each unit from now on."""
@@ -253,7 +262,7 @@ class WholeStage(nn.Module):
     def unit(self, op: Op) -> Iterator[None]:
         """Enter for the time of the next unit; 1F1B runs micro-batches in order, forward and backward."""
         action = Action(op, self._stage, next(self._counts[op]), 0)
-        with self._recorder.observe(action), _lasting(self._duration_s(action)):
+        with self._recorder.observe(action), lasting(self._duration_s(action)):
             yield
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -284,8 +293,8 @@ class TimedStage(pipelining.PipelineStage):
     """One of a rank's stages as torch's schedules take them, each part of whose units lasts as long as it should."""
 
     def __init__(self, work: Work, stage: int, chunks: int) -> None:
-        self._duration_s = work.cost((work.length,), chunks)
-        super().__init__(Mixer(work, stage), stage, work.stages * chunks, torch.device("cpu"))
+        self._duration_s = work.whole_cost(chunks)
+        super().__init__(work.mixer(stage, chunks), stage, work.stages * chunks, torch.device("cpu"))
 
     def begin(self, recorder: UnitProfiler) -> None:
         self._recorder = recorder
@@ -293,7 +302,7 @@ class TimedStage(pipelining.PipelineStage):
     @contextmanager
     def _unit(self, op: Op, micro_batch: int) -> Iterator[None]:
         action = Action(op, self.stage_index, micro_batch, 0)
-        with self._recorder.observe(action), _lasting(self._duration_s(action)):
+        with self._recorder.observe(action), lasting(self._duration_s(action)):
             yield
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
@@ -312,20 +321,28 @@ class TimedStage(pipelining.PipelineStage):
 
 
 class CuboidRuntime(Pipeline):
-    def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        work: Work,
+        channels: dict[tuple[int, int], Channel],
+        head: SpreadHead | None = None,
+        more_weights: Sequence[nn.Parameter] = (),
+    ) -> None:
         super().__init__(work)
         chosen = entry.chosen(work)
-        self._shape, self._channels = chosen.shape, channels
-        self._program = lower(chosen.schedule, chosen.shape)[self.number]
+        self._shape, self._channels, self._head = chosen.shape, channels, head
+        durations_s = None if head is None else work.cost(entry.lengths(work), entry.chunks)
+        self._program = lower(chosen.schedule, chosen.shape, durations_s)[self.number]
         local_stages = [stage for stage, rank in enumerate(chosen.rank_of) if rank == self.number]
         self._stages = {stage: SegmentedStage(work, entry.lengths(work), stage, entry.chunks) for stage in local_stages}
         weights = [weight for stage in self._stages.values() for weight in stage.mixer.parameters()]
-        self.optimizer = torch.optim.SGD(weights, lr=work.learning_rate)
+        self.optimizer = torch.optim.SGD([*weights, *more_weights], lr=work.learning_rate)
 
     def step(self) -> None:
         for stage in self._stages.values():
             stage.begin()
-        Interpreter(self._stages, self._channels, self._recorder.observe).run(self._program, self._shape)
+        Interpreter(self._stages, self._channels, self._recorder.observe, self._head).run(self._program, self._shape)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = sum(stage.loss for stage in self._stages.values())
@@ -391,7 +408,7 @@ class EmulatedPipeline(Case):
                         check_agreement(record, first, reference(record.entry[0].chunks))
                     records += able
                     watch = Watch(args.limit)
-                    step = partial(timed_step, ranks, watch, figures=partial(_figures, reference))
+                    step = partial(timed_step, ranks, watch, figures=partial(step_figures, reference))
                     run_rounds(able, args.repeats, watch, step)
                     write_rows()
                     ranks.call("discard")
@@ -440,24 +457,26 @@ class EmulatedPipeline(Case):
 
 
 def _keep(_: int) -> Link:
-    """What a rank keeps: the channels that Cuboid's contestants share, and whatever is built."""
-
-    @functools.cache
-    def channels(placement: tuple[int, ...]) -> dict[tuple[int, int], Channel]:
-        mesh = Mesh(MeshShape(), pipe=dist.get_world_size(), placement=placement)
-        mesh.connect()
-        return open_channels(mesh, torch.device("cpu"))
+    """What a rank keeps: whatever is built."""
 
     def built(key: tuple[Entry, Work]) -> Pipeline:
         entry, work = key
         if entry.kind != "cuboid":
             return build(key)
-        return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
+        return CuboidRuntime(entry, work, connected(place_stages(entry.schedule, work.stages, entry.chunks))[1])
 
     return Link(Loopback(dist.get_world_size()), built)
 
 
-def _figures(reference: Callable[[int], Row], record: Record, steps: Sequence[Step]) -> Row:
+@functools.cache
+def connected(placement: tuple[int, ...]) -> tuple[Mesh, dict[tuple[int, int], Channel]]:
+    """This rank's view of a pipeline, and its channels, which contestants share."""
+    mesh = Mesh(MeshShape(), pipe=dist.get_world_size(), placement=placement)
+    mesh.connect()
+    return mesh, open_channels(mesh, torch.device("cpu"))
+
+
+def step_figures(reference: Callable[[int], Row], record: Record, steps: Sequence[Step]) -> Row:
     """Check a step, and see how it went; ``reference`` tells what is right for so many stages a rank."""
     squares, loss = (sum(step.figures[key] for step in steps) for key in ("squares", "loss"))
     check_agreement(record, {"loss": loss, "gradient_norm": math.sqrt(squares)}, reference(record.entry[0].chunks))
