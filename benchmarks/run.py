@@ -29,6 +29,7 @@ CASES = {
     "hidden_communication": ("how much communication hides behind computing", 15, "root, or loopback is measured"),
     "overhead": ("what Cuboid adds where nothing is split", 10, "–"),
     "pipeline_emulated": ("8 and 16 stages, computing emulated by sleeping", 30, "–"),
+    "pipeline_head": ("a head on the last stage and on all, emulated stages", 15, "–"),
 }
 #: Links of a set rate are what these are about; they have them by default where they can be had.
 SHAPED = ("layer_meshes", "training_step", "layouts", "hidden_communication")

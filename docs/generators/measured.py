@@ -107,6 +107,12 @@ SHOWN = {
         group=lambda row: f"{row['stages']} stages, M = {row['micro_batches']}; computing emulated by sleeping",
         marks={"simulated": lambda row: row["simulated_s"]},
     ),
+    "pipeline_head": Shown(
+        {"pipeline_head": "spread head"},
+        bar=lambda row: _step_bar(row, f"head {row['head']}, idle {row['bubble']['median']:.1%}"),
+        group=lambda row: f"{row['stages']} stages; computing emulated by sleeping",
+        marks={"simulated": lambda row: row["simulated_s"]},
+    ),
     "layer_meshes": Shown(
         {"layer_meshes_8": "8 ranks", "layer_meshes_64": "64 ranks"},
         "seconds for a layer's forward and backward",
