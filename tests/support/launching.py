@@ -138,7 +138,7 @@ def _run_forked(command, variables, timeout_s):
 
 
 def _run_script(argv, variables, output, timeout_s):
-    """What ``python script …`` does, with stdout and stderr in a file, and where it stands shortly before it is killed."""
+    """What ``python script …`` does, with its output in a file, and where it stands shortly before it is killed."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
