@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported, and for what is started from here. Small models gain nothing from more; where ranks are
-# threads, and two processes of tests share the cores, OpenMP's threads waited for each other for longer than they worked.
+# threads, and two processes of tests share the cores, OpenMP's waited for each other for longer than they worked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
