@@ -46,7 +46,7 @@ from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 from cuboid.seq1f1b.runtime.profiler import UnitProfiler
 from cuboid.seq1f1b.schedule import choice
 from cuboid.seq1f1b.schedule.actions import Action
-from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.partition import cut_sequence, ends_of, even_cut, segment_cost
 from cuboid.seq1f1b.schedule.simulator import Span
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
@@ -110,7 +110,7 @@ class RealTask(Llama, Task):
         return model_sizes(self.config())
 
     def stage(self, number: int, chunks: int = 1) -> nn.Module:
-        return PlainStage(self.model(), number, self.stages * chunks)
+        return PlainStage(self.model(), number, self.balance(chunks))
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(_SEED)
@@ -125,13 +125,13 @@ class PlainStage(nn.Module):
     """A stage as users of the peers write one, of Hugging Face's own layers: from ids ``[B, S]`` on the first stage or
     hidden states ``[B, S, H]`` to hidden states, or logits ``[B, S, V]`` on the last."""
 
-    def __init__(self, model: LlamaForCausalLM, stage: int, stages: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, stage: int, balance: Sequence[int]) -> None:
         super().__init__()
-        per_stage = len(model.model.layers) // stages
-        self.layers = model.model.layers[stage * per_stage : (stage + 1) * per_stage]
+        first, end = ends_of(balance)[stage]
+        self.layers = model.model.layers[first:end]
         self.rotary = model.model.rotary_emb
         self.embedding = model.model.embed_tokens if stage == 0 else None
-        self.head = nn.Sequential(model.model.norm, model.lm_head) if stage == stages - 1 else None
+        self.head = nn.Sequential(model.model.norm, model.lm_head) if end == len(model.model.layers) else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs if self.embedding is None else self.embedding(inputs)
@@ -343,6 +343,8 @@ class CuboidPipeline(_UnderDeepSpeed):
         pipeline |= {"segments": entry.segments, "partition": entry.partition, "schedule": entry.schedule}
         if entry.limit:
             pipeline |= {"chunks": entry.chunks, "memory_limit": entry.limit}
+        if task.spreads_head:
+            pipeline["head"] = "spread"
         config = {**self._config(), "pipeline": pipeline}
         batches = ({"input_ids": ids, "shift_labels": labels} for ids, labels in self._micro_batches())
         self._start(cuboid.shard(task.model(), config), batches, config)
@@ -393,19 +395,15 @@ class PipelineCase(Case):
         entries = [Entry("torch"), Entry("deepspeed"), *PEERS_CHUNKED, *cuts(args.segments), *split]
         result.update(workload=task.numbers(), memory=[])
 
-        def keep(_: int) -> Link:
-            pin(dist.get_rank())
-            return Link(Loopback(dist.get_world_size()), build)
-
         records: list[Record] = []
         with forked_ranks(Loopback(task.stages), keep) as ranks:
             for count in args.micro_batches:
                 step = dataclasses.replace(task, micro_batches=count)
                 watch = Watch(args.limit)
-                ready = [_prepare(ranks, entry, step) for entry in entries if is_able(entry, step)]
+                ready = [prepare(ranks, entry, step) for entry in entries if is_able(entry, step)]
                 check_agreement(ready)
                 records += ready
-                run_rounds(ready, args.repeats, watch, partial(timed_step, ranks, watch, figures=_idle))
+                run_rounds(ready, args.repeats, watch, partial(timed_step, ranks, watch, figures=idle))
                 ranks.call("discard")
                 result["rows"] = [_row(record, records) for record in records]
                 write()
@@ -413,7 +411,7 @@ class PipelineCase(Case):
         kept: list[Record] = []
         with forked_ranks(Loopback(many.stages), keep) as ranks:
             for entry in (entry for entry in entries if is_able(entry, many)):
-                kept.append(_prepare(ranks, entry, many))
+                kept.append(prepare(ranks, entry, many))
                 ranks.call("discard")
                 gc.collect()
         check_agreement(kept)
@@ -432,6 +430,12 @@ class PipelineCase(Case):
 # --- measuring ---
 
 
+def keep(_: int) -> Link:
+    """What a rank keeps, with a core of its own."""
+    pin(dist.get_rank())
+    return Link(Loopback(dist.get_world_size()), build)
+
+
 def build(key: tuple[Entry, RealTask]) -> Pipeline:
     """Set up a contestant for a task. All ranks must call."""
     entry, task = key
@@ -440,12 +444,12 @@ def build(key: tuple[Entry, RealTask]) -> Pipeline:
     return DeepSpeedPipeline(task, entry.chunks) if entry.kind == "deepspeed" else TorchPipeline(entry, task)
 
 
-def _prepare(ranks: Ranks, entry: Entry, task: RealTask) -> Record:
-    """Build a contestant and have its first step."""
-    return Record((entry, task), entry.name, facts=together(ranks.call("prepare", (entry, task))))
+def prepare(ranks: Ranks, entry: Entry, task: RealTask, more: str = "") -> Record:
+    """Build a contestant, with ``more`` in its name, and have its first step."""
+    return Record((entry, task), entry.name + more, facts=together(ranks.call("prepare", (entry, task))))
 
 
-def _idle(_: Record, steps: Sequence[Step]) -> Row:
+def idle(_: Record, steps: Sequence[Step]) -> Row:
     """The part of the step in which ranks didn't compute."""
     step_s = max(step.duration_s for step in steps)
     return {"idle": statistics.fmean(1 - step.thread_s / step_s for step in steps)}

@@ -1,8 +1,8 @@
-"""A head of a real vocabulary on the last stage, and spread over the stages; computing is emulated by sleeping.
+"""A heavy head on the last stage, and spread over the stages, beside PyTorch's schedules, which have it on the last.
 
 python benchmarks/pipeline_head.py [--stages 4 8] [--segments 8] …
 
-Beside PyTorch's schedules, whose head is on the last stage. What sleeps and what is real is as in pipeline_emulated.py.
+On two stages that compute, and on more whose computing is emulated by sleeping, as in pipeline_emulated.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pipeline
 import torch
 import torch.distributed as dist
-from harness import freshness
+from harness import freshness, llama
 from harness.case import Case, at_least
 from harness.rounds import Record, run_rounds, spread, undisturbed
 from harness.tables import Column, Row, Table, grouped, known, ranged
 from harness.watch import Watch
 from network.networks import Loopback
-from network.ranks import forked_ranks
+from network.ranks import Ranks, forked_ranks
 from network.rate import Link, timed_step
-from pipeline import PEERS_CHUNKED, Entry, Pipeline, build, row_name, together
+from network.serving import Step
+from pipeline import PEERS_CHUNKED, Entry, Pipeline, RealTask, Task, build, is_able, row_name, together
 from pipeline_emulated import (
     EMULATED,
     CuboidRuntime,
@@ -48,6 +50,20 @@ from cuboid.seq1f1b.schedule.partition import balance_by_flops, ends_of
 from cuboid.seq1f1b.schedule.unit_costs import BACKWARD_RATIO, ModelSizes
 
 _SEED = 20241108
+
+
+@dataclass(frozen=True)
+class HeadTask(RealTask):
+    """A Llama whose stages really compute; its head has the operations of 1.5 layers."""
+
+    length: int = 1024
+    micro_batches: int = 8
+    vocabulary: int = 6912
+    spreads_head: bool = False
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 -- as long as the rank lives
+    def balance(self, chunks: int = 1) -> tuple[int, ...]:
+        return balance_by_flops(self.sizes, self.stages * chunks, self.length, has_head=not self.spreads_head)
 
 
 @dataclass(frozen=True)
@@ -170,72 +186,89 @@ _LIMIT = 2.0
 TORCH = [Entry("torch"), *(entry for entry in PEERS_CHUNKED if entry.kind == "torch")]
 
 
-def contestants(works: Sequence[HeadWork], segments: int, chunks: Sequence[int]) -> Iterator[tuple[Entry, HeadWork]]:
-    """PyTorch's schedules with the head on the last stage, and Cuboid's with both."""
-    last, _ = works
-    yield from ((entry, last) for entry in TORCH)
+def contestants(tasks: Sequence[Task], segments: int, chunks: Sequence[int]) -> Iterator[tuple[Entry, Task, str]]:
+    """PyTorch's schedules with the head on the last stage, and Cuboid's with both: schedule, task and name."""
+    last, _ = tasks
     ours = [Entry("cuboid", "zero_bubble", segments, limit=_LIMIT)]
     ours += [Entry("cuboid", "zero_bubble-interleaved", segments, chunks=count, limit=_LIMIT) for count in chunks]
-    yield from ((entry, work) for entry in ours for work in works)
+    pairs = [(entry, last) for entry in TORCH if is_able(entry, last)]
+    pairs += [(entry, task) for entry in ours for task in tasks]
+    yield from ((entry, task, f"{entry.name}, head {_place(task)}") for entry, task in pairs)
 
 
 class HeadCase(Case):
-    """Each step must have the loss and the gradient norm that plain autograd in float64 gives."""
+    """Steps must have the loss and the gradient norm of each other, the emulated ones those of float64."""
 
     name = "pipeline_head"
-    sources = freshness.SCHEDULES
+    sources = freshness.SEQ1F1B + freshness.STAGES + freshness.ENGINE
     repeats, limit_s = 5, 600.0
     cores = "{cores} cores for all stages"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--stages", type=int, choices=[2, 4, 8], nargs="+", help="(default 4 8)")
+        parser.add_argument("--stages", type=int, choices=[4, 8, 16], nargs="+", help="emulated (default 4 8)")
         parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8)")
         parser.add_argument("--chunks", type=int, choices=[2, 4], nargs="+", default=[2], help="of a rank (default 2)")
 
     def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
-        args.stages = args.stages or ([2] if args.quick else [4, 8])
+        args.stages = args.stages or ([4] if args.quick else [4, 8])
         args.segments = args.segments or (2 if args.quick else 8)
 
     def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
+        real = HeadTask(length=256, hidden=64, intermediate=128, vocabulary=1300) if args.quick else HeadTask()
+        result.update(workload=real.numbers(), rows=[])
+        tasks = real, dataclasses.replace(real, spreads_head=True)
+        with forked_ranks(Loopback(real.stages), pipeline.keep) as ranks:
+            some = [
+                pipeline.prepare(ranks, entry, task, f", head {_place(task)}")
+                for entry, task, _ in contestants(tasks, args.segments, args.chunks)
+            ]
+            pipeline.check_agreement(some)
+            self._run(ranks, some, args, result, write, pipeline.idle)
         forward_s = 0.02 if args.quick else Work.forward_s
-        records: list[Record] = []
-        result["emulated"] = EMULATED
         for stages in args.stages:
             works = [HeadWork(stages, forward_s=forward_s, spreads_head=spreads) for spreads in (False, True)]
-            result.setdefault("workload", works[0].numbers())
+            result.update(emulated=works[0].numbers())
             with forked_ranks(Loopback(stages), _keep) as ranks:
                 reference = functools.cache(works[0].reference)
-                some = [
-                    Record(key, f"{key[0].name}, head {_place(key[1])}")
-                    for key in contestants(works, args.segments, args.chunks)
-                ]
-                for record in some:
+                some = []
+                for entry, work, name in contestants(works, args.segments, args.chunks):
+                    record = Record((entry, work), name)
                     first = together(ranks.call("prepare", record.entry))
-                    check_agreement(record, first, reference(record.entry[0].chunks))
-                records += some
-                watch = Watch(args.limit)
-                step = partial(timed_step, ranks, watch, figures=partial(step_figures, reference))
-                run_rounds(some, args.repeats, watch, step)
-                result["rows"] = [_row(record, records) for record in records]
-                write()
-                ranks.call("discard")
+                    check_agreement(record, first, reference(entry.chunks))
+                    some.append(record)
+                self._run(ranks, some, args, result, write, partial(step_figures, reference))
+
+    def _run(
+        self,
+        ranks: Ranks,
+        records: Sequence[Record],
+        args: argparse.Namespace,
+        result: Row,
+        write: Callable[[], None],
+        figures: Callable[[Record, Sequence[Step]], Row],
+    ) -> None:
+        watch = Watch(args.limit)
+        run_rounds(records, args.repeats, watch, partial(timed_step, ranks, watch, figures=figures))
+        result["rows"] += [_row(record, records) for record in records]
+        write()
 
     def setting(self, result: Row) -> list[str]:
-        sizes = result["workload"]
+        sizes, emulated = result["workload"], result["emulated"]
         return [
-            f"Emulated: {sizes['layers']} layers like Llama-2-7B's and a head as heavy as {sizes['head_layers']:g} of "
-            f"them; {sizes['micro_batches']} micro-batches of a sequence of {sizes['length']} tokens. Layers are "
-            "balanced by operations, the head's among them where it is on the last stage.",
-            f"Messages: {sizes['width']} float32 numbers a token; loopback.",
+            f"Two stages: {llama.described(sizes)}, {sizes['dtype']}; {sizes['micro_batches']} micro-batches of a row "
+            f"of {sizes['length']} tokens.",
+            f"More, emulated: {emulated['layers']} layers like Llama-2-7B's; {emulated['micro_batches']} micro-batches "
+            f"of a row of {emulated['length']} tokens; messages of {emulated['width']} float32 numbers a token.",
+            "The head has the operations of 1.5 layers; layers are balanced by operations, the head's among them where "
+            "it is on the last stage. Loopback.",
         ]
 
     def remarks(self, result: Row) -> list[str]:
-        said = [
-            "Computing is emulated: a unit sleeps for as long as its operations say. Schedules, messages and "
-            "collectives are real.",
-            *self.busy(result),
-        ]
-        return [*said, "On loopback messages cost hardly any time."]
+        emulation = (
+            "Where computing is emulated, a unit sleeps for as long as its operations say. Schedules, messages and "
+            "collectives are real."
+        )
+        return [emulation, *self.busy(result)]
 
     def tables(self, result: Row) -> list[Table]:
         columns = [
@@ -245,11 +278,11 @@ class HeadCase(Case):
             Column("÷ head on the last stage", lambda row: ranged(row["ratios"].get("last"))),
             Column("simulated", lambda row: known(row["ratio_simulated"], ".2f")),
             Column("÷ fastest of torch", lambda row: ranged(row["ratios"].get("torch"))),
-            Column("idle", lambda row: f"{100 * row['bubble']['median']:.1f} %"),
-            Column("simulated idle", lambda row: known(row["bubble_simulated"], ".1f", unit=0.01, end=" %")),
+            Column("idle", lambda row: f"{100 * row['idle']['median']:.1f} %"),
+            Column("simulated idle", lambda row: known(row["idle_simulated"], ".1f", unit=0.01, end=" %")),
         ]
         return [
-            Table(columns, rows, f"{stages} stages ({EMULATED})", file=f"_{stages}_stages")
+            Table(columns, rows, f"{stages} stages" + (f" ({EMULATED})" if rows[0]["emulated"] else ""))
             for (stages,), rows in grouped(result["rows"], "stages").items()
         ]
 
@@ -266,28 +299,28 @@ def _keep(_: int) -> Link:
     return Link(Loopback(dist.get_world_size()), built)
 
 
-def _place(work: HeadWork) -> str:
-    return "spread" if work.spreads_head else "last"
+def _place(task: Task) -> str:
+    return "spread" if task.spreads_head else "last"
 
 
 def _row(record: Record, records: Sequence[Record]) -> Row:
-    entry, work = record.entry
-    last = dataclasses.replace(work, spreads_head=False)
+    entry, task = record.entry
+    last = dataclasses.replace(task, spreads_head=False)
     by_entry = {other.entry: other for other in records}
-    torchs = [by_entry[peer, last] for peer in TORCH]
+    quiet, torchs = undisturbed(record.samples), [by_entry[peer, last] for peer in TORCH if is_able(peer, last)]
     fastest = min(torchs, key=lambda other: statistics.median(sample.step_s for sample in undisturbed(other.samples)))
-    others = [("torch", fastest)] + ([("last", by_entry[entry, last])] if work.spreads_head else [])
-    timeline = entry.chosen(work).timeline if entry.kind == "cuboid" else None
+    others = [("torch", fastest)] + ([("last", by_entry[entry, last])] if task.spreads_head else [])
+    timeline = entry.chosen(task).timeline if entry.kind == "cuboid" else None
     return {
         "name": record.name,
         **dataclasses.asdict(entry),
-        "stages": work.stages,
-        "head": _place(work),
-        "balance": list(work.balance(entry.chunks)),
-        "error": record.error,
-        "bubble": spread([sample.figures["bubble"] for sample in undisturbed(record.samples)]),
+        "stages": task.stages,
+        "emulated": task.is_emulated,
+        "head": _place(task),
+        "balance": list(task.balance(entry.chunks)),
+        "idle": spread([sample.figures["bubble" if task.is_emulated else "idle"] for sample in quiet]),
         "simulated_s": timeline and timeline.makespan_s,
-        "bubble_simulated": timeline and timeline.bubble,
+        "idle_simulated": timeline and timeline.bubble,
         "ratio_simulated": timeline and entry.chosen(last).timeline.makespan_s / timeline.makespan_s,
         **record.numbers(others),
     }

@@ -109,8 +109,8 @@ SHOWN = {
     ),
     "pipeline_head": Shown(
         {"pipeline_head": "spread head"},
-        bar=lambda row: _step_bar(row, f"head {row['head']}, idle {row['bubble']['median']:.1%}"),
-        group=lambda row: f"{row['stages']} stages; computing emulated by sleeping",
+        bar=lambda row: _step_bar(row, f"idle {row['idle']['median']:.1%}"),
+        group=lambda row: f"{row['stages']} stages" + ("; computing emulated by sleeping" if row["emulated"] else ""),
         marks={"simulated": lambda row: row["simulated_s"]},
     ),
     "layer_meshes": Shown(
