@@ -28,7 +28,7 @@ WRITTEN = (
 #: Cases of benchmarks/.
 MEASURED = (
     *("pipeline", "pipeline_emulated", "layer_meshes", "training_step", "layouts", "hidden_communication", "overhead"),
-    *("loading", "memory", "colossalai_3d"),
+    *("loading", "memory", "colossalai_3d", "pipeline_head"),
 )
 
 
