@@ -327,7 +327,7 @@ def test_search_says_why_nothing_fits():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**16)])
+@pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**18)])
 def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
     tried = list(layouts(model, cluster, length, 2))
