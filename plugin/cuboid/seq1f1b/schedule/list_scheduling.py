@@ -22,8 +22,9 @@ is done, and G once H is done on all ranks; the last stage's backward waits for 
 units in the order of the forwards, on all ranks, and come before everything else, because all backwards wait for them.
 What they and that backward wait for comes from all ranks, so the slowest one counts each time, and in a fixed order the
 others would idle: each is placed as if it had to wait for :data:`_SLACK` average actions more, in which a rank does
-something else. They take no part of the limit. A share's logits are kept from H to G, so a rank is at most :data:`_MOST_SHARES` units
-ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is always allowed.
+something else. They take no part of the limit. A share's logits are kept from H to G, so a rank is at most
+:data:`_MOST_SHARES` units ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is
+always allowed.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ TRIED_ACTIONS = 400_000
 _MICRO_BATCH_GAIN = 0.005
 #: Most units of which a rank keeps its share of the logits, between H and G, of a head that is spread.
 _MOST_SHARES = 2
-#: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. On eight
-#: ranks, two cost less than half a percent where nothing is late, and a step took 15 % less where ranks drift.
+#: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. With two
+#: chunks on eight ranks, two cost half a percent where nothing is late, and a step took 15 % less where ranks drift.
 _SLACK = 2.0
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
