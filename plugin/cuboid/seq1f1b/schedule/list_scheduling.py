@@ -48,7 +48,7 @@ _MICRO_BATCH_GAIN = 0.005
 #: Most units of which a rank keeps its share of the logits, between H and G, of a head that is spread.
 _MOST_SHARES = 2
 #: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. With
-#: two chunks on eight ranks, two cost half a percent where nothing is late, and a step took 15 % less where ranks drift.
+#: two chunks on eight ranks, two cost half a percent where nothing is late, and a step took 15 % less where they drift.
 _SLACK = 2.0
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
