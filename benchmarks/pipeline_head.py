@@ -52,6 +52,11 @@ from cuboid.seq1f1b.schedule.unit_costs import BACKWARD_RATIO, ModelSizes
 _SEED = 20241108
 
 
+@functools.cache
+def _balance(task: HeadTask | HeadWork, chunks: int) -> tuple[int, ...]:
+    return balance_by_flops(task.sizes, task.stages * chunks, task.length, has_head=not task.spreads_head)
+
+
 @dataclass(frozen=True)
 class HeadTask(RealTask):
     """A Llama whose stages really compute; its head has the operations of 1.5 layers."""
@@ -61,9 +66,8 @@ class HeadTask(RealTask):
     vocabulary: int = 6912
     spreads_head: bool = False
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 -- as long as the rank lives
     def balance(self, chunks: int = 1) -> tuple[int, ...]:
-        return balance_by_flops(self.sizes, self.stages * chunks, self.length, has_head=not self.spreads_head)
+        return _balance(self, chunks)
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,8 @@ class HeadWork(Work):
         layer_flops = without.layer_flops(self.length)[0]
         return ModelSizes(without.layers, head=round(self.head_layers * layer_flops / (2 * self.length)))
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 -- as long as the rank lives
     def balance(self, chunks: int = 1) -> tuple[int, ...]:
-        return balance_by_flops(self.sizes, self.stages * chunks, self.length, has_head=not self.spreads_head)
+        return _balance(self, chunks)
 
     def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
         flops = super(Work, self).cost(lengths, chunks)

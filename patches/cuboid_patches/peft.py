@@ -9,6 +9,7 @@ from typing import Any
 from transformers.utils import is_peft_available
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.kinds.sharding import TokensBefore
 from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid_patches.base import Patch
@@ -128,18 +129,23 @@ def _setup_prompt_encoder(original: Any) -> Any:
     return setup_prompt_encoder
 
 
+def _virtual_tokens(peft_model: Any) -> TokensBefore | None:
+    base_model = peft_model.base_model
+    return base_model.cuboid.state.virtual_tokens if isinstance(base_model, ShardedModel) else None
+
+
 def _forward(original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.base_model.cuboid.state if isinstance(self.base_model, ShardedModel) else None
-        if state is None or state.virtual_tokens is None:
+        virtual_tokens = _virtual_tokens(self)
+        if virtual_tokens is None:
             return original(self, *args, **kwargs)
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         arguments |= arguments.pop("kwargs", {})
-        return self.base_model(**state.virtual_tokens.before(arguments))
+        return self.base_model(**virtual_tokens.before(arguments))
 
     return forward
 
@@ -147,11 +153,11 @@ def _forward(original: Any) -> Any:
 def _prepare_inputs_for_generation(original: Any) -> Any:
     @functools.wraps(original)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.base_model.cuboid.state if isinstance(self.base_model, ShardedModel) else None
-        if state is None or state.virtual_tokens is None:
+        virtual_tokens = _virtual_tokens(self)
+        if virtual_tokens is None:
             return original(self, *args, **kwargs)
         arguments = self.base_model_prepare_inputs_for_generation(*args, **kwargs)
-        return state.virtual_tokens.in_generation(arguments)
+        return virtual_tokens.in_generation(arguments)
 
     return prepare_inputs_for_generation
 

@@ -291,7 +291,7 @@ class _ModelCosts(_Costs):
         config = model_config(model, trust_remote_code=trust_remote_code)
         check_length(length, longest_sequence(config), "--seq-len")
         whole_model = meta_model(config)
-        halves = known_halves(whole_model, cuts=request.cuts_layers)
+        halves = known_halves(whole_model) if request.cuts_layers else ()
         self._sizes = sizes_of(whole_model, halves)
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:

@@ -27,6 +27,7 @@ from cuboid.seq1f1b.schedule.choice import (
     is_generated,
     place_stages,
 )
+from cuboid.seq1f1b.schedule.partition import whole_if_integer
 
 
 class Section(BaseModel):
@@ -255,7 +256,7 @@ class PipelineConfig(Section):
     @field_validator("stage_balance")
     @classmethod
     def _whole_counts(cls, value: Any) -> Any:
-        return tuple(int(x) if x == int(x) else x for x in value) if isinstance(value, tuple) else value
+        return tuple(map(whole_if_integer, value)) if isinstance(value, tuple) else value
 
     @model_validator(mode="after")
     def _check_counts(self) -> PipelineConfig:

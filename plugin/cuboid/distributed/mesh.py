@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +33,11 @@ class WeightSeed:
 
     drawn: int
     of_generator: int = dataclasses.field(compare=False)
+
+    @classmethod
+    def of_state(cls) -> WeightSeed:
+        """Of all that the generator draws from now on, without drawing."""
+        return cls(zlib.crc32(torch.get_rng_state().numpy().tobytes()), torch.initial_seed())
 
 
 class AxisGroup:

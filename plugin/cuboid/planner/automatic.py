@@ -22,10 +22,9 @@ from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
-from cuboid.models.pipeline.staging_plan import halves_for, stated_length
+from cuboid.models.pipeline.staging_plan import assumed_length_of, halves_for
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import sizes_of
-from cuboid.models.stages.stage_cut import ASSUMED_LENGTH
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
@@ -131,7 +130,7 @@ def segment_choice(
         checkpointing=_mode(config) or "none", on_host=config.keeps_on_host,
         compiled=config.tensor_parallel.compile, fp8_min_dimension=config.tensor_parallel.fp8_min_dimension,
     )  # fmt: skip
-    layout = with_pipeline(layout, pipeline, described, stated_length(config) or ASSUMED_LENGTH)
+    layout = with_pipeline(layout, pipeline, described, assumed_length_of(config))
     return SegmentChoice(described, layout, _cluster(config, topology.world_size))
 
 
@@ -179,7 +178,7 @@ def settle_stages(
         *(pipeline, sizes, lengths, micro_batches),
         recomputes=recomputes,
         halves=lambda: halves,
-        assumed_length=stated_length(config) or ASSUMED_LENGTH,
+        assumed_length=assumed_length_of(config),
     )
     if current_rank() == 0:
         _logger.warning(
@@ -236,8 +235,8 @@ def _layouts(
             if pipeline is None:
                 yield layout
                 continue
-            assumed_length, segments = stated_length(config) or ASSUMED_LENGTH, pipeline.segments
-            layout = with_pipeline(layout, pipeline, model, assumed_length).without_chunks
+            segments = pipeline.segments
+            layout = with_pipeline(layout, pipeline, model, assumed_length_of(config)).without_chunks
             for count in segment_counts(layout, length) if segments == "auto" else (segments,):
                 yield replace(layout, segments=count)
 

@@ -14,7 +14,7 @@ from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
-from cuboid.models.pipeline.staging_plan import stated_length
+from cuboid.models.pipeline.staging_plan import assumed_length_of
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, plan_stages
 from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, CheckpointingMode, Layout, Software
@@ -336,7 +336,7 @@ def layout_of_config(
     return _with_segments(
         *(layout, pipeline, model, cluster, length),
         recomputes=recomputes,
-        assumed_length=stated_length(config) or ASSUMED_LENGTH,
+        assumed_length=assumed_length_of(config),
     )
 
 

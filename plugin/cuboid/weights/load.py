@@ -89,8 +89,9 @@ def _load_sharded(
 ) -> PreTrainedModel:
     for name in _INCOMPATIBLE:
         if kwargs.get(name) not in (None, False):
-            quantises = name.startswith(("quantization", "load_in"))
-            instead = "; load weights of 16 bits (dtype=torch.bfloat16), and adapt those with LoRA" * quantises
+            instead = ""
+            if name.startswith(("quantization", "load_in")):
+                instead = "; load weights of 16 bits (dtype=torch.bfloat16), and adapt those with LoRA"
             raise UnsupportedModelError(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 f"seq1f1b{instead}"

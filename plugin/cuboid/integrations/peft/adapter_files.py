@@ -84,9 +84,7 @@ class AdapterFiles:
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
             saved = copy.copy(config)
             saved.target_modules = _targets(config, tensors, inner.cuboid.whole_model.parameters)
-            saved.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
-            saved.inference_mode = True
-            saved.save_pretrained(str(target))
+            write_config(saved, inner, target)
 
     def load(self, model: nn.Module, folder: Path) -> None:
         """Load the model's adapters from a folder of PEFT. Each rank reads them and keeps its shards; nothing is sent.
@@ -241,6 +239,13 @@ def selected_names(known: Iterable[str], selected: Sequence[str] | None) -> list
 def folder_of(folder: Path, adapter: str) -> Path:
     """Where PEFT keeps an adapter's files."""
     return folder if adapter == "default" else folder / adapter
+
+
+def write_config(config: PeftConfig, inner: Any, folder: Path) -> None:
+    """Write a copy of an adapter's config, as PEFT does: of its base model, for inference. The copy is changed."""
+    config.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
 
 
 def check_same(config: PeftConfig, folder: Path, options: Sequence[str] = _IDENTITY) -> None:

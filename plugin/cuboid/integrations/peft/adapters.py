@@ -93,8 +93,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             )
         if not is_loading.get():
             # Each rank makes the whole factors, so all must draw the same.
-            state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-            model.cuboid.mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
+            model.cuboid.mesh.compare_seed(WeightSeed.of_state())
             if isinstance(config, LoraConfig) and config.use_dora:
                 _connect_for_norms(model.cuboid.mesh)
         # Each stage makes its own layers' factors only, so that ranks would draw different numbers for a layer.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,13 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import WeightSeed
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CheckpointError, MeshError, UnsupportedModelError
-from cuboid.integrations.peft.adapter_files import check_same, folder_of, save_adapters, selected_names
+from cuboid.integrations.peft.adapter_files import (
+    check_same,
+    folder_of,
+    save_adapters,
+    selected_names,
+    write_config,
+)
 from cuboid.integrations.peft.adapters import structure_changes
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.local_batch import IGNORE_INDEX
@@ -108,8 +113,7 @@ def set_up_prompt(peft_model: Any, adapter_name: str) -> None:
         peft_model.prompt_encoder, peft_model.prompt_tokens = nn.ModuleDict({}), {}
     mesh = inner.cuboid.mesh
     # Each rank makes the whole vectors, so all must draw the same.
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    mesh.compare_seed(WeightSeed(state, torch.initial_seed()))
+    mesh.compare_seed(WeightSeed.of_state())
     config.num_transformer_submodules = 1
     table = _table_of(inner)
     encoder = PromptEmbedding(config, _WholeTable(inner, table))
@@ -316,10 +320,7 @@ class Prompts:
             target = folder_of(folder, name)
             target.mkdir(exist_ok=True)
             save_file({_SAVED: vectors[name]}, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-            saved: Any = copy.copy(self._configs[name])
-            saved.base_model_name_or_path = saved.base_model_name_or_path or inner.config._name_or_path or None
-            saved.inference_mode = True
-            saved.save_pretrained(str(target))
+            write_config(copy.copy(self._configs[name]), inner, target)
 
     def load(self, model: nn.Module, folder: Path) -> None:
         """Load prompts from a folder of PEFT. Each rank reads them and keeps its shards; nothing is sent.

@@ -92,6 +92,10 @@ class _WholeLayer:
         names = [name for name in adapters if name in layer.lora_A or name in layer.lora_embedding_A]
         #: A ``[r, in]`` and B ``[out, r]`` of each adapter that the layer has.
         self._factors = {name: self._whole(name) for name in names}
+        # Where PEFT looks for them: an embedding's are parameters, other layers' are modules.
+        as_a, as_b = ({name: factors[place] for name, factors in self._factors.items()} for place in (0, 1))
+        self.lora_embedding_A, self.lora_embedding_B = (as_a, as_b) if self._is_embedding else ({}, {})
+        self.lora_A, self.lora_B = ({}, {}) if self._is_embedding else (_as_modules(as_a), _as_modules(as_b))
 
     @property
     def _is_embedding(self) -> bool:
@@ -104,32 +108,6 @@ class _WholeLayer:
             rows, b = (_full(x, name) for x in (self._layer.lora_embedding_A, self._layer.lora_embedding_B))
             return rows.t(), b
         return _full(self._layer.lora_A[name], "weight"), _full(self._layer.lora_B[name], "weight")
-
-    def _by_name(self, index: int, *, of_embedding: bool) -> dict[str, Any]:
-        if of_embedding != self._is_embedding:
-            return {}
-        tensors = {name: factors[index] for name, factors in self._factors.items()}
-        return tensors if of_embedding else {name: SimpleNamespace(weight=x) for name, x in tensors.items()}
-
-    @property
-    def lora_A(self) -> dict[str, Any]:
-        """As PEFT's."""
-        return self._by_name(0, of_embedding=False)
-
-    @property
-    def lora_B(self) -> dict[str, Any]:
-        """As PEFT's."""
-        return self._by_name(1, of_embedding=False)
-
-    @property
-    def lora_embedding_A(self) -> dict[str, Any]:
-        """As PEFT's."""
-        return self._by_name(0, of_embedding=True)
-
-    @property
-    def lora_embedding_B(self) -> dict[str, Any]:
-        """As PEFT's."""
-        return self._by_name(1, of_embedding=True)
 
     def get_delta_weight(self, name: str) -> torch.Tensor:
         """As PEFT's."""
@@ -152,10 +130,13 @@ class _WholeLayer:
         return [_part(self._layer.lora_A[name], "weight", a), _part(self._layer.lora_B[name], "weight", b)]
 
 
-def _full(owner: Any, name: str) -> torch.Tensor:
+def _as_modules(tensors: Mapping[str, torch.Tensor]) -> dict[str, SimpleNamespace]:
+    return {name: SimpleNamespace(weight=x) for name, x in tensors.items()}
+
+
+def _full(owner: nn.Module, name: str) -> torch.Tensor:
     if not isinstance(owner, ShardedModule):
-        parameter: torch.Tensor = owner[name] if name != "weight" else owner.weight
-        return parameter.detach()
+        return owner.get_parameter(name).detach()
     full = whole_parameter(owner, name)
     assert full is not None
     return full

@@ -73,8 +73,7 @@ def plan_staging(
     halves_of = functools.cache(lambda: halves_for(pipeline, model, cls))
     # Not every architecture has sizes that are known, nor every config a use for them.
     find_sizes = functools.cache(lambda: sizes_of(model, halves_of()))
-    length = stated_length(config) or ASSUMED_LENGTH
-    counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=length)
+    counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=assumed_length_of(config))
     layout = StageLayout(counts, config.placement)
     outline = dataclasses.replace(outline, halves=halves_inside(counts, halves_of))
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
@@ -84,37 +83,36 @@ def plan_staging(
     return StagePlan(outline, layout, cuts, config, certificate, sizes, segment_choice)
 
 
-def stated_length(config: CuboidConfig) -> int | None:
-    """Tokens of a sequence, if the config says how many."""
+def assumed_length_of(config: CuboidConfig) -> int:
+    """Tokens of a sequence for which halves of layers are weighed: as many as the config says, if it does."""
     assert config.pipeline is not None
     partition = config.pipeline.partition
-    return sum(partition) if isinstance(partition, tuple) else config.sequence_length
+    stated = sum(partition) if isinstance(partition, tuple) else config.sequence_length
+    return stated or ASSUMED_LENGTH
 
 
 def halves_for(
     pipeline: PipelineConfig, model: PreTrainedModel, cls: type[PreTrainedModel] | None = None
 ) -> LayerHalves:
-    """The halves of a model's layers, as a config has a use for them; see :func:`known_halves`."""
-    is_automatic = pipeline.stage_balance == "halves"
-    return known_halves(model, cls, cuts=pipeline.may_cut_layers, needs_one=is_automatic)
+    """The halves of a model's layers; () if a config has no use for them. Raises as :func:`known_halves`."""
+    if not pipeline.may_cut_layers:
+        return ()
+    return known_halves(model, cls, needs_one=pipeline.stage_balance == "halves")
 
 
 def known_halves(
-    model: PreTrainedModel, cls: type[PreTrainedModel] | None = None, *, cuts: bool = True, needs_one: bool = True
+    model: PreTrainedModel, cls: type[PreTrainedModel] | None = None, *, needs_one: bool = True
 ) -> LayerHalves:
-    """The halves of a whole model's layers, if stages may have such (``cuts``); else ().
+    """The halves of a whole model's layers.
 
     Args:
         model: on any device, meta included.
         cls: the architecture's class, if the model's own class is derived from it.
-        cuts: whether stages may begin inside a layer.
         needs_one: whether a model without halves is an error.
 
     Raises:
         UnsupportedModelError: no layer has any.
     """
-    if not cuts:
-        return ()
     halves = layer_halves(cls or type(model), model.config, len(decoder_layers(model)))
     reasons = [half for half in halves if isinstance(half, str)]
     if needs_one and len(reasons) == len(halves):

@@ -248,9 +248,9 @@ class StepCost:
         """A half's fraction of its layer's time, by operations."""
         layer = self._sizes.layers[part.index]
         assert part.half is not None
+        lengths = start, stop - start
         half, whole_layer = (
-            unit_flops(ModelSizes((sizes,), 0), (1,), (stop,))(Action(op, 0, 0, 0))
-            - (unit_flops(ModelSizes((sizes,), 0), (1,), (start,))(Action(op, 0, 0, 0)) if start else 0)
+            unit_flops(ModelSizes((sizes,), 0), (1,), lengths)(Action(op, 0, 0, 1))
             for sizes in (layer.halves[part.half], layer)
         )
         return half / whole_layer

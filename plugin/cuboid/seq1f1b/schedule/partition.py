@@ -151,7 +151,7 @@ def balance_halves(
     for stage, end in enumerate(ends[:-1]):
         if placement[stage] == placement[stage + 1]:
             ends[stage] = floor(end)
-    halves = tuple(_whole_if_integer(stop - start) for start, stop in pairwise((0, *ends)))
+    halves = tuple(whole_if_integer(stop - start) for start, stop in pairwise((0, *ends)))
 
     def costliest(counts: Sequence[float]) -> int:
         stages = stage_flops(sizes, counts, length)
@@ -167,7 +167,8 @@ def stage_flops(sizes: ModelSizes, counts: Sequence[float], length: int) -> list
     return [sum(ModelSizes(layers, 0).layer_flops(length)) for layers in layers_of_stages(sizes, counts)]
 
 
-def _whole_if_integer(number: float) -> float:
+def whole_if_integer(number: float) -> float:
+    """A number of layers, as an integer if it is one."""
     return int(number) if number == floor(number) else number
 
 
