@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter, TensorSpec, row_blocks
-from cuboid.checkpoint.metadata import TensorMetadata
+from cuboid.checkpoint.metadata import ShardRange, TensorMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerTensor, Slot, merge_stages
-from cuboid.checkpoint.reader import TensorFolder
+from cuboid.checkpoint.reader import LoadPlan, TensorFolder
 from cuboid.checkpoint.save_planner import assign, find_sources
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
@@ -210,8 +210,9 @@ def test_reading_a_range_equals_slicing_the_shard_in_memory(tmp_path_factory, da
     shard = take_shard(full, layout, here).view(-1)
     start = data.draw(st.integers(0, shard.numel()))
     stop = data.draw(st.integers(start, shard.numel()))
-    with TensorFolder(folder) as files:
-        assert same(files.read_range(name, TensorMetadata(layout.shape, layout), here, start, stop), shard[start:stop])
+    target = ShardRange(start, torch.zeros(stop - start))
+    LoadPlan(folder, {name: target}, {name: TensorMetadata(layout.shape, layout)}, required=[name]).read(here)
+    assert same(target.values, shard[start:stop])
 
 
 def test_folders_without_weights_or_tensors_are_rejected(tmp_path):
@@ -231,8 +232,9 @@ def test_folders_without_weights_or_tensors_are_rejected(tmp_path):
             files.read("z")
         with pytest.raises(CheckpointError, match="has no tensor w"):
             files.read("w")
-        with pytest.raises(CheckpointError, match=r"x is of shape \[2\], but the model's is \[3\]"):
-            files.read_range("x", TensorMetadata((3,), None), mesh, 0, 3)
+    plan = LoadPlan(tmp_path, {"x": ShardRange(0, torch.zeros(3))}, {"x": TensorMetadata((3,), None)}, required=())
+    with pytest.raises(CheckpointError, match=r"x is of shape \[2\], but the model's is \[3\]"):
+        plan.read(mesh)
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ The nouns are those of torch.distributed.checkpoint. One checkpoint's way throug
 5. ``writer``: each rank writes its files, and returns a ``WriteResult``: names, sizes and checksums.
 6. ``format.folder``: rank 0 writes the manifest, and renames the finished folder into place.
 
-Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``) and makes a ``LoadPlan`` of
-``ReadItem``; ``reader`` reads only the elements that a rank has, so that any layout can load what another one saved.
+Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``) and makes a ``LoadPlan`` for each folder
+of tensors; ``reader`` gives each rank the elements that it has, so that any layout can load what another one saved, and
+reads each byte once for all ranks.
 
 ``format`` has the files themselves: their names, the manifest, safetensors, ``state.json``, and the renames that
 publish a checkpoint or a model. It knows one process only.

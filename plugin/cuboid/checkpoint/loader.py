@@ -16,7 +16,7 @@ from cuboid.checkpoint.format.state_document import check_document
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.metadata import CheckpointMetadata, ShardRange, TensorMetadata
 from cuboid.checkpoint.optimizer_state import MASTER, OptimizerAdapter
-from cuboid.checkpoint.reader import LoadPlan, ReadItem, TensorFolder
+from cuboid.checkpoint.reader import LoadPlan, TensorFolder
 from cuboid.checkpoint.save_plan import OPTIMIZER
 from cuboid.checkpoint.save_planner import assign
 from cuboid.distributed.mesh import Mesh
@@ -124,10 +124,10 @@ def load_optimizer(
             ranges = {name: target for name, target in ranges.items() if name not in adapter.whole.keys}
         if quantity in saved["quantities"]:
             folder = checkpoint.path / OPTIMIZER / quantity
-            _plan(folder, ranges, parameters, required=required).read(mesh)
+            LoadPlan(folder, ranges, parameters, required).read(mesh)
         elif quantity == MASTER:
             # The run that wrote it trained in the masters' precision, so its weights are the masters.
-            _plan(checkpoint.path, ranges, parameters, required=()).read(mesh)
+            LoadPlan(checkpoint.path, ranges, parameters, required=()).read(mesh)
     adapter.restore(saved["numbers"], saved["groups"], groups)
 
 
@@ -165,18 +165,7 @@ def load_masters(
     folder = checkpoint.path / OPTIMIZER / MASTER
     if folder.is_dir():
         ranges = {name: ShardRange.of_shard(shard) for name, shard in shards.items()}
-        _plan(folder, ranges, parameters, required=()).read(mesh)
-
-
-def _plan(
-    folder: Path,
-    ranges: Mapping[str, ShardRange],
-    parameters: Mapping[str, TensorMetadata],
-    *,
-    required: Collection[str],
-) -> LoadPlan:
-    items = [ReadItem(name, parameters[name], target, name in required) for name, target in ranges.items()]
-    return LoadPlan(folder, tuple(items))
+        LoadPlan(folder, ranges, parameters, required=()).read(mesh)
 
 
 def _names_to_check(manifest: Manifest, mesh: Mesh) -> list[str]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 #: When, by ``time.monotonic``, the requests of the current context must have been answered.
 _deadline: ContextVar[float] = ContextVar("cuboid_store_deadline", default=math.inf)
@@ -89,6 +90,11 @@ class BoundedStore:
         """Delete a key, if it is there."""
         self._ask(self._client.call, "delete_key", key)
 
+    def connect(self, prefix: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+        """A process group of the ranks that call this with the same prefix, apart from torch's default one."""
+        group: dist.ProcessGroupGloo = self._ask(self._client.connect, prefix, rank, size, timedelta(seconds=timeout_s))
+        return group
+
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         if self._client.is_stuck:
             raise StoreTimeoutError("the store's host hasn't answered an earlier request")
@@ -130,6 +136,10 @@ class _Client:
 
     def call(self, name: str, *args: Any) -> Any:
         return getattr(self._store, name)(*args)
+
+    def connect(self, prefix: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        assert self._store is not None, "it is opened first"
+        return dist.ProcessGroupGloo(PrefixStore(prefix, self._store), rank, size, timeout)
 
     def end(self) -> None:
         self._requests.put(None)

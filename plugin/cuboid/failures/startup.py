@@ -139,7 +139,7 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
         store.set(f"at/{launch.rank}", _this_process())
         store.add("arrived", 1)
         while store.add("arrived", 0) < launch.size:
-            _raise_reported(store)
+            raise_reported(store)
             if time.monotonic() > deadline:
                 absent = [rank for rank in range(launch.size) if not store.check(f"at/{rank}")]
                 raise launch.missing(absent or [launch.rank], timeout_s)
@@ -176,7 +176,8 @@ def _this_process() -> str:
     return f"{host_identity('pid')} {os.getpid()}"
 
 
-def _raise_reported(store: BoundedStore) -> None:
+def raise_reported(store: BoundedStore) -> None:
+    """Raise the failure that a rank has reported before there was a process group, if one has."""
     if store.check("failure"):
         rank, text = json.loads(store.get("failure"))
         store.add("raising", 1)

@@ -45,6 +45,7 @@ from cuboid.weights.model_folder import (
 )
 from cuboid.weights.new_weights import is_of_new_head, make_new_weights
 from cuboid.weights.presharded import from_rank_file, rank_folder_of
+from cuboid.weights.read_once import load_once
 from cuboid.weights.resolve import plan_of, resolve
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
@@ -219,6 +220,22 @@ class _Loading:
             _ignore_other_stages(self, all_names)
         if self.cuboid_part.parallel is not None and self._cuboid_marks:
             mark_parameters(self, self.cuboid_part.parallel, plan.mesh)
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Fill a model from files, which transformers' loader reads; see :mod:`cuboid.weights.read_once`."""
+
+        def read(tensors: dict[str, Any] | None) -> Any:
+            files = checkpoint_files if tensors is None else None
+            return model._cuboid_base._load_pretrained_model(
+                model, state_dict if tensors is None else tensors, files, load_config, *args, **kwargs
+            )
+
+        if state_dict is not None or not all(file.endswith(".safetensors") for file in checkpoint_files or ()):
+            return read(None)
+        return load_once(model, model.cuboid_part.plan.mesh, checkpoint_files or (), read)
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.

@@ -248,6 +248,12 @@ class TensorFile:
         self.close()
 
 
+def file_identity(path: str | Path) -> tuple[int, ...]:
+    """What a file and a copy of it differ in, and what all hosts that share it see: inode, size, times of changes."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor; for a contiguous one on the CPU a writable view of its own memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

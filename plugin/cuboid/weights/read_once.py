@@ -1,0 +1,206 @@
+"""Read a model's files once for all replicas that see the same files: one of them reads, the others receive.
+
+The ranks at one place of the mesh and the pipeline, one in each replica, load the same values; ranks at different
+places read different ones. So the ranks of a place compare what files they see. Those that see the same ones, on a file
+system that their hosts share or on one host, are a group of gloo, over which the first of them broadcasts what it has
+read. Where each host has copies of its own, one rank of each host reads.
+
+This takes place before there is a process group too, because models are loaded before the engine is made: the ranks
+then meet in the launcher's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec, file_identity
+from cuboid.distributed.mesh import Mesh, current_rank, current_world_size, group_timeout
+from cuboid.errors import PeerLostError
+from cuboid.failures.bounded_store import BoundedStore
+from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.failures.rank_failure import described
+from cuboid.failures.startup import Launch, raise_reported, timeout_of_environment
+
+T = TypeVar("T")
+
+_WHAT = "reading of the model's files"
+_POLL_S = 0.02
+#: Bytes of one broadcast, each of which has the timeout of the process group.
+_MESSAGE_BYTES = 256 << 20
+
+
+def load_once(model: Any, mesh: Mesh, files: Sequence[str], read: Callable[[dict[str, Any] | None], T]) -> T:
+    """Load a model's files with ``read``, or make room with it and receive the values from a rank that reads them.
+
+    Args:
+        model: whose state dict ``read`` fills.
+        mesh: of the model.
+        files: safetensors files, the same on all ranks except for their folder.
+        read: loads the files if it is given None, else these stand-ins for their tensors.
+
+    Raises:
+        PeerLostError: the rank that reads failed or ended.
+    """
+    readers = _Readers.meet(mesh, files)
+    if readers is None:
+        return read(None)
+    return readers.send(model, read) if readers.is_first else readers.receive(model, files, read)
+
+
+class _Readers:
+    """The ranks of one place that see the same files, joined by a group of gloo if there are several."""
+
+    def __init__(self, group: Any, ranks: list[int], rank: int) -> None:
+        self._group, self._ranks, self._rank = group, ranks, rank
+        self.is_first = rank == ranks[0]
+
+    @classmethod
+    def meet(cls, mesh: Mesh, files: Sequence[str]) -> _Readers | None:
+        """Find the ranks that load the same as this one from the same files; None if there are no others.
+
+        Raises:
+            PeerLostError: one of them didn't come in time.
+        """
+        column = next(ranks for ranks in mesh.stage_ranks if mesh.rank in ranks)
+        # A plan may be of another world than this process's: those of probes, conversion and threads.
+        is_real = (mesh.rank, mesh.topology.world_size) == (current_rank(), current_world_size())
+        if len(column) == 1 or mesh.in_threads or not is_real:
+            return None
+        seen_files = [(Path(file).name, file_identity(file)) for file in files]
+        identity = hashlib.sha256(repr(seen_files).encode()).hexdigest()
+        store, timeout_s = _open_store(mesh)
+        if store is None:
+            return None
+        # Ranks that torchrun has started again may have the store of those before.
+        place = f"reads/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{column[0]}"
+        key = f"{place}/{store.add(f'{place}/loads/{mesh.rank}', 1)}"
+        seen = _exchange(store, key, column, mesh.rank, identity, timeout_s)
+        ranks = [rank for rank in column if seen[rank] == seen[mesh.rank]]
+        if len(ranks) == 1:
+            return None
+        group = store.connect(f"{key}/{ranks[0]}", ranks.index(mesh.rank), len(ranks), timeout_s)
+        return cls(group, ranks, mesh.rank)
+
+    def send(self, model: Any, read: Callable[[None], T]) -> T:
+        """Read the files, and send what was read; the others learn of a failure too."""
+        try:
+            loaded = read(None)
+        except Exception as error:
+            self._tell(described(error))
+            raise
+        self._tell("")
+        for values in _values(model):
+            for part in values.split(_MESSAGE_BYTES):
+                self._broadcast(part)
+        return loaded
+
+    def receive(self, model: Any, files: Sequence[str], read: Callable[[dict[str, Any]], T]) -> T:
+        """Make room for the tensors of the files, and receive their values."""
+        loaded = read({name: _Unread(spec) for file in files for name, spec in _specs(file).items()})
+        length = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(length)
+        failure = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(failure)
+        if failure.numel():
+            text = bytes(failure.tolist()).decode()
+            raise PeerLostError(
+                f"rank {self._ranks[0]}, which reads the model's files for rank {self._rank} too, failed: {text}"
+            ).arising_on(self._ranks[0])
+        for values in _values(model):
+            for part in values.split(_MESSAGE_BYTES):
+                self._broadcast(part)
+        return loaded
+
+    def _tell(self, failure: str) -> None:
+        text = torch.frombuffer(bytearray(failure.encode()), dtype=torch.uint8) if failure else torch.empty(0)
+        self._broadcast(torch.tensor([text.numel()]))
+        self._broadcast(text.to(torch.uint8))
+
+    def _broadcast(self, values: torch.Tensor) -> None:
+        """Broadcast from the first rank; into ``values`` on the others."""
+        if not values.numel():
+            return
+        try:
+            self._group.broadcast(values, 0).wait()
+        except (dist.DistError, RuntimeError) as error:
+            others = [rank for rank in self._ranks if rank != self._rank]
+            raise PeerLostError(
+                f"rank {', '.join(map(str, others)) if self.is_first else self._ranks[0]} went away or didn't answer "
+                f"in time while rank {self._rank} waited for it in the {_WHAT}; see its own messages ({error})"
+            ) from error
+
+
+class _Unread:
+    """What transformers takes for a slice of a file (``safe_open(…).get_slice``): zeros where the file has values."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the whole tensor."""
+        return list(self._spec.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        shape = torch.empty(self._spec.shape, device="meta")[index].shape
+        # Zeros, not uninitialized memory: transformers compares tied weights before the values are there.
+        return torch.zeros(shape, dtype=self._spec.dtype, device="cpu")
+
+
+def _specs(file: str) -> dict[str, TensorSpec]:
+    with TensorFile(file) as opened:
+        return opened.specs
+
+
+def _values(model: Any) -> Iterator[torch.Tensor]:
+    """The bytes of each tensor that was loaded, ``[bytes]``, in the same order on all ranks of a place."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        # What the files don't have is still on the meta device.
+        if not local.is_meta and local.numel():
+            assert local.is_contiguous(), "a loaded tensor is a copy of its part of the file"
+            yield local.view(-1).view(torch.uint8)
+
+
+def _open_store(mesh: Mesh) -> tuple[BoundedStore | None, float]:
+    """The store of the process group or, before there is one, of the launcher; None if it has none. And its timeout."""
+    if dist.is_initialized():
+        # The others may have failed before they come here, or never come.
+        run_on_all_ranks(lambda: None, mesh, what=_WHAT)
+        timeout = group_timeout() or timedelta(seconds=timeout_of_environment())
+        store = PrefixStore("cuboid", _get_default_store())
+        return BoundedStore(lambda: store, timeout.total_seconds()), timeout.total_seconds()
+    launch, timeout_s = Launch.from_environment(), timeout_of_environment()
+    return None if launch is None else launch.open_store(timeout_s), timeout_s
+
+
+def _exchange(
+    store: BoundedStore, key: str, ranks: Sequence[int], rank: int, identity: str, timeout_s: float
+) -> dict[int, str]:
+    """What each of the ranks sees."""
+    deadline = time.monotonic() + timeout_s
+    store.set(f"{key}/sees/{rank}", identity)
+    seen = {}
+    for peer in ranks:
+        while not store.check(f"{key}/sees/{peer}"):
+            if not dist.is_initialized():
+                raise_reported(store)
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"rank {peer} didn't come to the {_WHAT} within {timeout_s:g} s; see its own messages. All ranks "
+                    "load the model together. DEEPSPEED_TIMEOUT, in minutes, sets how long they wait for one another"
+                ).arising_on(peer)
+            time.sleep(_POLL_S)
+        seen[peer] = store.get(f"{key}/sees/{peer}").decode()
+    return seen
