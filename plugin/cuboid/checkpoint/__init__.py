@@ -12,7 +12,7 @@ The nouns are those of torch.distributed.checkpoint. One checkpoint's way throug
 5. ``writer``: each rank writes its files, and returns a ``WriteResult``: names, sizes and checksums.
 6. ``format.folder``: rank 0 writes the manifest, and renames the finished folder into place.
 
-Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``) and makes a ``LoadPlan`` for each folder
+Loading: ``loader`` finds and verifies a checkpoint (its ``CheckpointMetadata``) and makes a ``LoadPlan`` of each folder
 of tensors; ``reader`` gives each rank the elements that it has, so that any layout can load what another one saved, and
 reads each byte once for all ranks.
 

@@ -74,9 +74,9 @@ class LoadPlan:
                 self._round(files, dict(zip(by_rank, row, strict=True)), by_rank, number, mesh)
                 for number, row in enumerate(zip_longest(*tensors.values()))
             ]
-        for error in unread:
-            if error is not None:
-                raise error
+        for failed_read in unread:
+            if failed_read is not None:
+                raise failed_read
 
     def _needed(self, files: TensorFolder) -> dict[str, tuple[int, int]]:
         """The ranges to read, after checking that they are there."""
