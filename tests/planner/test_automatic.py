@@ -299,6 +299,25 @@ def peak_of(schedule, costs):
     return max(peak_bytes(actions, costs.kept, costs.input_gradient_frees) for actions in schedule)
 
 
+def test_stages_are_searched_with_their_schedule(caplog):
+    deep, described = llama(num_hidden_layers=10), description_of(LLAMA_8B | {"num_hidden_layers": 10})
+    for keys in ({"schedule": "zero_bubble", "chunks": 1}, {"chunks": 2}):
+        sections = places_of(accumulation=1, stage_balance="schedule", **keys)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            pipeline = settled(deep, sections)
+        assert pipeline.is_settled
+        assert sum(pipeline.stage_balance) == 10
+        said = [record.getMessage() for record in caplog.records if record.name == automatic.__name__]
+        assert said[0].startswith(f'"stage_balance": "schedule" is {list(pipeline.stage_balance)}, for 1 micro-batches')
+        assert len(said) == (2 if "schedule" not in keys else 1)
+        # The estimate is of the same.
+        settings, rest = require_config(sections)
+        layout = layout_of_config(settings, rest, described, Cluster.parse("4xH100"), 8192)
+        chosen = layout.schedule, layout.chunks, layout.stage_layers
+        assert chosen == (pipeline.schedule, pipeline.chunks, pipeline.stage_balance)
+
+
 def test_a_list_of_layers_leaves_the_schedules_with_as_many_parts(model):
     deep = llama(num_hidden_layers=8)
     for chunks in (2, "auto"):

@@ -195,6 +195,17 @@ def test_the_command_tells_what_the_head_costs(cli, model, tmp_path):
     assert costs["costs"] == pytest.approx(1 - 1 / (1 + costs["excess"]), abs=0.02)
 
 
+def test_the_command_searches_stages(cli, model, tmp_path):
+    def makespan(balance):
+        options = ("--stages", 3, "--micro-batches", 1, "--schedule", "zero_bubble", "--json", tmp_path / "a.json")
+        cli("--model", model, "--seq-len", 64, "--stage-balance", balance, *options)
+        return json.loads((tmp_path / "a.json").read_text())["makespan"]
+
+    assert makespan("schedule") < min(makespan("flops"), makespan("halves"))
+    with pytest.raises(BadParameter, match="--stage-balance schedule means nothing without --model"):
+        cli("--stage-balance", "schedule")
+
+
 def test_lengths_may_be_given_with_and_without_a_model(cli, model):
     assert "4 segments" in cli("--partition", "4,3,2,1")
     assert "8 tokens cut into 5, 3" in cli("--partition", "5,3", "--model", model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +14,7 @@ from cuboid.cli.limits import LONGEST_TIME, MOST_UNITS, TrustRemoteCode, chunk_c
 from cuboid.cli.paths import check_outputs
 
 if TYPE_CHECKING:
-    from cuboid.seq1f1b.schedule.choice import ChosenSchedule, Comparison, MemoryLimit, PlacedCosts
+    from cuboid.seq1f1b.schedule.choice import ChosenSchedule, Comparison, MemoryLimit, PlacedCosts, Request
     from cuboid.seq1f1b.schedule.partition import HeadShare
     from cuboid.seq1f1b.schedule.simulator import Timeline
 
@@ -87,8 +87,10 @@ def timeline(
         typer.Option(help="With --model: where the head is computed, on the last stage or spread over all ranks."),
     ] = "last",
     stage_balance: Annotated[
-        Literal["flops", "halves"],
-        typer.Option(help="With --model: where stages begin, between layers or also inside them, as in a config."),
+        Literal["flops", "halves", "schedule"],
+        typer.Option(
+            help="With --model: where stages begin, between layers, also inside them, or as makes the step short."
+        ),
     ] = "flops",
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
     json_output: Annotated[
@@ -123,11 +125,13 @@ def timeline(
         *(stages, chunk_counts, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
         spreads_head=head == "spread" and stages > 1,
-        cuts_layers=stage_balance == "halves",
+        stage_balance=stage_balance,
     )
     if model is None:
-        if stage_balance == "halves":
-            raise typer.BadParameter("--stage-balance halves means nothing without --model PATH, which has layers")
+        if stage_balance != "flops":
+            raise typer.BadParameter(
+                f"--stage-balance {stage_balance} means nothing without --model PATH, which has layers"
+            )
         if head == "spread":
             raise typer.BadParameter("--head spread means nothing without --model PATH, whose units have no head then")
         if sequence_length is not None:
@@ -135,7 +139,7 @@ def timeline(
         costs: _Costs = _PlainCosts(request)
     else:
         costs = _ModelCosts(request, model, sequence_length, rows, trust_remote_code=trust_remote_code)
-    compared = _compare(request, costs)
+    compared = costs.compared()
     chosen = compared.best
     title = _title(request, chosen)
     simulated, label = chosen.timeline, _sequences
@@ -173,7 +177,7 @@ class _Request:
     ratios: tuple[float, float]
     transfer: float
     spreads_head: bool = False
-    cuts_layers: bool = False
+    stage_balance: str = "flops"
 
 
 def _limit_given(text: str | None) -> MemoryLimit | None:
@@ -216,6 +220,10 @@ class _Costs:
 
     caption: str
 
+    def compared(self) -> Comparison:
+        """The comparison of the requested schedules."""
+        raise NotImplementedError
+
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
         """The costs of stages on these ranks."""
         raise NotImplementedError
@@ -243,6 +251,12 @@ class _PlainCosts(_Costs):
             [tokens * request.segments / sum(lengths) for tokens in lengths] if lengths else [1.0] * request.segments
         )
         self.caption = "all units cost the same" if lengths is None else "cost by length"
+
+    def compared(self) -> Comparison:
+        """See :class:`_Costs`."""
+        from cuboid.seq1f1b.schedule.choice import compare_schedules
+
+        return compare_schedules(self._request.schedule, _schedules(self._request, self))
 
     def layers(self, rank_of: tuple[int, ...]) -> None:
         """See :class:`_Costs`."""
@@ -291,7 +305,8 @@ class _ModelCosts(_Costs):
         config = model_config(model, trust_remote_code=trust_remote_code)
         check_length(length, longest_sequence(config), "--seq-len")
         whole_model = meta_model(config)
-        halves = known_halves(whole_model) if request.cuts_layers else ()
+        needs_one = request.stage_balance == "halves"
+        halves = () if request.stage_balance == "flops" else known_halves(whole_model, needs_one=needs_one)
         self._sizes = sizes_of(whole_model, halves)
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:
@@ -301,14 +316,29 @@ class _ModelCosts(_Costs):
         else:
             lengths = cut_sequence(length, k, multiple=multiple, cost=segment_cost(self._sizes))
         self._request, self._length, self._lengths, self._rows = request, length, lengths, rows
+        #: The layers of stages that were searched, by the stages' ranks.
+        self._searched: Mapping[tuple[int, ...], tuple[float, ...]] = {}
         self.caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"
+
+    def compared(self) -> Comparison:
+        """See :class:`_Costs`."""
+        from cuboid.models.pipeline.stage_search import StageSearch
+        from cuboid.seq1f1b.schedule.choice import compare_schedules
+
+        name, request = self._request.schedule, _schedules(self._request, self)
+        if self._request.stage_balance != "schedule":
+            return compare_schedules(name, request)
+        compared, self._searched = StageSearch(name, request, self._sizes, self._length, self._placed).compare()
+        return compared
 
     def layers(self, rank_of: tuple[int, ...]) -> tuple[float, ...]:
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.partition import balance_by_flops, balance_halves
 
         has_head = not self._request.spreads_head
-        if self._request.cuts_layers:
+        if rank_of in self._searched:
+            return self._searched[rank_of]
+        if self._request.stage_balance != "flops":
             return balance_halves(self._sizes, rank_of, self._length, has_head=has_head)
         return balance_by_flops(self._sizes, len(rank_of), self._length, has_head=has_head)
 
@@ -319,7 +349,7 @@ class _ModelCosts(_Costs):
         share = HeadShare.of(self._sizes, self.layers(chosen.rank_of), self._length)
         if self._request.spreads_head:
             return _Head(share, 0.0, is_spread=True)
-        spread = _compare(self._request, self._with_spread_head()).best
+        spread = self._with_spread_head().compared().best
         return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
     def _with_spread_head(self) -> _ModelCosts:
@@ -329,15 +359,18 @@ class _ModelCosts(_Costs):
         costs._sizes = replace(
             self._sizes, layers=tuple(replace(layer, weights=layer.weights + part) for layer in layers), head=0
         )
+        costs._searched = {}
         return costs
 
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
         """See :class:`_Costs`."""
+        return self._placed(rank_of, self.layers(rank_of))
+
+    def _placed(self, rank_of: tuple[int, ...], layers: tuple[float, ...]) -> PlacedCosts:
         from cuboid.seq1f1b.schedule.choice import placed_costs
         from cuboid.seq1f1b.schedule.partition import segment_cost
         from cuboid.seq1f1b.schedule.unit_costs import kept_bytes, unit_flops
 
-        layers = self.layers(rank_of)
         head_ranks = self._request.ranks if self._request.spreads_head else 0
         ratio = sum(self._request.ratios)
         flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=ratio, head_ranks=head_ranks)
@@ -349,15 +382,12 @@ class _ModelCosts(_Costs):
         )
 
 
-def _compare(request: _Request, costs: _Costs) -> Comparison:
-    from cuboid.seq1f1b.schedule.choice import Request, compare_schedules
+def _schedules(request: _Request, costs: _Costs) -> Request:
+    from cuboid.seq1f1b.schedule.choice import Request
 
-    return compare_schedules(
-        request.schedule,
-        Request(
-            *(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks),
-            spreads_head=request.spreads_head,
-        ),
+    return Request(
+        *(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks),
+        spreads_head=request.spreads_head,
     )
 
 

@@ -197,12 +197,14 @@ class PipelineConfig(Section):
         '"flops": into segments of equal cost, later ones being shorter for what they attend to; "even": into equal '
         'lengths; "measured": by the times of the first steps; or a list of lengths, for sequences of just that sum.',
     )
-    stage_balance: Literal["flops", "halves", "layers"] | tuple[_LayerNumber, ...] = Field(
+    stage_balance: Literal["flops", "halves", "schedule", "layers"] | tuple[_LayerNumber, ...] = Field(
         "flops",
         description="How many layers each stage has. "
         '"flops": such that the most expensive stage, head included, is as cheap as possible; "halves": the same, and '
         "stages may begin between a layer's attention and its MLP, where that makes the most expensive one at least "
-        '2 % cheaper; "layers": as equal as possible; or a list of numbers, one for each stage, in which 4.5 is four '
+        '2 % cheaper; "schedule": such that the simulated step is short, for the batch size in the config, with halves '
+        'where they make it at least 2 % shorter; "layers": as equal as possible; or a list of numbers, one for each '
+        "stage, in which 4.5 is four "
         "layers and a half; with `chunks`, stages × chunks numbers in the order of the layers. With the schedule "
         "`auto`, a list limits the choice to schedules with as many parts.",
     )
@@ -315,7 +317,18 @@ class PipelineConfig(Section):
         """Whether stages may begin inside a layer."""
         if isinstance(self.stage_balance, tuple):
             return any(isinstance(count, float) for count in self.stage_balance)
-        return self.stage_balance == "halves"
+        return self.stage_balance in ("halves", "schedule")
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing about the stages is left to be chosen by simulating steps."""
+        return self.is_placed and self.stage_balance != "schedule"
+
+    @property
+    def with_balanced_stages(self) -> PipelineConfig:
+        """The same config with the stages that a search by simulated steps starts with."""
+        searched = self.stage_balance == "schedule"
+        return self.model_copy(update={"stage_balance": "halves"}) if searched else self
 
     @property
     def is_placed(self) -> bool:

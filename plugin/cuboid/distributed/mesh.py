@@ -115,6 +115,8 @@ class Mesh:
         self._connected = False
         #: For :meth:`connect`, which checks that all ranks have the same; None for weights that weren't made.
         self.weight_seed: WeightSeed | None = None
+        #: Likewise: the number of layers of each pipeline stage, which every rank computes; empty without stages.
+        self.stage_layers: tuple[float, ...] = ()
         #: Likewise: a checksum of each tensor, by name, of a model that every rank had in memory; of others empty.
         self.weight_checksums: Mapping[str, int] = {}
         #: Whether the ranks are threads of this process instead of processes of torch.distributed.
@@ -340,9 +342,10 @@ class Mesh:
         node = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
         # One digest of all tensors' checksums. The checksums themselves are many, and gathered only for the error.
         digest = hashlib.sha256(repr(sorted(self.weight_checksums.items())).encode()).hexdigest()
-        gathered = [("", "", self.placement, self.weight_seed, digest)] * self.topology.world_size
-        dist.all_gather_object(gathered, (node, str(self.shape), self.placement, self.weight_seed, digest))
-        nodes, shapes, placements, seeds, digests = zip(*gathered, strict=True)
+        stages = self.placement, self.stage_layers
+        gathered = [("", "", *stages, self.weight_seed, digest)] * self.topology.world_size
+        dist.all_gather_object(gathered, (node, str(self.shape), *stages, self.weight_seed, digest))
+        nodes, shapes, placements, layers, seeds, digests = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
                 f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
@@ -352,6 +355,11 @@ class Mesh:
             raise MeshError(
                 f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
                 f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
+            )
+        if len(set(layers)) > 1:
+            raise MeshError(
+                f"ranks have cut the model's layers into different stages, {', '.join(map(str, sorted(set(layers))))}; "
+                f"rank {self.rank} has {self.stage_layers}: give all ranks the same config, and the same versions"
             )
         if len(set(digests)) > 1:
             checksums: list[Mapping[str, int]] = [{}] * self.topology.world_size

@@ -142,10 +142,10 @@ def settle_stages(
     *,
     world_size: int | None = None,
 ) -> CuboidConfig:
-    """Resolve the schedule, and with it the placement of the stages, if the config leaves it open; rank 0 logs why.
+    """Resolve the schedule with the placement of the stages, and their layers, if the config leaves them open.
 
-    Only ``"schedule": "auto"`` with chunks leaves it open. Each rank decides by itself; ranks that read the same config
-    decide alike. Connecting the mesh checks that they did.
+    ``"schedule": "auto"`` with chunks and ``"stage_balance": "schedule"`` do; rank 0 logs what was chosen. Each rank
+    decides by itself; ranks that read the same config decide alike. Connecting the mesh checks that they did.
 
     Args:
         model: the full model, on any device, meta included.
@@ -158,7 +158,7 @@ def settle_stages(
         ConfigError: no schedule stays within the memory limit, or the layers can't be divided into that many stages.
     """
     pipeline = config.pipeline
-    if pipeline is None or pipeline.is_placed:
+    if pipeline is None or pipeline.is_settled:
         return config
     mesh = Mesh(shape, pipe=pipeline.stages, rank=0, world_size=world_size or shape.size * pipeline.stages)
     rows, micro_batches = config.framework.per_replica(mesh.topology.data)
@@ -180,7 +180,12 @@ def settle_stages(
         halves=lambda: halves,
         assumed_length=assumed_length_of(config),
     )
-    if current_rank() == 0:
+    if current_rank() == 0 and settled.stage_balance != pipeline.stage_balance:
+        _logger.warning(
+            '"stage_balance": "schedule" is %s, for %d micro-batches of %d tokens in %d segments%s',
+            list(settled.stage_balance), micro_batches, length, len(lengths), _assumed(config),
+        )  # fmt: skip
+    if current_rank() == 0 and not pipeline.is_placed:
         _logger.warning(
             '"schedule": "auto" is, for %d micro-batches of %d tokens in %d segments%s, %s', micro_batches,
             length, len(lengths), _assumed(config), compared,

@@ -374,9 +374,9 @@ def _with_segments(
         layout = replace(layout, lengths=pipeline.partition)
     elif pipeline.partition == "even":
         layout = replace(layout, lengths=even_cut(length, segments, multiple))
-    if pipeline.is_placed:
+    if pipeline.is_settled:
         return layout
-    # The schedule is chosen by simulating steps, which depend on where the sequence is cut.
+    # Schedule and stages are chosen by simulating steps, which depend on where the sequence is cut.
     lengths = StepCost(model, layout, cluster, length).lengths
     sizes = sizes_with_halves(model) if pipeline.may_cut_layers else model.sizes
     settled, _ = settle_schedule(
@@ -393,9 +393,10 @@ def with_pipeline(
 ) -> Layout:
     """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout.
 
-    Until it is known where the chunks are, the layout has one stage on each rank. ``assumed_length`` is the length for
-    which training weighs halves of layers.
+    Until it is known where the chunks are, the layout has one stage on each rank, and stages that a search of steps
+    will move are as it starts with. ``assumed_length`` is the length for which training weighs halves of layers.
     """
+    pipeline = pipeline.with_balanced_stages
     if not pipeline.is_placed:
         pipeline = pipeline.without_chunks
     assert pipeline.chunks != "auto"

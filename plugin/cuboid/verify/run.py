@@ -135,7 +135,7 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
 
     Chosen here, because the plan runs other numbers of rows and micro-batches than the config has.
     """
-    if config.pipeline is None or config.pipeline.is_placed:
+    if config.pipeline is None or config.pipeline.is_settled:
         return config
     if config.framework.accumulation is None and config.framework.batch is None:
         numbers = config.framework.model_copy(update={"accumulation": plan.accumulate})
@@ -143,7 +143,10 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
     model = plan.empty_model()
     _, config = settle(model, config)
     assert config.pipeline is not None
-    loaded["pipeline"].update(schedule=config.pipeline.schedule, chunks=config.pipeline.chunks)
+    settled = config.pipeline
+    loaded["pipeline"].update(schedule=settled.schedule, chunks=settled.chunks)
+    if isinstance(settled.stage_balance, tuple):
+        loaded["pipeline"]["stage_balance"] = list(settled.stage_balance)
     return config
 
 

@@ -1,4 +1,5 @@
-"""Settles ``"schedule": "auto"`` with chunks before weights are read, since it decides which rank has which stages."""
+"""Settles ``"schedule": "auto"`` with chunks, and ``"stage_balance": "schedule"``, before weights are read: they decide
+which rank has which layers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.models.pipeline.stage_search import Placement, StageLayers, StageSearch
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, LayerHalves, plan_stages
 from cuboid.seq1f1b.schedule.choice import (
     AUTO,
@@ -30,25 +32,27 @@ def settle_schedule(
     halves: Callable[[], LayerHalves] = tuple,
     assumed_length: int = ASSUMED_LENGTH,
 ) -> tuple[PipelineConfig, Comparison]:
-    """Choose the schedule with the shortest simulated step among those within the memory limit.
+    """Choose the schedule and the stages with the shortest simulated step among those within the memory limit.
 
     The simulation is without activation checkpointing that a script enables, after the model is loaded. The choice
     fixes only the placement of the stages: each step takes the faster schedule with that placement for its own batch.
 
     Args:
-        pipeline: a config with ``"auto"`` and chunks.
-        sizes: the model's sizes.
+        pipeline: a config with ``"auto"`` and chunks, or the stage balance ``"schedule"``, or both.
+        sizes: the model's sizes; with those of halves, if stages may begin inside a layer.
         lengths: tokens of each segment.
         micro_batches: M, number of micro-batches of a step.
         recomputes: whether the config checkpoints activations.
         halves, assumed_length: of :func:`plan_stages`.
 
     Returns:
-        The config with a schedule and chunks that determine the placement; and the comparison.
+        The config with a schedule and chunks that determine the placement, and the number of layers of each stage if
+        they were chosen too; and the comparison.
 
     Raises:
         ConfigError: no schedule is within the limit, or the layers can't be divided among so many stages.
     """
+    searched, pipeline = pipeline.stage_balance == "schedule", pipeline.with_balanced_stages
     counts, balance = pipeline.compared_chunks, pipeline.stage_balance
     if isinstance(balance, tuple):
         counts = len(balance) // pipeline.stages
@@ -58,19 +62,28 @@ def settle_schedule(
         # An explicit number of chunks that the layers don't allow is an error, rather than a dropped candidate.
         plan_stages(len(sizes.layers), lambda: sizes, pipeline, halves, range(pipeline.parts))
 
-    def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
+    def costs_of(rank_of: Placement, layers: StageLayers) -> PlacedCosts:
+        placed = ModelPipeline(
+            *(AUTO, pipeline.stages, 1, layers, lengths), recomputes=recomputes, spreads_head=pipeline.spreads_head
+        )
+        return placed.costs(sizes, rank_of)
+
+    def costs(rank_of: Placement) -> PlacedCosts:
         if isinstance(balance, tuple) and len(balance) != len(rank_of):
             raise ConfigError(f"stage_balance has {len(balance)} numbers, and it has {len(rank_of)} parts")
         cut = pipeline.on_ranks(AUTO, len(rank_of) // pipeline.stages)
-        layers = plan_stages(len(sizes.layers), lambda: sizes, cut, halves, rank_of, assumed_length)
-        costs_of = ModelPipeline(
-            *(AUTO, pipeline.stages, 1, layers, lengths), recomputes=recomputes, spreads_head=pipeline.spreads_head
-        )
-        return costs_of.costs(sizes, rank_of)
+        return costs_of(rank_of, plan_stages(len(sizes.layers), lambda: sizes, cut, halves, rank_of, assumed_length))
 
+    name = AUTO if not pipeline.is_placed else pipeline.schedule
     limit = None if pipeline.memory_limit is None else MemoryLimit(sequences=pipeline.memory_limit)
     ends = pipeline.stages, micro_batches, len(lengths)
     request = Request(*ends, costs, limit, counts, spreads_head=pipeline.spreads_head)
-    compared = compare_schedules(AUTO, request)
-    best = compared.best
-    return pipeline.on_ranks(name_of_placement(best.name), best.chunks), compared
+    if searched:
+        compared, stage_layers = StageSearch(name, request, sizes, sum(lengths), costs_of).compare()
+        pipeline = pipeline.model_copy(update={"stage_balance": stage_layers[compared.best.rank_of]})
+    else:
+        compared = compare_schedules(name, request)
+    if not pipeline.is_placed:
+        best = compared.best
+        pipeline = pipeline.on_ranks(name_of_placement(best.name), best.chunks)
+    return pipeline, compared

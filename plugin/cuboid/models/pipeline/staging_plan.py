@@ -74,6 +74,7 @@ def plan_staging(
     # Not every architecture has sizes that are known, nor every config a use for them.
     find_sizes = functools.cache(lambda: sizes_of(model, halves_of()))
     counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=assumed_length_of(config))
+    mesh.stage_layers = counts
     layout = StageLayout(counts, config.placement)
     outline = dataclasses.replace(outline, halves=halves_inside(counts, halves_of))
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None

@@ -124,7 +124,7 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int, *, has_head: b
 
 #: Fraction by which stages that begin inside a layer must make the costliest one cheaper, for what they add: a sum of
 #: the residual stream with zeros.
-_HALVES_GAIN = 0.02
+HALVES_GAIN = 0.02
 
 
 def balance_halves(
@@ -158,7 +158,7 @@ def balance_halves(
         stages[-1] += head
         return max(stages)
 
-    is_worth_it = min(halves) >= 1 and costliest(halves) <= (1 - _HALVES_GAIN) * costliest(uncut)
+    is_worth_it = min(halves) >= 1 and costliest(halves) <= (1 - HALVES_GAIN) * costliest(uncut)
     return halves if is_worth_it else uncut
 
 
