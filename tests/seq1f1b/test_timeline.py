@@ -197,7 +197,7 @@ def test_the_command_tells_what_the_head_costs(cli, model, tmp_path):
 
 def test_the_command_searches_stages(cli, model, tmp_path):
     def makespan(balance):
-        options = ("--stages", 3, "--micro-batches", 1, "--schedule", "zero_bubble", "--json", tmp_path / "a.json")
+        options = ("--stages", 4, "--micro-batches", 1, "--schedule", "zero_bubble", "--json", tmp_path / "a.json")
         cli("--model", model, "--seq-len", 64, "--stage-balance", balance, *options)
         return json.loads((tmp_path / "a.json").read_text())["makespan"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
-from cuboid.models.pipeline.stage_search import Placement, StageLayers, StageSearch
+from cuboid.models.pipeline.stage_search import StageRanks, StageLayers, StageSearch
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, LayerHalves, plan_stages
 from cuboid.seq1f1b.schedule.choice import (
     AUTO,
@@ -62,13 +62,13 @@ def settle_schedule(
         # An explicit number of chunks that the layers don't allow is an error, rather than a dropped candidate.
         plan_stages(len(sizes.layers), lambda: sizes, pipeline, halves, range(pipeline.parts))
 
-    def costs_of(rank_of: Placement, layers: StageLayers) -> PlacedCosts:
+    def costs_of(rank_of: StageRanks, layers: StageLayers) -> PlacedCosts:
         placed = ModelPipeline(
             *(AUTO, pipeline.stages, 1, layers, lengths), recomputes=recomputes, spreads_head=pipeline.spreads_head
         )
         return placed.costs(sizes, rank_of)
 
-    def costs(rank_of: Placement) -> PlacedCosts:
+    def costs(rank_of: StageRanks) -> PlacedCosts:
         if isinstance(balance, tuple) and len(balance) != len(rank_of):
             raise ConfigError(f"stage_balance has {len(balance)} numbers, and it has {len(rank_of)} parts")
         cut = pipeline.on_ranks(AUTO, len(rank_of) // pipeline.stages)

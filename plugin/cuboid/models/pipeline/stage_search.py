@@ -21,8 +21,10 @@ from cuboid.seq1f1b.schedule.choice import Comparison, PlacedCosts, Request, com
 from cuboid.seq1f1b.schedule.partition import HALVES_GAIN, balance_by_flops, balance_halves, whole_if_integer
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
-#: The pipeline rank of each stage; and number of layers of each stage.
-Placement, StageLayers = tuple[int, ...], tuple[float, ...]
+#: The pipeline rank of each stage.
+StageRanks = tuple[int, ...]
+#: Number of layers of each stage, which may have half of one.
+StageLayers = tuple[float, ...]
 #: Total number of actions that may be scheduled to try stages: some ten seconds of Python, on any cluster.
 SEARCHED_ACTIONS = 800_000
 #: Steps that a search needs about, so that each may have no more than this part of the actions.
@@ -53,10 +55,10 @@ class StageSearch:
     request: Request
     sizes: ModelSizes
     length: int
-    costs: Callable[[Placement, StageLayers], PlacedCosts]
+    costs: Callable[[StageRanks, StageLayers], PlacedCosts]
     searched_actions: int = SEARCHED_ACTIONS
 
-    def compare(self) -> tuple[Comparison, Mapping[Placement, StageLayers]]:
+    def compare(self) -> tuple[Comparison, Mapping[StageRanks, StageLayers]]:
         """Return the comparison of the schedules with their best stages, and these stages for each placement.
 
         With these stages the best schedule's step is no longer than with those balanced by cost.
@@ -64,9 +66,9 @@ class StageSearch:
         Raises:
             ConfigError: see :func:`compare_schedules`.
         """
-        layers: dict[Placement, StageLayers] = {}
+        layers: dict[StageRanks, StageLayers] = {}
 
-        def costs(rank_of: Placement) -> PlacedCosts:
+        def costs(rank_of: StageRanks) -> PlacedCosts:
             if rank_of not in layers:
                 layers[rank_of] = self._starts(rank_of)[0]
             return self.costs(rank_of, layers[rank_of])
@@ -74,11 +76,11 @@ class StageSearch:
         compared = compare_schedules(self.name, replace(self.request, costs=costs))
         most_s = min(one.timeline.makespan_s for one in compared.fitting) * (1 + _MOST_GAIN)
         # The order of stages is the same for all schedules with one placement, so the fastest of them decides.
-        fastest: dict[Placement, tuple[float, str, int]] = {}
+        fastest: dict[StageRanks, tuple[float, str, int]] = {}
         for one in compared.fitting:
-            found = one.timeline.makespan_s, one.name, one.chunks
-            if found[0] <= most_s:
-                fastest[one.rank_of] = min(fastest.get(one.rank_of, found), found)
+            candidate = one.timeline.makespan_s, one.name, one.chunks
+            if candidate[0] <= most_s:
+                fastest[one.rank_of] = min(fastest.get(one.rank_of, candidate), candidate)
         for rank_of, (_, name, chunks) in fastest.items():
             climb = _Climb(self, rank_of, name, chunks, self.searched_actions // len(fastest))
             starts = self._starts(rank_of)
@@ -86,7 +88,7 @@ class StageSearch:
             layers[rank_of] = min(dict.fromkeys([*starts, climb.best(starts)]), key=climb.step_s)
         return compare_schedules(self.name, replace(self.request, costs=costs)), layers
 
-    def _starts(self, rank_of: Placement) -> list[StageLayers]:
+    def _starts(self, rank_of: StageRanks) -> list[StageLayers]:
         has_head, lengths = not self.request.spreads_head, (self.length, ASSUMED_LENGTH)
         halves = balance_halves(self.sizes, rank_of, self.length, has_head=has_head)
         uncut = (balance_by_flops(self.sizes, len(rank_of), length, has_head=has_head) for length in lengths)
@@ -96,7 +98,7 @@ class StageSearch:
 class _Climb:
     """The search for one schedule, whose stages have their places."""
 
-    def __init__(self, search: StageSearch, rank_of: Placement, name: str, chunks: int, actions: int) -> None:
+    def __init__(self, search: StageSearch, rank_of: StageRanks, name: str, chunks: int, actions: int) -> None:
         self._search, self._rank_of, self._name, self._chunks = search, rank_of, name, chunks
         request = search.request
         head_ranks = request.ranks if request.spreads_head else 0
@@ -114,11 +116,11 @@ class _Climb:
 
         They are of whole layers, unless the step is shorter by :data:`HALVES_GAIN` with halves.
         """
-        whole = min(filter(_is_whole, starts), key=self._estimated_s)
-        whole = self._reached(whole, grains=(1,), fewest_left=self._steps_left // 2)
-        halves = self._reached(min((whole, *starts), key=self._estimated_s), grains=(0.5, 1))
-        is_worth_it = self._estimated_s(halves) <= (1 - HALVES_GAIN) * self._estimated_s(whole)
-        return halves if _is_whole(halves) or is_worth_it else whole
+        uncut = min(filter(_is_whole, starts), key=self._estimated_s)
+        uncut = self._reached(uncut, grains=(1,), fewest_left=self._steps_left // 2)
+        halves = self._reached(min((uncut, *starts), key=self._estimated_s), grains=(0.5, 1))
+        is_worth_it = self._estimated_s(halves) <= (1 - HALVES_GAIN) * self._estimated_s(uncut)
+        return halves if _is_whole(halves) or is_worth_it else uncut
 
     def step_s(self, layers: StageLayers) -> float:
         """Time of the step that training would run with these stages; infinite beyond the memory limit."""
