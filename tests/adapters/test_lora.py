@@ -437,13 +437,12 @@ def test_other_modules_that_are_trained_whole_are_refused_by_name(name):
 
 
 def test_other_kinds_of_adapters_are_refused_by_name():
-    from peft import LoHaConfig, PrefixTuningConfig, PromptEncoderConfig
+    from peft import LoHaConfig, PrefixTuningConfig
 
     model = Threaded(built("llama", kv_heads=2), "1x2x1").models[0]
     tokens = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
     for config, instead in (
         (LoHaConfig(task_type="CAUSAL_LM"), "LoRA"),
-        (PromptEncoderConfig(**tokens), "PromptTuningConfig"),
         (PrefixTuningConfig(**tokens), "PromptTuningConfig"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__}: .*: take {instead}"):

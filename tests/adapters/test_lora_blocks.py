@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from test_lora import Adapted, adapted, assert_step, assert_switched_and_merged, batch, inner_names
+from test_dora import Read
+from test_dora import adapted as decomposed
+from test_lora import Adapted, adapted, assert_losses, assert_step, assert_switched_and_merged, batch, inner_names
 from test_lora_experts import assert_in_pefts_folder
 from test_lora_stages import Staged, assert_as_plain
 from torch import nn
@@ -16,6 +18,7 @@ from cuboid.verify import SmallModel
 from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import PeftModel, get_peft_model
 
 LINEAR = {"target_modules": "all-linear"}
 
@@ -49,6 +52,7 @@ CASES = [
     ("phi3", "1x2x2", {"bias": "all"}),
     ("falcon", "2x1x2", {"lora_bias": True}),
     ("jamba", "1x2x1", {"use_rslora": True}),
+    ("qwen2_moe", "2x2x2", {"target_modules": ["shared_expert_gate", "down_proj"]}),
 ]
 OTHERS = (
     *("apertus", "bamba", "biogpt", "bloom", "codegen", "diffllama", "gpt_bigcode", "gpt_neo", "lfm2"),
@@ -111,10 +115,39 @@ def test_gradients_in_segments(tmp_path, mesh, lengths):
     assert_as_plain(model, adapted(copy.deepcopy(model), **LINEAR), staged, data, lengths, tmp_path)
 
 
-def test_dora_and_layers_outside_of_blocks_are_refused_by_name():
+@pytest.mark.parametrize(("architecture", "mesh"), [("phi3", "1x2x2"), ("falcon", "2x2x1")])
+def test_dora_in_blocks(tmp_path, architecture, mesh):
+    model = built(architecture)
+    plain = decomposed(copy.deepcopy(model), **LINEAR)
+    plain.save_pretrained(tmp_path)
+    read = Read.__new__(Read)
+    Threaded.__init__(read, model, mesh, mesh_verdict(type(model), model.config))
+    read.models = [PeftModel.from_pretrained(rank_model, tmp_path, is_trainable=True) for rank_model in read.models]
+    assert any("lora_magnitude_vector" in name for name in assert_step(plain, read, micro_batch(model)))
+    assert_switched_and_merged(plain, read, micro_batch(model))
+
+
+def test_a_new_dora_in_blocks_changes_nothing():
     model = built("phi3")
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.self_attn\.o_proj .* without DoRA"):
-        AdaptedBlocks(model, "1x2x1", use_dora=True, **LINEAR)
+    threaded = Threaded(model, "1x2x2", mesh_verdict(type(model), model.config))
+    options = {"use_dora": True, "init_lora_weights": True, **LINEAR}
+    plain = adapted(copy.deepcopy(model), **options)
+    torch.manual_seed(7)
+    config = copy.deepcopy(plain.peft_config["default"])
+    threaded.models = threaded.run(lambda rank_model: get_peft_model(rank_model, copy.deepcopy(config)))
+    magnitudes = Adapted.whole(threaded, lambda parameter: parameter.detach())
+    for name, parameter in inner_names(plain).items():
+        if "lora_magnitude_vector" in name:
+            torch.testing.assert_close(magnitudes[name], parameter, rtol=1e-12, atol=0)
+    assert_losses(plain, threaded, micro_batch(model))
+
+
+def test_gates_of_shared_experts_are_switched_and_merged_and_not_decomposed():
+    model, targets = built("qwen2_moe"), {"target_modules": ["shared_expert_gate"], "lora_alpha": 60}
+    plain, threaded = adapted(copy.deepcopy(model), **targets), AdaptedBlocks(model, "1x2x2", **targets)
+    assert_switched_and_merged(plain, threaded, micro_batch(model))
+    with pytest.raises(UnsupportedModelError, match=r"shared_expert_gate .*\(without DoRA"):
+        AdaptedBlocks(model, "1x2x1", use_dora=True, **targets)
 
 
 def test_they_are_in_pefts_folder(pool, tmp_path):

@@ -1,4 +1,4 @@
-"""Prompt tuning by PEFT on meshes and in pipelines: the vectors' gradients and files are plain PEFT's."""
+"""Prompt tuning and P-tuning by PEFT on meshes and in pipelines: gradients and files are plain PEFT's."""
 
 import copy
 import itertools
@@ -20,12 +20,20 @@ from threaded import Threaded, step_of
 from training import ROWS, VOCABULARY, settings, small_checkpoint
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
 
 def prompted(model, count=5, **options):
     torch.manual_seed(7)
-    return get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=count, **options)).double()
+    return get_peft_model(model, config_of(num_virtual_tokens=count, **options)).double()
+
+
+def config_of(encoder=None, **options):
+    if encoder is None:
+        return PromptTuningConfig("CAUSAL_LM", **options)
+    return PromptEncoderConfig(
+        "CAUSAL_LM", encoder_reparameterization_type=encoder, encoder_hidden_size=16, encoder_num_layers=2, **options
+    )
 
 
 class Prompted(Adapted):
@@ -43,6 +51,45 @@ def assert_gradient(plain, gradients):
     expected = vectors_of(plain).grad
     assert expected.abs().max() > 1e-4
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def assert_gradients(plain, gradients):
+    """Of an encoder's parameters."""
+    expected = {name: x.grad for name, x in plain.prompt_encoder["default"].named_parameters()}
+    trained = {name.split(".prompt_encoders.default.")[1]: gradient for name, gradient in gradients.items()}
+    assert trained.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(trained[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "encoder"),
+    [("1x1x1", "MLP"), ("1x2x1", "MLP"), ("1x1x2", "LSTM"), ("2x1x1", "LSTM"), ("2x2x2", "MLP"), ("2x2x2", "LSTM")],
+)
+def test_an_encoders_gradients_are_those_of_plain_peft(mesh, encoder, tmp_path):
+    model, micro_batch = built("llama", kv_heads=2), batch()
+    plain, threaded = prompted(copy.deepcopy(model), encoder=encoder), Prompted(model, mesh, encoder=encoder)
+    with KeepFloat64():
+        expected = step_of(**micro_batch)(plain)
+    for loss in threaded.run(step_of(**micro_batch)):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_gradients(plain, threaded.whole(lambda parameter: parameter.grad))
+    for rank_model in threaded.models:
+        assert [x for x in rank_model.parameters() if x.grad is not None] == [
+            x for x in rank_model.parameters() if x.requires_grad
+        ]
+    counts = [sum(x.numel() for x in rank_model.parameters() if x.requires_grad) for rank_model in threaded.models]
+    # The n rows of the embedding are padded.
+    assert max(counts) * len(counts) < 1.3 * plain.get_nb_trainable_parameters()[0]
+    assert threaded.models[0].get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    # What a file has of it is used without its encoder.
+    plain.save_pretrained(tmp_path)
+    read = Prompted.__new__(Prompted)
+    Threaded.__init__(read, model, mesh)
+    read.models = [PeftModel.from_pretrained(rank_model, tmp_path) for rank_model in read.models]
+    for logits in read.run(lambda rank_model: rank_model(**micro_batch, use_cache=False).loss):
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +114,15 @@ def test_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
     assert_gradient(plain, threaded.whole(lambda parameter: parameter.grad))
 
 
-@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (7, 6, 4)), ("1x2x1", (10, 8)), ("2x1x2", (12, 6))])
-def test_gradient_in_segments(mesh, lengths):
+@pytest.mark.parametrize(
+    ("mesh", "lengths", "encoder"),
+    [("1x1x1", (7, 6, 4), None), ("1x2x1", (10, 8), None), ("2x1x2", (12, 6), None), ("1x2x1", (10, 8), "LSTM")],
+)
+def test_gradient_in_segments(mesh, lengths, encoder):
     model, micro_batch = built("llama", kv_heads=2), batch()
     micro_batch["labels"][:, -1] = -100
-    plain, staged = prompted(copy.deepcopy(model)), Staged(model, mesh)
-    staged.models = [prompted(stage_model) for stage_model in staged.models]
+    plain, staged = prompted(copy.deepcopy(model), encoder=encoder), Staged(model, mesh)
+    staged.models = [prompted(stage_model, encoder=encoder) for stage_model in staged.models]
     with KeepFloat64():
         expected = step_of(**micro_batch)(plain)
 
@@ -81,12 +131,13 @@ def test_gradient_in_segments(mesh, lengths):
 
     for loss in staged.run(step):
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    assert_gradient(plain, staged.gradients())
+    (assert_gradient if encoder is None else assert_gradients)(plain, staged.gradients())
 
 
-def test_it_is_disabled_and_generates_as_plain_peft():
+@pytest.mark.parametrize("encoder", [None, "MLP"])
+def test_it_is_disabled_and_generates_as_plain_peft(encoder):
     model = built("llama", kv_heads=2).eval()
-    plain, threaded = prompted(copy.deepcopy(model)), Prompted(model, "1x2x1")
+    plain, threaded = prompted(copy.deepcopy(model), encoder=encoder), Prompted(model, "1x2x1", encoder=encoder)
     first = assert_losses(plain, threaded)
     rows = {name: x for name, x in batch().items() if name != "labels"}
 
@@ -140,10 +191,10 @@ def test_what_has_no_rule_is_refused_by_name_before_the_model_is_changed():
 STEPS, RATE = 3, 1e-2
 
 
-def engine_of(start, config):
+def engine_of(start, config, options):
     torch.manual_seed(7)
     model = cuboid.from_pretrained(start, config, dtype=torch.float32)
-    model = get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=5, **SAMPLED))
+    model = get_peft_model(model, config_of(num_virtual_tokens=5, **options))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return deepspeed.initialize(model=model.train(), model_parameters=trained, config=config)[0]
 
@@ -159,13 +210,13 @@ def token_rows():
         yield {"input_ids": ids, "labels": ids}
 
 
-def trained_by_engine(start, config, other, root):
+def trained_by_engine(start, config, other, root, options):
     deepspeed.init_distributed()
-    engine, batches = engine_of(start, config), token_rows()
+    engine, batches = engine_of(start, config, options), token_rows()
     losses = [steps_loss(engine, batches) for _ in range(STEPS - 1)]
     engine.save_checkpoint(f"{root}/run")
     cuboid.save_pretrained(engine, f"{root}/prompt")
-    again = engine_of(start, other)
+    again = engine_of(start, other, options)
     again.load_checkpoint(f"{root}/run")
     batches = itertools.islice(token_rows(), 2 * (STEPS - 1), None)
     # DeepSpeed keeps the groups of a process's first engine, on which a second one mustn't step.
@@ -185,34 +236,41 @@ def steps_loss(engine, batches, *, steps=True):
     return sum(losses) / 2
 
 
-def trained_plain(start):
+def trained_plain(start, options):
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    model = get_peft_model(model, PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=5, **SAMPLED)).train()
-    optimizer = torch.optim.AdamW([vectors_of(model)], lr=RATE, weight_decay=0.1)
+    model = get_peft_model(model, config_of(num_virtual_tokens=5, **options)).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.1)
     batches, losses, saved = token_rows(), [], None
     for step in range(STEPS):
         loss = sum(model(**next(batches)).loss for _ in range(2)) / 2
         losses.append(float(loss.detach()))
         if step == STEPS - 1:
-            saved = vectors_of(model).detach().clone()
+            saved = model.get_prompt_embedding_to_save("default").clone()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([vectors_of(model)], 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses, saved
 
 
 @pytest.mark.parametrize(
-    ("first", "other"), [(("1x1x1", 2), ("1x2x1", None)), (("2x1x1", None), ("1x1x1", 2))], ids=["stages", "mesh"]
+    ("first", "other", "options"),
+    [
+        (("1x1x1", 2), ("1x2x1", None), SAMPLED),
+        (("2x1x1", None), ("1x1x1", 2), SAMPLED),
+        (("1x2x1", None), ("1x1x1", 2), {"encoder": "LSTM"}),
+    ],
+    ids=["stages", "mesh", "encoder"],
 )
-def test_vectors_train_are_in_pefts_folder_and_resume_on_another_layout(pool, tmp_path, first, other):
+def test_vectors_train_are_in_pefts_folder_and_resume_on_another_layout(pool, tmp_path, first, other, options):
     start = small_checkpoint(AutoModelForCausalLM, "llama", tmp_path / "start")
     configs = [settings(mesh, stages, learning_rate=RATE, pipeline={"segments": 2}) for mesh, stages in (first, other)]
     for config in configs:
         del config["scheduler"]
-    results = pool.run(2, trained_by_engine, start, *configs, str(tmp_path), timeout_s=TIMEOUT_S)
-    losses, vectors = trained_plain(start)
+    results = pool.run(2, trained_by_engine, start, *configs, str(tmp_path), options, timeout_s=TIMEOUT_S)
+    losses, vectors = trained_plain(start, options)
     for rank_losses in results:
         assert rank_losses == pytest.approx(losses, rel=1e-5)
     for folder in (tmp_path / "prompt", next((tmp_path / "run").glob("global_step*"))):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.ia3 import IA3Config, IA3Model
 from peft.tuners.lora import LoraConfig
+from peft.tuners.p_tuning import PromptEncoderConfig
 from peft.tuners.prompt_tuning import PromptTuningConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -28,7 +29,7 @@ from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.embedding_layer import EmbeddingLora, on_mesh
-from cuboid.integrations.peft.experts_layer import ParamWrapper
+from cuboid.integrations.peft.experts_layer import ParamWrapper, lora_of_router
 from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora
 from cuboid.integrations.peft.scaled_layer import ShardedIA3
 from cuboid.integrations.peft.seeding import is_loading, seeded_by
@@ -85,7 +86,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             config._register_custom_module(
                 {
                     ShardedExperts: ParamWrapper,
-                    ShardedRouter: ParamWrapper,
+                    ShardedRouter: lora_of_router,  # type: ignore[dict-item]  # only called
                     ShardedLinear: ShardedLora,
                     KeptWhole: WholeLora,
                     **{nn.Linear: SeededLora, Conv1D: SeededLora, nn.Embedding: EmbeddingLora},
@@ -271,13 +272,14 @@ def check_adapter(config: Any) -> None:
         UnsupportedModelError: names one that has no rule.
     """
     kind = type(config).__name__
-    if type(config) is PromptTuningConfig:
+    if type(config) in (PromptTuningConfig, PromptEncoderConfig):
         return
     if type(config) not in (LoraConfig, IA3Config):
         instead = "take PromptTuningConfig" if config.is_prompt_learning else "take LoRA"
         raise UnsupportedModelError(
-            f"{kind}: of PEFT's adapters, LoRA (LoraConfig), IA³ (IA3Config) and prompt tuning (PromptTuningConfig) "
-            f"are cut over a mesh; others have no rules: {instead}, or train this adapter in plain transformers"
+            f"{kind}: of PEFT's adapters, LoRA (LoraConfig), IA³ (IA3Config), prompt tuning (PromptTuningConfig) and "
+            f"P-tuning (PromptEncoderConfig) are cut over a mesh; others have no rules: {instead}, or train this "
+            "adapter in plain transformers"
         )
     default = type(config)()
     for field in dataclasses.fields(config):
@@ -335,12 +337,17 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
         is_cut = isinstance(base, ShardedEmbedding) or (
             isinstance(base, ShardedLinear) and LowRankSplit.of(base) is not None
         )
-        is_in_block = isinstance(config, LoraConfig) and not config.use_dora and _is_in_whole_block(model, name, base)
-        if not is_whole and not is_cut and not is_in_block:
+        is_lora, is_compiled = isinstance(config, LoraConfig), model.cuboid.state.compiled is not None
+        is_in_block = is_lora and not (config.use_dora and is_compiled) and _is_in_whole_block(model, name, base)
+        # Routers that are no linear layers have another code around their product.
+        is_gate = is_lora and isinstance(base, ShardedRouter) and isinstance(base, nn.Linear) and base.bias is None
+        is_gate = is_gate and not (config.use_dora or config.lora_bias or is_compiled)
+        if not is_whole and not is_cut and not is_in_block and not is_gate:
             raise UnsupportedModelError(
                 f"{name} ({type(base).__name__}) is one of the adapter's target_modules, but on a mesh only the linear "
-                "layers of attention and of dense MLPs, embeddings of tokens and their head have adapters, and LoRA "
-                "without DoRA also linear layers in blocks that each rank computes whole; name those in "
+                "layers of attention and of dense MLPs, embeddings of tokens and their head have adapters, and of LoRA "
+                "also linear layers in blocks that each rank computes whole (DoRA if layers aren't compiled) and "
+                "routers and gates that are linear layers (without DoRA, lora_bias and compiled layers); name those in "
                 "target_modules, or this one in exclude_modules"
             )
         if isinstance(config, IA3Config):

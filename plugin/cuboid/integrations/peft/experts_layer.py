@@ -1,4 +1,5 @@
-"""PEFT's LoRA layer around a module of experts, or a router, for one of its parameters (``target_parameters``)."""
+"""PEFT's LoRA layers around a module of experts, or a router, for one of its parameters (``target_parameters``), and
+around a router, or the gate of a shared expert, that is a linear layer (``target_modules``)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import torch
 from peft.tuners.lora import LoraConfig, layer
 from torch import nn
 
+from cuboid.distributed.axis_collectives import own_slice
 from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.lora_layer import LoraOfShards
 from cuboid.integrations.peft.seeding import seeded_for
 from cuboid.tensor3d.experts.expert_update import ExpertFactor, LowRankUpdate
+from cuboid.tensor3d.experts.router import summed_linear
+from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 
 
@@ -79,3 +84,52 @@ class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
         factors: tuple[Any, Any] = self.lora_A[adapter_name], self.lora_B[adapter_name]
         a, b = (whole_parameter(factor, "weight") for factor in factors)
         return self._update([(a, b)], [adapter_name]).shard().to(base.get_parameter(self.parameter_name).dtype)
+
+
+class RouterLora(LoraOfShards):
+    """As PEFT's own class, around a linear layer that gives a few numbers for each of the rank's tokens.
+
+    As its layer's, the product with A sums the ranks' parts of the features, and the factors are gathered whole.
+    """
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
+        super().update_layer(adapter_name, *args, **kwargs)
+        base: Any = self.get_base_layer()
+        for factors in (self.lora_A, self.lora_B):
+            whole_factor: Any = factors[adapter_name]
+            factor = ExpertFactor(whole_factor, base.mesh)
+            for param in factor.sharded_params.values():
+                param.follow(base.sharded_params["weight"])
+            factors[adapter_name] = factor
+        dropout = self.lora_dropout[adapter_name]
+        if isinstance(dropout, nn.Dropout):
+            self.lora_dropout[adapter_name] = ShardedDropout(dropout.p, base.mesh)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The scores with the updates of the active adapters, ``[…, H/h]`` to ``[…, E]``.
+
+        Raises:
+            UnsupportedModelError: ``adapter_names`` gives rows different adapters.
+        """
+        is_plain = self.is_plain(kwargs)
+        result: torch.Tensor = self.base_layer(x, *args)
+        if is_plain:
+            return result
+        base: Any = self.get_base_layer()
+        hidden, total = base.mesh.along("hidden"), result
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                factors: tuple[Any, Any] = self.lora_A[name], self.lora_B[name]
+                a, b = (factor.unsharded("weight") for factor in factors)
+                features = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
+                scores = summed_linear(features, own_slice(a, 1, hidden), hidden)
+                total = total + nn.functional.linear(scores, b) * self.scaling[name]
+        return total.to(result.dtype)
+
+
+def lora_of_router(target: nn.Module, adapter_name: str, **options: Any) -> nn.Module:
+    """The layer around a router: of one of its parameters if that is named, or else of a linear layer."""
+    if options.get("parameter_name") is not None:
+        return ParamWrapper(target, adapter_name, **options)
+    return RouterLora(target, adapter_name, **options)

@@ -42,7 +42,81 @@ class SeededLora(AdaptedLayer, lora.Linear):
             super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
 
-class ShardedLora(SeededLora):
+class LoraOfShards(SeededLora):
+    """Around a linear layer of whose weight a rank has a shard: merging, and the norms of its rows; collective."""
+
+    def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
+        """Make a new DoRA adapter's magnitudes ``[O]``, of which this rank keeps its shard."""
+        raise NotImplementedError
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the weight; collective. See PEFT's ``Linear.merge``.
+
+        Raises:
+            UnsupportedModelError: a DoRA adapter isn't the first one, to whose weight its norms belong.
+        """
+        merged = [*self.merged_adapters, *check_adapters_to_merge(self, adapter_names)]
+        late = next((name for name in merged[1:] if name in self.lora_magnitude_vector), None)
+        if late is not None:
+            raise UnsupportedModelError(
+                f"{late!r} is a DoRA adapter and can't be merged after {merged[0]!r}: its norms are those of the "
+                "weight without that; merge it first or alone"
+            )
+        super().merge(safe_merge, adapter_names)
+
+    @torch.no_grad()
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """This rank's shard of the adapter's update of the weight; collective."""
+        base: Any = self.get_base_layer()
+        # Adapters may be merged before anything else has connected the ranks.
+        base.mesh.connect()
+        factors: Any = self.lora_A[adapter], self.lora_B[adapter]
+        a, b = (whole_parameter(factor, "weight") for factor in factors)
+        # Not in the weight's dtype: the sum of both is rounded once.
+        return self.shard_of_update(a, b, self.scaling[adapter]).to(factors[1].weight.dtype)
+
+    @torch.no_grad()
+    def shard_of_update(self, a: Any, b: Any, scaling: float) -> torch.Tensor:
+        """The shard of an update of the weight, with whole factors; in float32 at least."""
+        base: Any = self.get_base_layer()
+        # In 16 bits, the sum over r would be rounded on some devices.
+        a, b = (x.float() if x.itemsize < 4 else x for x in (a, b))
+        delta = torch.zeros(base.spec("weight").shard_shape(base.mesh.shape), dtype=a.dtype, device=a.device)
+        with torch.autocast(a.device.type, enabled=False):
+            for here, there in self._boxes():
+                out, into = there[::-1] if self.fan_in_fan_out else there
+                box = b[out] @ a[:, into]
+                delta[here] = box.t() if self.fan_in_fan_out else box
+        return delta * scaling
+
+    @torch.no_grad()
+    def row_norms(self, update: torch.Tensor) -> torch.Tensor:
+        """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective."""
+        base: Any = self.get_base_layer()
+        updated = base.weight + update
+        squares = updated.new_zeros(base.out_features)
+        for here, there in self._boxes():
+            squares[there[self._out_dim]] += updated[here].square().sum(1 - self._out_dim)
+        return all_reduce(squares, base.mesh.along(*AXES)).sqrt()
+
+    @torch.no_grad()
+    def rescaled(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """A shard whose rows are multiplied with factors ``[O]``."""
+        result = weight.to(factors.dtype, copy=True)
+        for here, there in self._boxes():
+            result[here] *= factors[there[self._out_dim]].unsqueeze(1 - self._out_dim)
+        return result
+
+    @property
+    def _out_dim(self) -> int:
+        return 1 if self.fan_in_fan_out else 0
+
+    def _boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        base: Any = self.get_base_layer()
+        return shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate)
+
+
+class ShardedLora(LoraOfShards):
     """As PEFT's own class, with the factors of each adapter cut over the mesh.
 
     PEFT makes and initializes whole factors, the same on every rank and as in one process: with r rows or columns they
@@ -121,6 +195,15 @@ class ShardedLora(SeededLora):
                 )
         return total.to(result.dtype)
 
+    def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
+        """Make a new DoRA adapter's magnitudes; see :class:`~cuboid.tensor3d.low_rank.Magnitudes`."""
+        base: Any = self.get_base_layer()
+        split = LowRankSplit.of(base)
+        assert split is not None, "checked before layers are put in"
+        original = nn.Module()
+        original.register_parameter("weight", nn.Parameter(norms))
+        self.lora_magnitude_vector[adapter_name] = Magnitudes(original, split, base.mesh, base.bias_rows)
+
     def whole_update(self, x: torch.Tensor) -> torch.Tensor:
         """The active adapters' updates ``[…, O]`` for whole inputs ``[…, I]`` that every rank has alike; collective."""
         total = x.new_zeros(())
@@ -155,75 +238,9 @@ class ShardedLora(SeededLora):
         norms = self.row_norms(self.shard_of_update(a, b, self.scaling[adapter]))
         return norms.to(factors[0].weight.dtype)
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the weight; collective. See PEFT's ``Linear.merge``.
-
-        Raises:
-            UnsupportedModelError: a DoRA adapter isn't the first one, to whose weight its norms belong.
-        """
-        merged = [*self.merged_adapters, *check_adapters_to_merge(self, adapter_names)]
-        late = next((name for name in merged[1:] if name in self.lora_magnitude_vector), None)
-        if late is not None:
-            raise UnsupportedModelError(
-                f"{late!r} is a DoRA adapter and can't be merged after {merged[0]!r}: its norms are those of the "
-                "weight without that; merge it first or alone"
-            )
-        super().merge(safe_merge, adapter_names)
-
-    @torch.no_grad()
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """This rank's shard of the adapter's update of the weight; collective."""
-        base: Any = self.get_base_layer()
-        # Adapters may be merged before anything else has connected the ranks.
-        base.mesh.connect()
-        factors: Any = self.lora_A[adapter], self.lora_B[adapter]
-        a, b = (whole_parameter(factor, "weight") for factor in factors)
-        # Not in the weight's dtype: the sum of both is rounded once.
-        return self.shard_of_update(a, b, self.scaling[adapter]).to(factors[1].weight.dtype)
-
-    @torch.no_grad()
-    def shard_of_update(self, a: Any, b: Any, scaling: float) -> torch.Tensor:
-        """The shard of an update of the weight, with whole factors; in float32 at least."""
-        base: Any = self.get_base_layer()
-        # In 16 bits, the sum over r would be rounded on some devices.
-        a, b = (x.float() if x.itemsize < 4 else x for x in (a, b))
-        delta = torch.zeros(base.spec("weight").shard_shape(base.mesh.shape), dtype=a.dtype, device=a.device)
-        with torch.autocast(a.device.type, enabled=False):
-            for here, there in self._boxes():
-                out, into = there[::-1] if self.fan_in_fan_out else there
-                box = b[out] @ a[:, into]
-                delta[here] = box.t() if self.fan_in_fan_out else box
-        return delta * scaling
-
-    @torch.no_grad()
-    def row_norms(self, update: torch.Tensor) -> torch.Tensor:
-        """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective."""
-        base: Any = self.get_base_layer()
-        updated = base.weight + update
-        squares = updated.new_zeros(base.out_features)
-        for here, there in self._boxes():
-            squares[there[self._out_dim]] += updated[here].square().sum(1 - self._out_dim)
-        return all_reduce(squares, base.mesh.along(*AXES)).sqrt()
-
-    @torch.no_grad()
-    def rescaled(self, weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """A shard whose rows are multiplied with factors ``[O]``."""
-        result = weight.to(factors.dtype, copy=True)
-        for here, there in self._boxes():
-            result[here] *= factors[there[self._out_dim]].unsqueeze(1 - self._out_dim)
-        return result
-
-    @property
-    def _out_dim(self) -> int:
-        return 1 if self.fan_in_fan_out else 0
-
-    def _boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        base: Any = self.get_base_layer()
-        return shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate)
-
 
 class ShardedDora(LoraVariant):
-    """Weight-decomposed adapters: initial magnitudes, and merging; :class:`ShardedLora` computes with them."""
+    """Weight-decomposed adapters: initial magnitudes, and merging; the layers compute with them."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **_: Any) -> None:
@@ -237,11 +254,7 @@ class ShardedDora(LoraVariant):
         else:
             a, b = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
             norms = module.row_norms(module.shard_of_update(a, b, module.scaling[adapter_name])).to(base.weight.dtype)
-        original = nn.Module()
-        original.register_parameter("weight", nn.Parameter(norms))
-        split = LowRankSplit.of(base)
-        assert split is not None, "checked before layers are put in"
-        module.lora_magnitude_vector[adapter_name] = Magnitudes(original, split, base.mesh, base.bias_rows)
+        module.keep_magnitudes(adapter_name, norms)
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:

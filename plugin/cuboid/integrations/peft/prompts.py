@@ -1,15 +1,17 @@
-"""Prompt tuning by PEFT on a sharded model: trained vectors of virtual tokens before each row."""
+"""Prompt tuning and P-tuning by PEFT on a sharded model: trained vectors of virtual tokens before each row."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PromptTuningConfig
+from peft import PeftConfig, PromptEncoderConfig, PromptTuningConfig
+from peft.tuners.p_tuning import PromptEncoder, PromptEncoderReparameterizationType
 from peft.tuners.prompt_tuning import PromptEmbedding
 from peft.tuners.tuners_utils import BasePromptEncoder
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, TaskType
@@ -39,29 +41,42 @@ from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes, take_shard
-from cuboid.tensor3d.virtual_tokens import FIRST_ID, VirtualTokens, virtual_tokens_of
+from cuboid.tensor3d.virtual_tokens import FIRST_ID, PromptedEmbedding, with_virtual_tokens
 from cuboid.weights.save import full_values
+from cuboid.weights.state_dict_map import sharding_specs
 
 #: A prompt's name in PEFT's files.
 _SAVED = "prompt_embeddings"
-#: Options that decide what a prompt is.
+#: The file beside PEFT's that has the parameters of an encoder, to train it further; PEFT's has only what it gives.
+ENCODER_FILE = "prompt_encoder.safetensors"
+#: Options that decide what a prompt is, and what its encoder is.
 _IDENTITY = ("peft_type", "task_type", "num_virtual_tokens")
+_OF_ENCODER = ("encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers")
+
+PromptConfig = PromptTuningConfig | PromptEncoderConfig
 
 
-def check_prompt(model: Any, config: PromptTuningConfig) -> None:
+def check_prompt(model: Any, config: PromptConfig) -> None:
     """Check that a model's rows may have virtual tokens before them.
 
     Raises:
         UnsupportedModelError: they have no rule; says why.
     """
     inner: Any = unwrap(model)
-    kind, base = inner.cuboid.kind, inner.cuboid.base
+    kind, base, name = inner.cuboid.kind, inner.cuboid.base, type(config).__name__
     if type(kind) is not Causal or config.task_type != TaskType.CAUSAL_LM:
         task = None if config.task_type is None else str(TaskType(config.task_type).value)
         raise UnsupportedModelError(
-            f"PromptTuningConfig(task_type={task!r}) has no rule for a sharded {base.__name__}: of sharded models, "
+            f"{name}(task_type={task!r}) has no rule for a sharded {base.__name__}: of sharded models, "
             "causal language models have virtual tokens, with task_type='CAUSAL_LM'; write that, or take LoRA"
         )
+    if isinstance(config, PromptEncoderConfig) and config.encoder_dropout:
+        is_lstm = config.encoder_reparameterization_type == PromptEncoderReparameterizationType.LSTM
+        if is_lstm and not config.inference_mode:
+            raise UnsupportedModelError(
+                f"{name}(encoder_dropout={config.encoder_dropout}) has no rule on a mesh, where an encoder runs once "
+                "for all rows, which PEFT drops different elements for; set encoder_dropout=0"
+            )
     table = _table_of(inner)
     if table is None:
         return
@@ -70,7 +85,7 @@ def check_prompt(model: Any, config: PromptTuningConfig) -> None:
     # Others compute positions of the ids, or give them to further tables, where those of virtual tokens mean nothing.
     if not is_cut or not isinstance(inner.get_submodule(owner), PreTrainedModel) or _reads_ids_elsewhere(inner, table):
         raise UnsupportedModelError(
-            f"PromptTuningConfig has no rule for {base.__name__}, which does more with ids than to look them up in one "
+            f"{name} has no rule for {base.__name__}, which does more with ids than to look them up in one "
             "table; take LoRA (LoraConfig), or train the prompt in plain transformers"
         )
 
@@ -106,7 +121,7 @@ def set_up_prompt(peft_model: Any, adapter_name: str) -> None:
         UnsupportedModelError: before the model is changed, if virtual tokens have no rule in it.
         MeshError: they begin as tokens of the vocabulary, and the ranks aren't connected.
     """
-    config: PromptTuningConfig = peft_model.peft_config[adapter_name]
+    config: PromptConfig = peft_model.peft_config[adapter_name]
     inner: Any = peft_model.base_model
     check_prompt(inner, config)
     if not hasattr(peft_model, "prompt_encoder"):
@@ -116,22 +131,36 @@ def set_up_prompt(peft_model: Any, adapter_name: str) -> None:
     mesh.compare_seed(WeightSeed.of_state())
     config.num_transformer_submodules = 1
     table = _table_of(inner)
-    encoder = PromptEmbedding(config, _WholeTable(inner, table))
-    vectors = nn.Parameter(encoder.embedding.weight.detach().to(inner.device), requires_grad=not config.inference_mode)
-    here: VirtualTokens | None = None
+    encoder: nn.Module
+    if isinstance(config, PromptEncoderConfig):
+        encoder = PromptEncoder(config)
+    else:
+        encoder = PromptEmbedding(config, _WholeTable(inner, table))
+    encoder.to(inner.device)
+    here: PromptedEmbedding | None = None
     with structure_changes(inner):
         for parameter in inner.parameters():
             parameter.requires_grad = False
         if table is not None:
-            here = virtual_tokens_of(table, mesh)
-            here.add(adapter_name, vectors, table)
-    peft_model.prompt_encoder[adapter_name] = PromptOnMesh(inner, here, adapter_name)
+            here = with_virtual_tokens(table, mesh)
+            if _is_encoded(config):
+                here.add_encoder(adapter_name, encoder)
+            else:
+                vectors = encoder.get_submodule("embedding").get_parameter("weight").detach()
+                vectors = nn.Parameter(vectors, requires_grad=not config.inference_mode)
+                here.virtual_tokens.add(adapter_name, vectors, table)
+    peft_model.prompt_encoder[adapter_name] = PromptOnMesh(inner, here, adapter_name, config.num_virtual_tokens)
     peft_model.prompt_tokens[adapter_name] = torch.arange(config.num_virtual_tokens)
     state, limits = inner.cuboid.state, inner.cuboid.whole_model.limits
     limits = dataclasses.replace(limits, virtual_tokens=max(limits.virtual_tokens, config.num_virtual_tokens))
     _knowing_limits(inner, limits)
     prompts = Prompts(peft_model)
     state.adapters, state.save, state.virtual_tokens = prompts, save_adapters, prompts
+
+
+def _is_encoded(config: PeftConfig) -> bool:
+    """Whether an encoder gives the vectors of virtual tokens. In files and for inference, there are only these."""
+    return isinstance(config, PromptEncoderConfig) and not config.inference_mode
 
 
 def _knowing_limits(inner: Any, limits: Limits) -> None:
@@ -182,20 +211,21 @@ class PromptOnMesh(BasePromptEncoder):
 
     Args:
         inner: the sharded model.
-        tokens: of its embedding; None on stages that don't have that.
+        table: its embedding; None on stages that don't have that.
         adapter_name: whose vectors these are.
+        count: n of them.
     """
 
-    def __init__(self, inner: Any, tokens: VirtualTokens | None, adapter_name: str) -> None:
+    def __init__(self, inner: Any, table: PromptedEmbedding | None, adapter_name: str, count: int) -> None:
         super().__init__()
         # In tuples, so that the model isn't a part of this module.
-        self._tokens, self._inner, self._adapter_name = (tokens,), (inner,), adapter_name
+        self._table, self._inner, self._adapter_name, self._count = (table,), (inner,), adapter_name, count
 
     def activate(self) -> None:
         """Let ids of virtual tokens have these vectors."""
-        (tokens,) = self._tokens
-        if tokens is not None:
-            tokens.active = self._adapter_name
+        (table,) = self._table
+        if table is not None:
+            table.active_prompt = self._adapter_name
 
     @property
     def embedding(self) -> PromptOnMesh:
@@ -205,8 +235,10 @@ class PromptOnMesh(BasePromptEncoder):
     @property
     def weight(self) -> torch.Tensor:
         """The rank's shard; nothing on stages that have none."""
-        (tokens,), (inner,) = self._tokens, self._inner
-        return torch.empty(0, device=inner.device) if tokens is None else tokens[self._adapter_name]
+        (table,), (inner,) = self._table, self._inner
+        if table is None or self._adapter_name not in table.virtual_tokens:
+            return torch.empty(0, device=inner.device)
+        return table.virtual_tokens[self._adapter_name]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """The whole vectors of virtual tokens, on every rank; collective, and not on stages that have none.
@@ -214,10 +246,12 @@ class PromptOnMesh(BasePromptEncoder):
         Raises:
             UnsupportedModelError: the stage has none.
         """
-        (tokens,) = self._tokens
-        if tokens is None:
+        (table,) = self._table
+        if table is None:
             raise UnsupportedModelError("the vectors of virtual tokens are on the stage that has the embedding")
-        vectors = whole_parameter(tokens, self._adapter_name)
+        if self._adapter_name in table.prompt_encoders:
+            return table.encoded(self._adapter_name, self._count)[indices]
+        vectors = whole_parameter(table.virtual_tokens, self._adapter_name)
         assert vectors is not None
         return vectors[indices]
 
@@ -228,9 +262,10 @@ class PromptOnMesh(BasePromptEncoder):
         Raises:
             CheckpointError: they have another shape.
         """
-        (tokens,), full = self._tokens, state_dict["weight"]
-        if tokens is None:
+        (table,), full = self._table, state_dict["weight"]
+        if table is None:
             return
+        tokens = table.virtual_tokens
         spec = tokens.spec(self._adapter_name)
         if tuple(full.shape) != spec.shape:
             raise CheckpointError(
@@ -238,6 +273,28 @@ class PromptOnMesh(BasePromptEncoder):
                 "virtual tokens, or the model, is another one"
             )
         tokens[self._adapter_name].copy_(take_shard(full, spec, tokens.mesh))
+
+    @torch.no_grad()
+    def load_encoder(self, state: Mapping[str, torch.Tensor], path: Path) -> None:
+        """Take the rank's shards of a whole encoder's parameters, read from a file.
+
+        Raises:
+            CheckpointError: they are another encoder's.
+        """
+        (table,) = self._table
+        if table is None:
+            return
+        encoder = table.prompt_encoders[self._adapter_name]
+        specs = sharding_specs(encoder)
+        for name, parameter in encoder.named_parameters():
+            full = state.get(name)
+            if full is None or tuple(full.shape) != specs[name].shape:
+                has = "nothing" if full is None else f"a tensor of shape {list(full.shape)}"
+                raise CheckpointError(
+                    f"{path}: for {name}, of shape {list(specs[name].shape)} in the model's encoder, it has {has}; "
+                    "make the adapter with the same options"
+                )
+            parameter.copy_(take_shard(full, specs[name], table.virtual_tokens.mesh))
 
 
 class Prompts:
@@ -304,9 +361,9 @@ class Prompts:
         return arguments
 
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole vectors by the names of their parameters, on the first rank; collective."""
+        """The whole vectors, or encoders, by the names of their parameters, on the first rank; collective."""
         inner: Any = unwrap(model)
-        kept = {id(x) for name, x in inner.named_parameters() if _adapter_of(name) is not None}
+        kept = {id(x) for name, x in inner.named_parameters() if _OF_PROMPT.search(name)}
         values = full_values(inner, lambda parameter: parameter.detach() if id(parameter) in kept else None)
         return {f"{self.prefix}{name}": vectors for name, vectors in values.items()}
 
@@ -315,12 +372,20 @@ class Prompts:
     ) -> None:
         """Write prompts as PEFT does; see :meth:`cuboid.integrations.peft.adapter_files.AdapterFiles.write`."""
         inner: Any = unwrap(model)
-        vectors = {_adapter_of(name): x.contiguous() for name, x in state.items()}
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for name, x in state.items():
+            part = _OF_PROMPT.search(name)
+            assert part is not None
+            tensors.setdefault(part["adapter"], {})[name[part.end() + 1 :]] = x.contiguous()
         for name in selected_names(self._configs, selected):
-            target = folder_of(folder, name)
+            target, config = folder_of(folder, name), self._configs[name]
             target.mkdir(exist_ok=True)
-            save_file({_SAVED: vectors[name]}, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-            write_config(copy.copy(self._configs[name]), inner, target)
+            vectors = tensors[name].get("")
+            if vectors is None:
+                save_file(tensors[name], target / ENCODER_FILE, metadata={"format": "pt"})
+                vectors = _given_by(config, tensors[name])
+            save_file({_SAVED: vectors}, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+            write_config(copy.copy(config), inner, target)
 
     def load(self, model: nn.Module, folder: Path) -> None:
         """Load prompts from a folder of PEFT. Each rank reads them and keeps its shards; nothing is sent.
@@ -330,16 +395,28 @@ class Prompts:
         """
         del model
         for name, config in self._configs.items():
-            source = folder_of(folder, name)
-            check_same(config, source, _IDENTITY)
-            path = source / SAFETENSORS_WEIGHTS_NAME
+            source, is_encoded = folder_of(folder, name), _is_encoded(config)
+            check_same(config, source, (*_IDENTITY, *(_OF_ENCODER if is_encoded else ())))
+            path = source / (ENCODER_FILE if is_encoded else SAFETENSORS_WEIGHTS_NAME)
             with TensorFile(path) as file:
+                prompt = self._peft_model.prompt_encoder[name]
+                if is_encoded:
+                    prompt.load_encoder({key: file.read(key) for key in file.specs}, path)
+                    continue
                 if _SAVED not in file.specs:
                     raise CheckpointError(f"{path}: has no {_SAVED}, as a prompt's file does")
-                self._peft_model.prompt_encoder[name].load_state_dict({"weight": file.read(_SAVED)})
+                prompt.load_state_dict({"weight": file.read(_SAVED)})
 
 
-def _adapter_of(name: str) -> str | None:
-    """The adapter whose virtual tokens a parameter ``….virtual_tokens.<adapter>`` has; None for others."""
-    owner, _, adapter = name.rpartition(".virtual_tokens.")
-    return adapter if owner else None
+#: What a parameter of a prompt has in its name; behind it, an encoder's have their own.
+_OF_PROMPT = re.compile(r"\.(?:virtual_tokens|prompt_encoders)\.(?P<adapter>[^.]+)(?=\.|$)")
+
+
+def _given_by(config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The vectors that an encoder with whole parameters gives, as PEFT computes and saves them."""
+    with torch.device("meta"):
+        encoder = PromptEncoder(config)
+    encoder.load_state_dict(parameters, assign=True)
+    with torch.no_grad():
+        vectors: torch.Tensor = encoder(torch.arange(config.num_virtual_tokens, device=encoder.embedding.weight.device))
+    return vectors

@@ -5,31 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.integrations.peft.lora_layer import SeededLora
+from cuboid.integrations.peft.lora_layer import LoraOfShards, ShardedDora
 from cuboid.tensor3d.layers.whole_block import keep_whole
-from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import take_whole
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 
-class WholeLora(SeededLora):
+class WholeLora(LoraOfShards):
     """As PEFT's own class, whose code runs on whole activations, with the factors cut over the mesh as their layer.
 
     While the block runs, its parameters are whole, and so are the factors, which are gathered with them.
     """
 
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
+        """What PEFT looks up for a config's options; others than these are refused before."""
+        return {(): None, ("use_dora",): WholeDora}
+
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
         super().update_layer(adapter_name, *args, **kwargs)
         base: Any = self.get_base_layer()
-        for factors in (self.lora_A, self.lora_B):
+        for factors in (self.lora_A, self.lora_B, self.lora_magnitude_vector):
+            if adapter_name not in factors:
+                continue
             _cut(factors[adapter_name], base.mesh)
             factor: Any = factors[adapter_name]
             for param in factor.sharded_params.values():
                 param.follow(base.sharded_params["weight"])
+
+    def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
+        """Make a new DoRA adapter's magnitudes, whole yet."""
+        magnitudes = DoraLinearLayer(fan_in_fan_out=False)
+        magnitudes.register_parameter("weight", nn.Parameter(norms))
+        self.lora_magnitude_vector[adapter_name] = magnitudes
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As PEFT's, ``[B/b, S, I]`` to ``[B/b, S, O]``.
@@ -42,18 +57,14 @@ class WholeLora(SeededLora):
             return y
         return super().forward(x, *args, **kwargs)
 
-    @torch.no_grad()
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """This rank's shard of the adapter's update of the weight; collective."""
-        base: Any = self.get_base_layer()
-        # Adapters may be merged before anything else has connected the ranks.
-        base.mesh.connect()
-        factors: tuple[Any, Any] = self.lora_A[adapter], self.lora_B[adapter]
-        a, b = (whole_parameter(factor, "weight") for factor in factors)
-        assert a is not None
-        assert b is not None
-        update = b @ a * self.scaling[adapter]
-        return take_shard(update, base.spec("weight"), base.mesh).to(base.weight.dtype)
+
+class WholeDora(ShardedDora):
+    """As :class:`ShardedDora`, with PEFT's own forward, which computes with the whole weight."""
+
+    @staticmethod
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """See PEFT's ``DoraLinearVariant.forward``."""
+        return DoraLinearVariant.forward(*args, **kwargs)
 
 
 def _cut(factor: nn.Module, mesh: Mesh) -> None:

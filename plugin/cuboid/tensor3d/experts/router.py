@@ -71,9 +71,16 @@ class SumOverHidden(TorchFunctionMode):
         return self._linear(*args, **kwargs) if func is nn.functional.linear else func(*args, **kwargs)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        dtype = autocast_dtype(input)
-        result: torch.Tensor = _Summed.apply(input.to(dtype), weight.to(dtype), self._along)
-        return result if bias is None else result + bias.to(dtype)
+        result = summed_linear(input, weight, self._along)
+        return result if bias is None else result + bias.to(result.dtype)
+
+
+def summed_linear(x: torch.Tensor, weight: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+    """The product of parts ``[…, H/h]`` of the features with those of a weight, ``[E, H/h]``: ``[…, E]`` everywhere."""
+    dtype = autocast_dtype(x)
+    x, weight = x.to(dtype), weight.to(dtype)
+    result: torch.Tensor = nn.functional.linear(x, weight) if along.size == 1 else _Summed.apply(x, weight, along)
+    return result
 
 
 class _Summed(torch.autograd.Function):

@@ -230,13 +230,13 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
     late: LateSplit | ImageSplit | None = block.cuboid_late
     images: ImageSplit | None = block.cuboid_images
     if block.cuboid_everywhere:
-        with _unsharded(block, AXES):
+        with unsharded_block(block, AXES):
             return cls.forward(block, *args, **kwargs)
     is_late = late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1)
     if is_late or block.cuboid_tower:
         # Ranks of sequence × hidden have the same whole activations, too.
         device = next(block.parameters()).device
-        with random_numbers_of_block(mesh, device), _unsharded(block):
+        with random_numbers_of_block(mesh, device), unsharded_block(block):
             return cls.forward(block, *args, **kwargs)
     split = ActivationSplit(mesh)
     if images is not None:
@@ -246,7 +246,7 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
-        with random_numbers_of_block(mesh, next(block.parameters()).device), _unsharded(block):
+        with random_numbers_of_block(mesh, next(block.parameters()).device), unsharded_block(block):
             return cls.forward(block, *args, **kwargs)
 
     return on_whole_activations(cls.__name__, split, forward, args, kwargs)
@@ -339,7 +339,7 @@ def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 @contextmanager
-def _unsharded(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")) -> Iterator[None]:
+def unsharded_block(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")) -> Iterator[None]:
     """Inside a ``with``, the modules of a block have their unsharded parameters.
 
     Ranks along ``same`` compute the same, so their gradients are averaged, not summed.
