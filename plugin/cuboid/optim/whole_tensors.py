@@ -251,26 +251,14 @@ class WholeTensors:
             gradient, weights = (tensor.source.detach().new_empty(tensor.shape) for _ in range(2))
             present = []
             for place in self._places:
-                # In the order of their elements, the ranks that have some of this place's shard.
-                senders = sorted((tensor.ranges[rank].start, rank) for rank in place if self._sends(tensor, rank))
-                if not senders:
-                    continue
-                of_gradient, of_weights = [], []
-                for _, rank in senders:
-                    count = len(tensor.ranges[rank])
-                    flag, *both = received[rank].narrow(0, starts[rank], 1 + 2 * count).split([1, count, count])
-                    present.append(flag)
-                    of_gradient.append(both[0])
-                    of_weights.append(both[1])
-                    starts[rank] += 1 + 2 * count
-                for pieces, full in ((of_gradient, gradient), (of_weights, weights)):
-                    shard = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-                    if tensor.spec is None:
-                        full.copy_(shard.view(tensor.shape))
-                        continue
-                    at = self._mesh.topology.coordinate(self._ranks[place[0]])
-                    shard = shard.view(tensor.spec.shard_shape(self._mesh.shape))
-                    put_shard(full, shard, tensor.spec, self._mesh.shape, at)
+                pieces = self._pieces_of(tensor, place, received, starts)
+                if pieces:
+                    of_flags, *shards = (
+                        torch.cat(each) if len(each) > 1 else each[0] for each in zip(*pieces, strict=True)
+                    )
+                    present.append(of_flags)
+                    self._put(gradient, tensor, place, shards[0])
+                    self._put(weights, tensor, place, shards[1])
             flags.append(torch.cat(present).sum())
             # Not the gradient first: it must have the parameter's shape.
             tensor.key.data, tensor.key.grad = weights, gradient
@@ -279,6 +267,30 @@ class WholeTensors:
             if not present_anywhere:
                 assert tensor.key is not None
                 tensor.key.grad = None
+
+    def _pieces_of(
+        self, tensor: _Tensor, place: Sequence[int], received: Sequence[torch.Tensor], starts: list[int]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What the ranks of a place have sent of a tensor, in the order of its elements; ``starts`` moves on.
+
+        Returns:
+            Of each rank, whether it has a gradient, and its elements of the gradient and of the weights.
+        """
+        pieces = []
+        for _, rank in sorted((tensor.ranges[rank].start, rank) for rank in place if self._sends(tensor, rank)):
+            count = len(tensor.ranges[rank])
+            pieces.append(received[rank].narrow(0, starts[rank], 1 + 2 * count).split([1, count, count]))
+            starts[rank] += 1 + 2 * count
+        return pieces
+
+    def _put(self, full: torch.Tensor, tensor: _Tensor, place: Sequence[int], shard: torch.Tensor) -> None:
+        """Write the shard of a place of the mesh into a whole tensor."""
+        if tensor.spec is None:
+            full.copy_(shard.view(tensor.shape))
+            return
+        at = self._mesh.topology.coordinate(self._ranks[place[0]])
+        shard = shard.view(tensor.spec.shard_shape(self._mesh.shape))
+        put_shard(full, shard, tensor.spec, self._mesh.shape, at)
 
     def _scatter(self, tensors: Sequence[_Tensor]) -> None:
         """Give all ranks their elements of the new weights."""
