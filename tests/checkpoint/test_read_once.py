@@ -12,6 +12,7 @@ import transformers.modeling_utils
 from safetensors.torch import load_file, save_file
 
 import cuboid
+from cuboid.checkpoint import reader
 from cuboid.checkpoint.metadata import ShardRange, TensorMetadata
 from cuboid.checkpoint.reader import LoadPlan, TensorFolder
 from cuboid.distributed.mesh import Mesh, current_rank
@@ -141,12 +142,15 @@ SHARDINGS = {
     "down": ShardingSpec((16, 24), (("hidden",), ("sequence",))),
     "vocabulary": ShardingSpec((13, 16), (("sequence",), ("hidden",)), ragged=True),
     "norm": ShardingSpec((24,), (("hidden",),)),
+    # On some ranks of 2×1×4 and 1×2×2, all of the shard is padding.
+    "few": ShardingSpec((3, 8), ((), ()), ragged=True),
+    "experts": ShardingSpec((4, 8, 6), ((), ("sequence",), ("hidden",)), (1, 2, 1)),
     "scale": None,
 }
 
 
-def resumed(folder, shape, zero):
-    """Bytes that this rank reads of a folder; checks that its parts are right."""
+def resumed(folder, shape, zero, block_bytes):
+    """Bytes that this rank reads of a folder in blocks; checks that its parts are right."""
     mesh = Mesh(MeshShape.parse(shape))
     mesh.connect_host()
     full = {name: load_file(Path(folder) / "model.safetensors")[name] for name in SHARDINGS}
@@ -159,21 +163,23 @@ def resumed(folder, shape, zero):
         targets[name] = ShardRange(start, torch.full_like(expected[name], torch.nan))
     taken, original = [], os.preadv
     os.preadv = lambda *args: taken.append(original(*args)) or taken[-1]
+    reader._BLOCK_BYTES, usual = block_bytes, reader._BLOCK_BYTES
     try:
         tensors = {name: TensorMetadata(tuple(full[name].shape), spec) for name, spec in SHARDINGS.items()}
         LoadPlan(Path(folder), targets, tensors, required=list(targets)).read(mesh)
     finally:
-        os.preadv = original
+        os.preadv, reader._BLOCK_BYTES = original, usual
     assert all(torch.equal(targets[name].values, expected[name]) for name in targets)
     return sum(taken)
 
 
+@pytest.mark.parametrize("block_bytes", [200, 64 << 20])
 @pytest.mark.parametrize(("shape", "zero"), [("2x1x4", False), ("1x2x2", False), ("1x2x1", True), ("1x1x1", False)])
-def test_each_byte_of_a_checkpoint_is_read_once(pool, tmp_path, shape, zero):
+def test_each_byte_of_a_checkpoint_is_read_once(pool, tmp_path, shape, zero, block_bytes):
     torch.manual_seed(0)
     full = {name: torch.randn(() if spec is None else spec.shape) for name, spec in SHARDINGS.items()}
     save_file(full, tmp_path / "model.safetensors")
-    read = pool.run(8, resumed, str(tmp_path), shape, zero)
+    read = pool.run(8, resumed, str(tmp_path), shape, zero, block_bytes)
     # Rows at the border of two replicas' ranges are read by both.
     surplus = 8 * max(24, 16) * 4 * len(SHARDINGS) if zero else 0
     assert 0 <= sum(read) - stored_bytes(tmp_path) <= surplus, read
@@ -185,7 +191,7 @@ def unreadable(folder):
     target, tensors = ShardRange(0, torch.zeros(4)), {"x": TensorMetadata((4,), None)}
     original = TensorFolder.read
 
-    def failing(self, name):
+    def failing(self, name, box=None):
         raise OSError("the disk is gone")
 
     if mesh.rank == 0:
@@ -197,6 +203,24 @@ def unreadable(folder):
     finally:
         TensorFolder.read = original
     return None
+
+
+def missing_on_one(folder):
+    mesh = Mesh(MeshShape())
+    mesh.connect_host()
+    target, tensors = ShardRange(0, torch.zeros(4)), {"x": TensorMetadata((4,), None)}
+    here = Path(folder) / ("none" if mesh.rank == 1 else ".")
+    try:
+        run_on_all_ranks(lambda: LoadPlan(here, {"x": target}, tensors, ["x"]).read(mesh), mesh, what="load")
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_a_folder_that_one_rank_lacks_is_an_error_on_all_ranks(pool, tmp_path):
+    save_file({"x": torch.ones(4)}, tmp_path / "model.safetensors")
+    errors = pool.run(4, missing_on_one, str(tmp_path))
+    assert all("none: has neither" in error for error in errors), errors
 
 
 def test_a_file_that_cant_be_read_is_an_error_on_all_ranks(pool, tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec, file_identity
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec, file_identity, row_blocks
 from cuboid.checkpoint.format.weight_index import INDEX, SINGLE, read_index
 from cuboid.checkpoint.metadata import ShardRange, TensorMetadata
 from cuboid.checkpoint.save_planner import assign
@@ -24,6 +25,8 @@ from cuboid.distributed.topology import Coordinate
 from cuboid.errors import CheckpointError
 from cuboid.tensor3d.sharding.sharding_spec import placed_boxes
 
+#: Maximum bytes that a rank reads at a time of what it sends to others, unless one row has more.
+_BLOCK_BYTES = 64 << 20
 #: For each rank, the range [start, stop) of its flattened shard of each tensor that it reads, by name.
 RangesByName = Mapping[int, Mapping[str, tuple[int, int]]]
 
@@ -47,19 +50,20 @@ class LoadPlan:
     def read(self, mesh: Mesh) -> None:
         """Fill the targets. Collective over the stage, over the mesh's host groups.
 
-        What several ranks need, and tensors of whose rows they need columns, are read by one rank, which sends the
-        others their parts; so each byte is read once by all ranks that see the same files.
+        What several ranks need, and tensors of whose rows they need columns, are read by one rank, block by block,
+        which sends the others their parts; so each byte is read once by all ranks that see the same files.
 
         Raises:
             CheckpointError: a required tensor is missing, one has another shape, or a file can't be read.
         """
-        with TensorFolder(self.folder) as files:
-            failure, needed = None, dict[str, tuple[int, int]]()
+        with ExitStack() as stack:
+            needed, identity, failure = dict[str, tuple[int, int]](), (), None
             try:
-                needed = self._needed(files)
-            except CheckpointError as error:
+                files = stack.enter_context(TensorFolder(self.folder))
+                needed, identity = self._needed(files), files.identity
+            except (CheckpointError, OSError) as error:
                 failure = str(error)
-            by_rank, failures, identities = _gather((needed, failure, files.identity), mesh)
+            by_rank, failures, identities = _gather((needed, failure, identity), mesh)
             failure = next((text for text in failures if text is not None), None)
             if failure is not None:
                 raise CheckpointError(failure)
@@ -68,15 +72,19 @@ class LoadPlan:
                 start, stop = needed[name]
                 values = part_of(functools.partial(files.read, name), self.tensors[name], mesh, mesh.rank, start, stop)
                 self.targets[name].values.copy_(values)
-            readers = assign([files.spec(name).nbytes for name in shared], list(by_rank))
-            tensors = {rank: [name for name, to in zip(shared, readers, strict=True) if to == rank] for rank in by_rank}
-            unread = [
-                self._round(files, dict(zip(by_rank, row, strict=True)), by_rank, number, mesh)
-                for number, row in enumerate(zip_longest(*tensors.values()))
-            ]
-        for failed_read in unread:
-            if failed_read is not None:
-                raise failed_read
+            exchange = _Exchange(files, self.tensors, by_rank, mesh)
+            for name in exchange.all_padding(shared):
+                self.targets[name].values.zero_()
+            blocks = [_Block(name, rows) for name in shared for rows in row_blocks(files.spec(name), _BLOCK_BYTES)]
+            readers = assign([exchange.bytes_of(block) for block in blocks], list(by_rank))
+            of_rank = {
+                rank: [block for block, to in zip(blocks, readers, strict=True) if to == rank] for rank in by_rank
+            }
+            for number, row in enumerate(zip_longest(*of_rank.values())):
+                for name, values in exchange.round(dict(zip(by_rank, row, strict=True)), number):
+                    self.targets[name].values.copy_(values)
+            if exchange.failure is not None:
+                raise exchange.failure
 
     def _needed(self, files: TensorFolder) -> dict[str, tuple[int, int]]:
         """The ranges to read, after checking that they are there."""
@@ -112,47 +120,146 @@ class LoadPlan:
                 shared.append(name)
         return shared
 
-    def _round(
-        self, files: TensorFolder, names: Mapping[int, str | None], by_rank: RangesByName, number: int, mesh: Mesh
-    ) -> CheckpointError | None:
-        """Each rank reads one whole tensor and sends its parts; returns what was wrong, so that nobody waits for it."""
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of a tensor in its file."""
+
+    name: str
+    rows: slice
+
+
+class _Exchange:
+    """Blocks of tensors on their way from the ranks that read them to those that need parts of them.
+
+    Attributes:
+        failure: why this rank couldn't read a block. It has sent zeros instead, so that nobody waits for it.
+    """
+
+    def __init__(
+        self, files: TensorFolder, tensors: Mapping[str, TensorMetadata], by_rank: RangesByName, mesh: Mesh
+    ) -> None:
+        self._files, self._tensors, self._by_rank, self._mesh = files, tensors, by_rank, mesh
+        #: Of the tensors that have arrived in part, the rows that this rank needs, and how many elements are missing.
+        self._arriving: dict[str, torch.Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self.failure: CheckpointError | None = None
+
+    def all_padding(self, names: Iterable[str]) -> list[str]:
+        """Those tensors of which this rank needs elements, none of which is in the file."""
+        here = self._by_rank[self._mesh.rank]
+        return [
+            name
+            for name in names
+            if name in here and not any(True for _ in self._boxes(self._whole(name), self._mesh.rank))
+        ]
+
+    def bytes_of(self, block: _Block) -> int:
+        """Size of a block."""
+        spec = self._files.spec(block.name)
+        return TensorSpec(spec.dtype, (block.rows.stop - block.rows.start, *spec.shape[1:])).nbytes
+
+    def round(self, blocks: Mapping[int, _Block | None], number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each rank reads one block and sends its parts; gives those of this rank's parts that are whole by then.
+
+        Args:
+            blocks: by the rank that reads it.
+            number: of the round, from 0.
+        """
+        rank, group = self._mesh.rank, self._mesh.stage_host_group
         transfers: list[dist.Work | None] = []
         # Keeps what is sent, and where it arrives, until the transfers are complete.
         outgoing: dict[tuple[Coordinate, int, int], torch.Tensor] = {}
-        incoming: list[tuple[str, torch.Tensor]] = []
-        failure = None
-        for reader, name in names.items():
-            if name is None:
+        incoming: list[tuple[_Block, torch.Tensor]] = []
+        for reader, block in blocks.items():
+            if block is None:
                 continue
-            spec, tensor = files.spec(name), self.tensors[name]
-            if reader != mesh.rank:
-                if name in by_rank[mesh.rank]:
-                    start, stop = by_rank[mesh.rank][name]
-                    incoming.append((name, torch.empty(stop - start, dtype=spec.dtype)))
-                    transfers.append(dist.irecv(_bytes(incoming[-1][1]), reader, mesh.stage_host_group, tag=number))
-                continue
-            try:
-                full = files.read(name)
-            except (CheckpointError, OSError) as error:
-                failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{self.folder}: {error}")
-                full = torch.zeros(spec.shape, dtype=spec.dtype)
-            for rank, ranges in by_rank.items():
-                if name not in ranges:
+            if reader == rank:
+                read = self._read(block)
+            for to in self._by_rank if reader == rank else (rank,):
+                boxes = list(self._boxes(block, to))
+                if not boxes:
+                    continue
+                if reader != rank:
+                    count = sum(math.prod(x.stop - x.start for x in in_part) for in_part, _ in boxes)
+                    incoming.append((block, torch.empty(count, dtype=self._files.spec(block.name).dtype)))
+                    transfers.append(dist.irecv(incoming[-1][1].view(torch.uint8), reader, group, tag=number))
                     continue
                 # Replicas get the same part.
-                key = (replace(mesh.topology.coordinate(rank), data=0), *ranges[name])
+                key = (replace(self._mesh.topology.coordinate(to), data=0), *self._by_rank[to][block.name])
                 if key not in outgoing:
-                    outgoing[key] = part_of(functools.partial(_box_of, full), tensor, mesh, rank, *ranges[name])
-                if rank == mesh.rank:
-                    incoming.append((name, outgoing[key]))
+                    outgoing[key] = torch.cat([read[in_block].reshape(-1) for _, in_block in boxes])
+                if to == rank:
+                    incoming.append((block, outgoing[key]))
                 else:
-                    transfers.append(dist.isend(_bytes(outgoing[key]), rank, mesh.stage_host_group, tag=number))
+                    transfers.append(dist.isend(outgoing[key].view(torch.uint8), to, group, tag=number))
         for transfer in transfers:
             assert transfer is not None, "the host group has all ranks of the stage"
             transfer.wait()
-        for name, values in incoming:
-            self.targets[name].values.copy_(values)
-        return failure
+        for block, values in incoming:
+            yield from self._arrived(block, values)
+
+    def _read(self, block: _Block) -> torch.Tensor:
+        spec = self._files.spec(block.name)
+        try:
+            read = self._files.read(block.name, [block.rows] if spec.shape else None)
+        except (CheckpointError, OSError) as error:
+            self.failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{block.name}: {error}")
+            read = torch.zeros((block.rows.stop - block.rows.start, *spec.shape[1:]), dtype=spec.dtype)
+        return read if spec.shape else read.view(1)
+
+    def _whole(self, name: str) -> _Block:
+        shape = self._tensors[name].shape
+        return _Block(name, slice(0, shape[0] if shape else 1))
+
+    def _rows(self, name: str, rank: int) -> tuple[slice, tuple[int, ...]]:
+        """The rows of its shard of a tensor that a rank needs any element of, and the sizes of the shard's other dims.
+
+        A tensor without dims counts as one row.
+        """
+        sharding = self._tensors[name].sharding
+        shape = self._tensors[name].shape if sharding is None else sharding.shard_shape(self._mesh.shape)
+        row = max(math.prod(shape[1:]), 1)
+        start, stop = self._by_rank[rank][name]
+        return slice(start // row, -(-stop // row)), shape[1:]
+
+    def _boxes(self, block: _Block, rank: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """What a rank needs of a block: pairs of (slices of the rows that it needs, slices of the block)."""
+        if block.name not in self._by_rank[rank]:
+            return
+        rows, others = self._rows(block.name, rank)
+        sharding = self._tensors[block.name].sharding
+        whole = [slice(0, size) for size in others]
+        boxes = iter([((slice(0, rows.stop - rows.start), *whole), (rows, *whole))])
+        if sharding is not None:
+            boxes = placed_boxes(sharding, self._mesh.shape, self._mesh.topology.coordinate(rank), rows)
+        for (in_rows, *in_dims), (in_file, *file_dims) in boxes:
+            low, high = max(in_file.start, block.rows.start), min(in_file.stop, block.rows.stop)
+            if low < high:
+                start = in_rows.start + low - in_file.start
+                in_block = slice(low - block.rows.start, high - block.rows.start)
+                yield (slice(start, start + high - low), *in_dims), (in_block, *file_dims)
+
+    def _arrived(self, block: _Block, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Put a block's elements into the rows that this rank needs; gives its part ``[stop - start]`` with the last.
+
+        Padding is zero.
+        """
+        name, (rows, others) = block.name, self._rows(block.name, self._mesh.rank)
+        if name not in self._arriving:
+            self._arriving[name] = values.new_zeros((rows.stop - rows.start, *others))
+            of_all = self._boxes(self._whole(name), self._mesh.rank)
+            self._missing[name] = sum(math.prod(x.stop - x.start for x in in_part) for in_part, _ in of_all)
+        offset = 0
+        for in_part, _ in self._boxes(block, self._mesh.rank):
+            box = self._arriving[name][in_part]
+            box.copy_(values[offset : offset + box.numel()].view(box.shape))
+            offset += box.numel()
+        self._missing[name] -= offset
+        if self._missing[name] == 0:
+            row = max(math.prod(others), 1)
+            start, stop = self._by_rank[self._mesh.rank][name]
+            yield name, self._arriving.pop(name).view(-1)[start - rows.start * row : stop - rows.start * row]
 
 
 class TensorFolder:
@@ -227,7 +334,7 @@ def part_of(
 ) -> torch.Tensor:
     """Elements [start, stop) of a rank's flattened shard, as ``[stop - start]``; padding is zero.
 
-    ``read`` returns a box of the whole tensor, or all of it.
+    ``read`` returns a box of the whole tensor, or all of it without one.
     """
     sharding = tensor.sharding
     shard_shape = tensor.shape if sharding is None else sharding.shard_shape(mesh.shape)
@@ -251,10 +358,6 @@ def part_of(
     return rows.reshape(-1)[start - first * row : stop - first * row].contiguous()
 
 
-def _box_of(full: torch.Tensor, box: Sequence[slice] = ()) -> torch.Tensor:
-    return full[tuple(box)]
-
-
 def _gather(
     item: tuple[dict[str, tuple[int, int]], str | None, tuple[int, ...]], mesh: Mesh
 ) -> tuple[RangesByName, list[str | None], list[tuple[int, ...]]]:
@@ -266,7 +369,3 @@ def _gather(
     ranks = dist.get_process_group_ranks(mesh.stage_host_group)
     ranges, failures, identities = zip(*gathered, strict=True)
     return dict(zip(ranks, ranges, strict=True)), list(failures), list(identities)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.uint8)
