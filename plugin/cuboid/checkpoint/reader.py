@@ -57,7 +57,7 @@ class LoadPlan:
             CheckpointError: a required tensor is missing, one has another shape, or a file can't be read.
         """
         with ExitStack() as stack:
-            needed, identity, failure = dict[str, tuple[int, int]](), (), None
+            needed, identity, failure = dict[str, tuple[int, int]](), tuple[int, ...](), None
             try:
                 files = stack.enter_context(TensorFolder(self.folder))
                 needed, identity = self._needed(files), files.identity
