@@ -205,6 +205,19 @@ def _save_pretrained(original: Any) -> Any:
     return save_pretrained
 
 
+def _hotswap_adapter(original: Any) -> Any:
+    @functools.wraps(original)
+    def hotswap_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(unwrap(model), ShardedModel):
+            raise UnsupportedModelError(
+                "hotswap_adapter puts whole factors in the place of a sharded model's parts; load the other adapter "
+                "beside it with load_adapter(folder, name), call set_adapter(name), and delete_adapter for the former"
+            )
+        return original(model, *args, **kwargs)
+
+    return hotswap_adapter
+
+
 def _count_parameters(original: Any) -> Any:
     @functools.wraps(original)
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
@@ -307,6 +320,13 @@ _PATCHES = [
         reason="load whole adapters into the shards of their factors",
         parameters=("model_id", "adapter_name"),
         replace=_load_adapter,
+    ),
+    Patch(
+        target="peft.utils.hotswap:hotswap_adapter",
+        package="peft",
+        reason="say how another adapter is loaded into a sharded model",
+        parameters=("model", "model_name_or_path", "adapter_name"),
+        replace=_hotswap_adapter,
     ),
     Patch(
         target="peft.peft_model:PeftModel.save_pretrained",

@@ -1,0 +1,166 @@
+"""Every kind of adapter and option of PEFT on a mesh: as in plain PEFT, or refused by name beforehand."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from test_lora import DENSE, Adapted, adapted, assert_step, batch, built
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.float64 import KeepFloat64
+from threaded import Threaded
+
+pytest.importorskip("peft", reason="PEFT isn't installed")
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+#: Kinds that have rules, each with tests of its own.
+CUT = {"LORA", "IA3", "PROMPT_TUNING", "P_TUNING"}
+#: What a config can't be made without.
+NEEDED = {"target_modules": ["q_proj"], "num_virtual_tokens": 4, "task_type": "CAUSAL_LM", "total_step": 10}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return built("llama", kv_heads=2)
+
+
+def names(rank_model):
+    return [name for name, _ in rank_model.named_modules()]
+
+
+def test_every_other_kind_of_adapter_is_refused_by_name(model):
+    rank_model = Threaded(model, "1x2x1").models[0]
+    before, kinds = names(rank_model), {str(kind.value) for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+    assert kinds >= CUT
+    for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        if kind.value in CUT:
+            continue
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            config = cls(**{name: value for name, value in NEEDED.items() if name in known})
+        except ImportError:
+            # Of a library that isn't installed: PEFT's own error.
+            continue
+        with pytest.raises(UnsupportedModelError, match=f"{cls.__name__}: .* have no rules"):
+            get_peft_model(rank_model, config)
+        assert names(rank_model) == before, kind
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *(
+            ({"init_lora_weights": name}, f"init_lora_weights='{name}'")
+            for name in ("pissa", "pissa_niter_4", "olora", "lora_ga", "mica", "another")
+        ),
+        # Their configs have parts of their own, which are named first.
+        ({"init_lora_weights": "eva"}, "eva_config"),
+        ({"init_lora_weights": "corda"}, "corda_config"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "loftq"),
+        ({"megatron_config": {"hidden_size": 64}}, "megatron_config"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"qalora_group_size": 8}, "qalora_group_size"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"arrow_config": {}}, "arrow_config"),
+        ({"use_bdlora": {}}, "use_bdlora"),
+        ({"velora_config": {}}, "velora_config"),
+        ({"kasa_config": {}}, "kasa_config"),
+        ({"monteclora_config": {}}, "monteclora_config"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+        ({"use_dora": True, "lora_dropout": 0.1}, "lora_dropout"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters"),
+        ({"trainable_token_indices": {"q_proj": [1]}}, "trainable_token_indices"),
+        ({"target_modules": ["input_layernorm"]}, "input_layernorm"),
+    ],
+    ids=str,
+)
+def test_an_option_that_has_no_rule_is_refused_by_name(model, options, named):
+    try:
+        config = LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options})
+    except (ImportError, TypeError) as error:
+        pytest.skip(f"this version of PEFT doesn't make it: {error}")
+    rank_model = Threaded(model, "1x2x1").models[0]
+    before = names(rank_model)
+    with pytest.raises(UnsupportedModelError, match=named):
+        get_peft_model(rank_model, config)
+    assert names(rank_model) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_lora_weights": "orthogonal", "r": 4},
+        {"init_lora_weights": "gaussian", "alpha_pattern": {"q_proj": 3}},
+        {"rank_pattern": {"^model.layers.0.self_attn.q_proj": 5}, "exclude_modules": r".*\.1\.mlp\..*"},
+        {"layers_to_transform": 1, "layers_pattern": "layers", "use_rslora": True},
+        {"target_modules": r".*\.(q_proj|up_proj)", "lora_bias": True},
+    ],
+    ids=str,
+)
+def test_an_option_that_has_a_rule_is_as_in_plain_peft(model, options):
+    plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, "1x2x2", **options)
+    assert_step(plain, threaded, batch())
+
+
+def read(model, folder):
+    return PeftModel.from_pretrained(model, folder)
+
+
+def read_twice(model, first, other):
+    inner = PeftModel.from_pretrained(model, first, is_trainable=True).get_base_model()
+    return PeftModel.from_pretrained(inner, other, is_trainable=True)
+
+
+def both_active(model, first, other):
+    peft_model = read(model, first)
+    peft_model.load_adapter(other, "other")
+    peft_model.base_model.set_adapter(["default", "other"])
+    return peft_model
+
+
+def one_merged(model, first, other):
+    peft_model = both_active(model, first, other)
+    peft_model.base_model.merge_adapter(["other"])
+    return peft_model
+
+
+def scaled(model, first, _):
+    peft_model = read(model, first)
+    for module in peft_model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.5)
+    return peft_model
+
+
+def on_meta_first(model, first, _):
+    return PeftModel.from_pretrained(model, first, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+
+
+def test_less_common_calls_are_as_in_plain_peft(model, tmp_path):
+    for number in (0, 1):
+        torch.manual_seed(number)
+        config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, target_modules=DENSE)
+        get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path / str(number))
+    for call in (read_twice, both_active, one_merged, scaled, on_meta_first):
+
+        def loss(sharded_or_plain, call=call):
+            peft_model = call(sharded_or_plain, str(tmp_path / "0"), str(tmp_path / "1"))
+            return peft_model(**batch(), use_cache=False).loss.detach()
+
+        with KeepFloat64():
+            expected = loss(copy.deepcopy(model))
+        for value in Threaded(model, "1x2x1").run(loss):
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=call.__name__)
+
+
+def test_adapters_arent_swapped_in_place(model, tmp_path):
+    from peft.utils.hotswap import hotswap_adapter
+
+    adapted(copy.deepcopy(model)).save_pretrained(tmp_path)
+    rank_model = Adapted(model, "1x2x1").models[0]
+    with pytest.raises(UnsupportedModelError, match=r"hotswap_adapter .* load_adapter"):
+        hotswap_adapter(rank_model, str(tmp_path), adapter_name="default")
