@@ -27,7 +27,7 @@ from cuboid.config.config_file import load_config
 from cuboid.config.schema import CuboidConfig, own_config
 from cuboid.distributed.mesh import current_rank, current_world_size
 from cuboid.distributed.topology import AXES
-from cuboid.errors import ConfigError, CuboidError
+from cuboid.errors import ConfigError, CuboidError, OptimizerError
 from cuboid.integrations.handoff import check_schedule
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
@@ -90,9 +90,26 @@ def _prepare_deepspeed(original: Any) -> Any:
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         for schedule in (one for one in args if isinstance(one, LRScheduler) and optimizers):
             check_schedule(schedule, optimizers[0])
+        for optimizer in optimizers:
+            _reject_replaced(optimizer, plugin.deepspeed_config)
         return original(self, *args)
 
     return prepare_deepspeed
+
+
+def _reject_replaced(optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> None:
+    """Raise an error if accelerate would silently train with another optimizer: with offloading, it takes CPUAdam."""
+    offloaded = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if offloaded.get("device", "none") == "none" or not config.get("zero_force_ds_cpu_optimizer", True):
+        return
+    kind = type(optimizer)
+    is_same_rule = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    if not is_same_rule and not kind.__name__.startswith("DeepSpeedCPU") and kind.__module__[:12] != "bitsandbytes":
+        raise OptimizerError(
+            f"accelerate would silently train with DeepSpeed's CPUAdam in place of {kind.__name__}, because of "
+            'zero_optimization.offload_optimizer. Write "zero_force_ds_cpu_optimizer": false, if the optimizer treats '
+            "each element by itself; or take AdamW, or leave out zero_optimization.offload_optimizer"
+        )
 
 
 def _scheduler_step(original: Any) -> Any:

@@ -3,16 +3,17 @@
 import copy
 import functools
 import types
+from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 import cuboid
-from cuboid.errors import CuboidError, OptimizerError
+from cuboid.errors import ConfigError, CuboidError, OptimizerError
 from cuboid.optim import elementwise
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
 
@@ -545,6 +546,71 @@ def test_optimizers_of_other_parameters_are_rejected(pool):
     for errors in pool.run(2, foreign_parameters, settings((1, 1, 2))):
         for name, message in errors.items():
             assert FOREIGN_PARAMETERS[name.partition(", boosted")[0]] in message, name
+
+
+ON_HOST = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+MUON = {"type": "Muon", "params": {"lr": 1e-2}}
+OF_STAGE_3 = (
+    "stage 3 would split parameters that the mesh splits already; use stage 1 or 2, and tensor_parallel.mesh.batch"
+)
+OF_HOST = "as AdamW, Adam, SGD, RMSprop, Adagrad or Lion; or leave out zero_optimization.offload_optimizer"
+
+
+def whole_tensors_refused(folder):
+    """The errors of each door for optimizers of whole tensors, with masters on the host and with ZeRO 3."""
+    from cuboid.train.job import TrainOptions, check_options
+
+    def trained(model, zero, optimizer=None):
+        config = settings((1, 1, 2), zero_optimization=zero, **({} if optimizer is None else {"optimizer": optimizer}))
+        options = {"max_steps": 1, "report_to": [], "save_strategy": "no", "per_device_train_batch_size": 4}
+        arguments = TrainingArguments(
+            folder, deepspeed=config, use_cpu=True, max_grad_norm=0.0, optim="adafactor", learning_rate=1e-2, **options
+        )
+        rows = [{key: value[0] for key, value in batch_of(0).items()}] * 4
+        cuboid.CuboidTrainer(model=model, args=arguments, train_dataset=rows).train()
+
+    def of_command(zero):
+        config = settings((1, 1, 2), zero_optimization=zero, optimizer=MUON)
+        files = {name: Path(folder) / name for name in ("model", "data", "out")}
+        check_options(TrainOptions(**files, config=config, steps=1, sequence_length=8))
+
+    errors = {}
+    for of, zero in (("host", ON_HOST), ("stage 3", {"stage": 3})):
+        config = settings((1, 1, 2), zero_optimization=zero)
+        for optimizer in (MUON, {"type": "Lamb", "params": {}}, {"type": "Adafactor", "params": {}}):
+            section = {**config, "optimizer": optimizer}
+            errors[of, optimizer["type"]] = error_of(lambda section=section: initialized(fresh_model(), section))
+        model = fresh_model()
+        optimizer = torch.optim.Adafactor(model.parameters())
+        errors[of, "object"] = error_of(
+            lambda config=config, model=model, of_script=optimizer: initialized(model, config, optimizer=of_script)
+        )
+        errors[of, "Trainer"] = error_of(lambda zero=zero: trained(fresh_model(), zero, MUON))
+        errors[of, "Trainer's own"] = error_of(lambda zero=zero: trained(fresh_model(), zero))
+    errors["stage 3", "command"] = error_of(lambda: of_command({"stage": 3}))
+    return errors
+
+
+def test_optimizers_of_whole_tensors_are_refused_at_each_door(pool, tmp_path):
+    for errors in pool.run(2, whole_tensors_refused, str(tmp_path)):
+        for (of, door), message in errors.items():
+            expected = {"host": OF_HOST, "stage 3": OF_STAGE_3}[of]
+            if (of, door) == ("host", "Trainer's own"):
+                expected = "silently train with DeepSpeed's CPUAdam in place of Adafactor"
+            assert expected in message, (of, door, message)
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [(ON_HOST, "offload_optimizer"), ({"stage": 3}, "zero_optimization.stage")],
+)
+def test_a_booster_has_neither_zero_3_nor_masters_on_the_host(zero, message):
+    pytest.importorskip("colossalai.booster", exc_type=ImportError)
+    config = {
+        key: value for key, value in settings(zero_optimization=zero).items() if key != "zero_allow_untested_optimizer"
+    }
+    with pytest.raises(ConfigError, match=message):
+        cuboid.CuboidPlugin(config)
 
 
 def remapped(config):
