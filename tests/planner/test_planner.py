@@ -26,11 +26,19 @@ from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.meta_model import describe
-from cuboid.planner.estimate import estimate, layout_of_config, remedies, segment_counts
+from cuboid.planner.estimate import cuboid_software, estimate, layout_of_config, remedies, segment_counts
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
-from cuboid.planner.search import SearchResult, best_of, config_of, layouts, parse_layout, search
+from cuboid.planner.search import (
+    SearchResult,
+    _with_other_stages,
+    best_of,
+    config_of,
+    layouts,
+    parse_layout,
+    search,
+)
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, description_of, small
 
@@ -659,6 +667,20 @@ def test_stages_that_begin_inside_a_layer_are_estimated(balance):
     # What the halves of a layer keep isn't known: both stages are taken to keep the layer's.
     layers = [sum(stage.activations for stage in one.stages) for one in (uncut, cut)]
     assert layers[0] < layers[1] < 1.2 * layers[0]
+
+
+def test_the_fastest_pipeline_gets_stages_for_its_step():
+    """Which the recipe names, so that training needs no search."""
+    model, cluster = description_of(LLAMA_8B), Cluster.parse("5xH100")
+    layout = Layout(MeshShape(), 5, segments=8, schedule="zero_bubble", spreads_head=True, checkpointing="attention")
+    plain = estimate(model, layout, cluster, 32768)
+    moved = _with_other_stages(plain, lambda one: StepCost(model, one, cluster, 32768, cuboid_software(one)))
+    best = min(moved, key=lambda one: one.time.total_s)
+    assert best.time.total_s < 0.98 * plain.time.total_s
+    assert sum(best.layout.stage_layers) == 32
+    config, rest = require_config({**config_of(best.layout), "sequence_length": 32768})
+    assert layout_of_config(config, rest, model, cluster, 32768).stage_layers == best.layout.stage_layers
+    assert not _with_other_stages(estimate(model, Layout(MeshShape()), Cluster.parse("1xH100"), 4096), pytest.fail)
 
 
 @pytest.mark.parametrize(

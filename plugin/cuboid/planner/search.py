@@ -9,14 +9,17 @@ from itertools import chain
 from typing import Any, Literal
 
 from cuboid.config.compatibility import check_framework_config
-from cuboid.config.schema import Fp8Config, require_config
+from cuboid.config.schema import Fp8Config, PipelineConfig, require_config
 from cuboid.distributed.topology import MeshShape, divisors
-from cuboid.errors import ConfigError
+from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.batch.length_cases import check_length
+from cuboid.models.pipeline.schedule_choice import settle_schedule
+from cuboid.models.stages.stage_cut import plan_stages
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.halves import sizes_with_halves
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import MANY, Estimate, check_fp8, cuboid_software, segment_counts
 from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
@@ -33,6 +36,10 @@ _SCHEDULES = (
 _GOOD_PIPELINES, _PIPELINES = 3, 6
 #: How many the others are tried on, and roughly the fraction of a bubble that they leave.
 _FASTEST_PIPELINES, _BUBBLE_LEFT = 2, 0.3
+#: The least bubble of the fastest layout, as a fraction of its step, for which other stages are tried.
+_BUBBLE_WORTH_STAGES = 0.05
+#: The least that other stages must gain, as a fraction of the step, and the actions that are scheduled to find them.
+_STAGES_GAIN, _STAGES_ACTIONS = 0.005, 200_000
 #: How many layouts with fixed schedules are found, if fewer are wanted, for their pipelines to be tried.
 _FOUND = 10
 #: What the config's ``activation_checkpointing.mode`` may be.
@@ -73,7 +80,8 @@ def search(
 
     Layouts are sorted by a cheap bound of their cost and estimated in that order, until no other can be among the
     best. Unless the goal is "smallest", schedules that have to be simulated one by one are then tried on the pipelines
-    that would be the fastest with a smaller bubble.
+    that would be the fastest with a smaller bubble, and on the fastest of all stages with halves of layers, and those
+    that ``"stage_balance": "schedule"`` finds.
 
     Args:
         model: what is trained.
@@ -112,7 +120,9 @@ def search(
     if goal == "smallest":
         return result
     more = _with_less_bubble(_pipelines(result.best, costs), model, cost_of, result.best[:count][-1].time)
-    return SearchResult(tuple(_improved(result.best, more, count)), result.considered + len(more))
+    best = _improved(result.best, more, count)
+    moved = _with_other_stages(best[0], cost_of)
+    return SearchResult(tuple(_improved(best, moved, count)), result.considered + len(more) + len(moved))
 
 
 def _on_device_or_host(
@@ -193,6 +203,36 @@ def _scheduled(pipeline: Layout, schedules: Iterable[tuple[str, int]], model: Mo
             yield layout
             if spreads and layout.may_split:
                 yield replace(layout, spreads_head=True)
+
+
+def _with_other_stages(fastest: Estimate, cost_of: Callable[[Layout], StepCost]) -> list[Estimate]:
+    """Estimates of a pipeline with much of a bubble, with stages of halves, and with those that its schedule asks for.
+
+    They name the number of layers of each stage, so that training needs no search.
+    """
+    layout, model, cost = fastest.layout, fastest.cost.model, fastest.cost
+    if layout.stages == 1 or fastest.time.bubble_s < _BUBBLE_WORTH_STAGES * fastest.time.total_s:
+        return []
+    try:
+        sizes = sizes_with_halves(model)
+    except (ConfigError, UnsupportedModelError):
+        # Described by its sizes alone, or its code can't be probed: stages of whole layers.
+        sizes = model.sizes
+    pipeline = PipelineConfig(**{**config_of(layout)["pipeline"], "stage_balance": "schedule"})
+    length = cost.length
+    balanced = plan_stages(len(model.layers), lambda: sizes, pipeline.with_balanced_stages, length=length)
+    settled, _ = settle_schedule(
+        *(pipeline, sizes, cost.lengths, layout.micro_batches),
+        recomputes=layout.recomputes,
+        assumed_length=length,
+        actions=_STAGES_ACTIONS,
+    )
+    assert isinstance(settled.stage_balance, tuple)
+    costs = [
+        cost_of(replace(layout, stage_layers=counts)) for counts in dict.fromkeys((balanced, settled.stage_balance))
+    ]
+    limit_s = (1 - _STAGES_GAIN) * fastest.time.total_s
+    return [estimate for one in costs if (estimate := Estimate.of(one)).time.total_s < limit_s]
 
 
 def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: int) -> list[Estimate]:
@@ -413,6 +453,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             **({"schedule": layout.schedule} if layout.schedule != "seq1f1b" else {}),
             **({"memory_limit": layout.memory_limit} if layout.memory_limit is not None else {}),
             **({"head": "spread"} if layout.spreads_head else {}),
+            **({"stage_balance": list(layout.stage_layers)} if layout.stage_layers else {}),
         }
     return config
 

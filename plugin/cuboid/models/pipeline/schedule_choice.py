@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
-from cuboid.models.pipeline.stage_search import StageRanks, StageLayers, StageSearch
+from cuboid.models.pipeline.stage_search import StageLayers, StageRanks, StageSearch
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, LayerHalves, plan_stages
 from cuboid.seq1f1b.schedule.choice import (
     AUTO,
@@ -19,6 +19,7 @@ from cuboid.seq1f1b.schedule.choice import (
     compare_schedules,
     name_of_placement,
 )
+from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 
@@ -31,6 +32,7 @@ def settle_schedule(
     recomputes: bool = False,
     halves: Callable[[], LayerHalves] = tuple,
     assumed_length: int = ASSUMED_LENGTH,
+    actions: int = TRIED_ACTIONS,
 ) -> tuple[PipelineConfig, Comparison]:
     """Choose the schedule and the stages with the shortest simulated step among those within the memory limit.
 
@@ -44,6 +46,8 @@ def settle_schedule(
         micro_batches: M, number of micro-batches of a step.
         recomputes: whether the config checkpoints activations.
         halves, assumed_length: of :func:`plan_stages`.
+        actions: total number of actions to schedule before no more rules are tried for a step, and twice as many before
+            no more stages are.
 
     Returns:
         The config with a schedule and chunks that determine the placement, and the number of layers of each stage if
@@ -77,9 +81,10 @@ def settle_schedule(
     name = AUTO if not pipeline.is_placed else pipeline.schedule
     limit = None if pipeline.memory_limit is None else MemoryLimit(sequences=pipeline.memory_limit)
     ends = pipeline.stages, micro_batches, len(lengths)
-    request = Request(*ends, costs, limit, counts, spreads_head=pipeline.spreads_head)
+    request = Request(*ends, costs, limit, counts, actions, pipeline.spreads_head)
     if searched:
-        compared, stage_layers = StageSearch(name, request, sizes, sum(lengths), costs_of).compare()
+        search = StageSearch(name, request, sizes, sum(lengths), costs_of, 2 * actions)
+        compared, stage_layers = search.compare()
         pipeline = pipeline.model_copy(update={"stage_balance": stage_layers[compared.best.rank_of]})
     else:
         compared = compare_schedules(name, request)

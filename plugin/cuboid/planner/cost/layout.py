@@ -146,6 +146,7 @@ class Layout:
         if self.schedule != "seq1f1b":
             parts.append(self.schedule + (f" of {self.chunks} chunks" if self.chunks > 1 else ""))
         parts += ["head spread"] if self.spreads_head else []
+        parts += [f"layers {', '.join(map(str, self.stage_layers))}"] if self.stage_layers else []
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += ["checkpointing"] if self.recomputes else []
