@@ -7,10 +7,8 @@ TRL isn't among the packages that the tests install. Where it is missing, an env
 import json
 import math
 import os
-import subprocess
 import sys
 import textwrap
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from test_trainer import config_of as config_of_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from launching import BIN, ROOT, free_port, run, torchrun
+from extra_packages import search_path_with
+from launching import BIN, free_port, run, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -167,17 +166,7 @@ def config_of(mesh):
 @pytest.fixture(scope="module")
 def search_path():
     """``PYTHONPATH`` of processes that import TRL."""
-    paths = [os.environ.get("PYTHONPATH", "")]
-    if find_spec("trl") is None:
-        # dill, which hashes data sets, takes only modules in a folder of this name for installed ones.
-        folder = ROOT / "build" / "trl" / "site-packages"
-        if not folder.is_dir():
-            partial = folder.with_suffix(".part")
-            install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
-            subprocess.run([sys.executable, *install, "--target", partial, *PACKAGES], check=True)
-            partial.rename(folder)
-        paths.append(str(folder))
-    return os.pathsep.join(filter(None, paths))
+    return search_path_with("trl", PACKAGES)
 
 
 @pytest.fixture(scope="module")
