@@ -12,28 +12,36 @@ from cuboid.tensor3d.fp8 import rowwise
 FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
 
 
+def _rounded_by(x, largest):
+    """In fp8 and the scales: the least power of two by which elements that share ``largest`` fit."""
+    powers = [2.0 ** math.ceil(math.log2(most / 448)) if most else 1.0 for most in largest.double().flatten().tolist()]
+    scales = torch.tensor(powers, dtype=torch.float64, device=x.device).view(largest.shape)
+    return (x.double() / scales).float().to(torch.float8_e4m3fn), scales.float()
+
+
 def rounded(x):
     """Each row on the grid of e4m3, scaled by the least power of two by which it fits, in float64."""
-    x = x.double()
-    largest = x.abs().amax(1).tolist()
-    powers = [2.0 ** math.ceil(math.log2(most / 448)) if most else 1.0 for most in largest]
-    scales = torch.tensor(powers, dtype=torch.float64, device=x.device)[:, None]
-    return (x / scales).float().to(torch.float8_e4m3fn).double() * scales
+    values, scales = _rounded_by(x, x.abs().amax(1, keepdim=True))
+    return values.double() * scales.double()
 
 
 @contextlib.contextmanager
 def counted_products(emulated):
     """The shapes of products in fp8, which are perhaps emulated, inside."""
-    quantize, multiply, shapes = rowwise.quantize, rowwise.multiply_quantized, []
-
-    def round_rows(x):
-        return (rounded(x), None) if emulated else quantize(x)
+    multiply, shapes = rowwise.multiply_quantized, []
 
     def count(x, x_scale, weight, weight_scale, *, fast=False):
         shapes.append((x.shape[-1], weight.shape[0]))
-        return (x @ weight.T).bfloat16() if emulated else multiply(x, x_scale, weight, weight_scale, fast=fast)
+        if not emulated:
+            return multiply(x, x_scale, weight, weight_scale, fast=fast)
+        return (x.double() * x_scale.double() @ (weight.double() * weight_scale.double()).T).bfloat16()
 
-    with mock.patch.multiple(rowwise, quantize=round_rows, multiply_quantized=count):
+    changes = {"multiply_quantized": count}
+    if emulated:
+        changes["quantize"] = lambda x: _rounded_by(x, x.abs().amax(1, keepdim=True))
+        changes["quantize_by"] = _rounded_by
+        changes["scales"] = lambda largest: _rounded_by(largest, largest)[1]
+    with mock.patch.multiple(rowwise, **changes):
         yield shapes
 
 

@@ -33,7 +33,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, scatter_dim
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.topology import AXES, Axis
-from cuboid.tensor3d.layers.fused_projections import GatherPositions
+from cuboid.tensor3d.layers.late_gather import GatherPositions
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SelectHeads, SumFeatures
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, take_whole

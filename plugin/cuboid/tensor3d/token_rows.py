@@ -15,7 +15,7 @@ from torch import nn
 
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
 from cuboid.distributed.mesh import Mesh
-from cuboid.tensor3d.layers.fused_projections import GatherPositions
+from cuboid.tensor3d.layers.late_gather import GatherPositions
 from cuboid.tensor3d.low_rank import ScatterPositions
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 

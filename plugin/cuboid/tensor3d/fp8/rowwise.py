@@ -37,12 +37,36 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ``[rows, K]`` in fp8, contiguous, and the scales ``[rows, 1]`` by which it is multiplied to be ``x`` again. A
         row with an infinite or undefined element is undefined.
     """
-    largest = x.detach().abs().amax(-1, keepdim=True).float()
-    # The exponent of the largest element; one more if it is above 1.75 times two to that power.
-    exponent = ((largest.view(torch.int32) + _ABOVE) >> _FRACTION).clamp(min=_TOP + 1)
-    scale = ((exponent - _TOP) << _FRACTION).view(torch.float32)
+    return quantize_by(x, x.detach().abs().amax(-1, keepdim=True))
+
+
+def quantize_by(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`quantize`, for tensors whose elements' largest magnitudes are known.
+
+    Args:
+        x: of any shape.
+        largest: of a shape that can be expanded to that of ``x``; the elements that share one share a scale.
+
+    Returns:
+        ``x`` in fp8, contiguous, and the scales in the shape of ``largest``.
+    """
+    exponent = _exponents(largest)
     inverse = ((2 * _BIAS + _TOP - exponent) << _FRACTION).view(torch.float32)
-    return (x.float() * inverse).to(DTYPE, memory_format=torch.contiguous_format), scale
+    return (x.float() * inverse).to(DTYPE, memory_format=torch.contiguous_format), _scales(exponent)
+
+
+def scales(largest: torch.Tensor) -> torch.Tensor:
+    """The scales of elements of which these are the largest magnitudes."""
+    return _scales(_exponents(largest))
+
+
+def _exponents(largest: torch.Tensor) -> torch.Tensor:
+    """The exponent of the largest element; one more if it is above 1.75 times two to that power."""
+    return ((largest.float().view(torch.int32) + _ABOVE) >> _FRACTION).clamp(min=_TOP + 1)
+
+
+def _scales(exponent: torch.Tensor) -> torch.Tensor:
+    return ((exponent - _TOP) << _FRACTION).view(torch.float32)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, *, fast: bool = False) -> torch.Tensor:

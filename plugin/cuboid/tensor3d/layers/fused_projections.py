@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
-from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
+from cuboid.tensor3d.layers.late_gather import GatherPositions, LateGather
 from cuboid.tensor3d.layers.linear import (
     ShardedLinear,
     attach_results,
@@ -87,14 +86,17 @@ class FusedProjections:
                 # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
                 linear_op = LinearOp(linear_op.input_gather, [projection.product for projection in self.projections])
         self._linear_op = linear_op
-        gathered, results = linear_op(shard.to(dtype), operands, returns_input=linear_op.input_gather.reduces)
+        returns_input = linear_op.input_gather.reduces and not linear_op.gathers_fp8
+        gathered, results = linear_op(shard.to(dtype), operands, returns_input=returns_input)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for down_projection in self._down_projections:
             down_projection.next_backward = None if node is None else weakref.ref(node)
         # On one rank of `sequence`, the input has all positions already.
         full = shard
-        if gathered is not None:
+        if linear_op.gathers_fp8 and isinstance(linear_op.input_gather, GatherSequence):
+            full = LateGather.of(shard, linear_op.input_gather.along)
+        elif gathered is not None:
             full = gathered
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
@@ -143,19 +145,6 @@ class LatentProjections:
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
-
-
-class GatherPositions(torch.autograd.Function):
-    """All-gather of the sequence, ``[B/b, S/s, R]`` to ``[B/b, S, R]``; the ranks' gradients are partial sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
-        ctx.along = along
-        return gather_dim(x, SEQUENCE_DIM, along)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scatter_dim(gradient, SEQUENCE_DIM, ctx.along), None
 
 
 class CrossProjections:

@@ -9,6 +9,7 @@ import torch
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, start_all_gather
 from cuboid.distributed.mesh import Mesh
+from cuboid.tensor3d.fp8.quantized import Quantized, start_gather
 from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, ScatterFeatures, ScatterSequence
 
 
@@ -30,6 +31,10 @@ class InputGather(Protocol):
 
         For ``in_place`` see :func:`~cuboid.distributed.axis_collectives.start_all_gather`.
         """
+        ...
+
+    def start_in_fp8(self, x: torch.Tensor) -> AsyncResult[Quantized]:
+        """As :meth:`start`, for products in fp8: what is gathered is in fp8."""
         ...
 
 
@@ -55,6 +60,12 @@ class GatherSequence:
             in_place=in_place,
         )
 
+    def start_in_fp8(self, x: torch.Tensor) -> AsyncResult[Quantized]:
+        """See :class:`InputGather`."""
+        return start_gather(
+            [x], self.along, lambda stacked: stacked[0].movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0)
+        )
+
 
 class GatherFeatures:
     """All-gather of the features over `hidden`: ``[B/b, S, I/(s·h)]`` to h pieces of ``[B/b, S, I/s]``."""
@@ -70,6 +81,10 @@ class GatherFeatures:
         # The ranks' features stay separate pieces: joining them would be a copy of the whole input.
         return start_all_gather(x, self.along, in_place=in_place)
 
+    def start_in_fp8(self, x: torch.Tensor) -> AsyncResult[Quantized]:
+        """See :class:`InputGather`. Each piece of a row has a scale of its own."""
+        return start_gather([x], self.along, lambda stacked: stacked[0])
+
 
 class NoGather:
     """For an input that is already whole."""
@@ -81,3 +96,7 @@ class NoGather:
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:  # noqa: ARG002
         """See :class:`InputGather`."""
         return AsyncResult(x.unsqueeze(0))
+
+    def start_in_fp8(self, x: torch.Tensor) -> AsyncResult[Quantized]:
+        """Nothing is gathered."""
+        raise NotImplementedError

@@ -16,6 +16,7 @@ from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SumFeatures
+from cuboid.tensor3d.sharding.fp8_blocks import Fp8Blocks
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -66,6 +67,13 @@ class ShardedLinear(ShardedModule, nn.Linear):
         if gathers_sequence:
             input_gather = GatherSequence(self.mesh)
         self._linear_op = LinearOp(input_gather, [product])
+        param = product.weight
+        if product.is_fp8 and product.is_plain and param.ranks > 1:
+            # For each piece of the outputs' gradients, the weight's rows that multiply it.
+            numbers = torch.arange(param.block_shape[0], device="cpu").unsqueeze(1)
+            places = product.output_reduce.rows(numbers, 0).squeeze(-1)
+            height = param.spec.shard_shape(self.mesh.shape)[0]
+            param.fp8 = Fp8Blocks(places, input_gather.pieces, param.along, height)
         self._is_alone = self.mesh.shape.size == 1
         self.next_backward: weakref.ref[Node] | None = None
 

@@ -26,7 +26,7 @@ collectives cross a network, the batch's rows are cut into parts: one part is mu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
@@ -39,12 +39,14 @@ from torch.autograd.graph import Node
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
 from cuboid.tensor3d.fp8 import rowwise
+from cuboid.tensor3d.fp8.quantized import Quantized
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import Columns, Fp8Columns, OutputReduce, multiply_batch, share_reduces
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
-from cuboid.tensor3d.sharding.sharded_param import ShardedParam
+from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam, is_recomputing
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_edge
 
 T = TypeVar("T")
@@ -117,6 +119,9 @@ class LinearOp:
         #: Whether any weight is sharded over its ``fsdp_axes``: only then is anything unsharded or reduce-scattered.
         self.is_sharded = any(param.ranks > 1 for param in self.params)
         self.has_fp8 = any(map(attrgetter("is_fp8"), products))
+        self.is_fp8 = all(map(attrgetter("is_fp8"), products))
+        #: Whether forward gathers the input in fp8. Backward gathers it as it is, for the weights' gradients.
+        self.gathers_fp8 = self.is_fp8 and input_gather.reduces
         #: Whether it may be a layer's last product: that of a "down" projection.
         self.may_be_last = isinstance(input_gather, GatherFeatures)
         #: Products whose results are reduced by one collective: the collective, and the products' numbers.
@@ -180,24 +185,25 @@ class LinearOp:
             return 1
         return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
 
-    def block(self, weights: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """A product's weight as ``[out, in]``; waits until it is unsharded."""
+    def block(self, weights: Sequence[torch.Tensor], number: int) -> Any:
+        """A product's weight as ``[out, in]``, or in fp8 (see :class:`Fp8Blocks`); waits until it is unsharded."""
         product = self.products[number]
         block = product.weight.unsharded() if product.weight.ranks > 1 else weights[number]
         return block if product.is_plain else product.out_in(block)
 
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
         """For each of some products, the block's columns for each piece of the input; waits for blocks lazily."""
+        if self.has_fp8:
+            return map(partial(self._fp8_columns, weights), numbers)
         blocks = map(partial(self.block, weights), numbers)
-        columns: Iterable[Columns]
         if self.input_gather.pieces == 1:
-            columns = zip(blocks, strict=True)
-        else:
-            # [O, I] -> n of [O, I/n]. Not a generator, each step of which would be a Python call.
-            columns = map(partial(torch.chunk, chunks=self.input_gather.pieces, dim=1), blocks)
-        return map(self._in_fp8, columns, numbers) if self.has_fp8 else columns
+            return zip(blocks, strict=True)
+        # [O, I] -> n of [O, I/n]. Not a generator, each step of which would be a Python call.
+        return map(partial(torch.chunk, chunks=self.input_gather.pieces, dim=1), blocks)
 
-    def _in_fp8(self, columns: Columns, number: int) -> Columns:
+    def _fp8_columns(self, weights: Sequence[torch.Tensor], number: int) -> Columns:
+        block = self.block(weights, number)
+        columns = block if isinstance(block, list) else torch.chunk(block, self.input_gather.pieces, 1)
         is_fp8 = self.products[number].is_fp8
         return Fp8Columns(columns, [is_fp8] * len(columns), fast=True) if is_fp8 else columns
 
@@ -214,12 +220,14 @@ class LinearOp:
         """dx = Σ dy W over the products; starts the reduce-scatter that leaves the rank its own part of dx."""
         # The terms of all products, as pieces of one long row of features, go into one call, which sums them in its
         # output buffer: dy n × [B/b, S, O/n], and the weights' rows, transposed, n × [I, O/n].
-        pieces: list[torch.Tensor] = []
-        rows: list[torch.Tensor] = []
+        pieces: list[Any] = []
+        rows: list[Any] = []
         for output_reduce, numbers in self.groups:
             for place, number in enumerate(numbers):
                 pieces += dy[number].unbind()
-                rows += output_reduce.rows(self.block(weights, number), place).mT.unbind()
+                block = self.block(weights, number)
+                columns = block if isinstance(block, Quantized) else output_reduce.rows(block, place).mT
+                rows += columns.unbind()
         if self.has_fp8:
             numbers_of_pieces = [number for _, numbers in self.groups for number in numbers for _ in dy[number]]
             rows = Fp8Columns(rows, [self.products[number].is_fp8 for number in numbers_of_pieces], fast=False)
@@ -313,14 +321,18 @@ class _LinearFunction(torch.autograd.Function):
         ctx.parts = linear_op.parts(x) if linear_op.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
         # The input first, because weights have usually been prefetched. All ranks start collectives in this order.
-        gathering = list(map(linear_op.input_gather.start, x.tensor_split(ctx.parts)))
+        start: Callable[[torch.Tensor], AsyncResult[Any]] = linear_op.input_gather.start
+        if linear_op.gathers_fp8:
+            start = linear_op.input_gather.start_in_fp8
+        gathering = list(map(start, x.tensor_split(ctx.parts)))
         if linear_op.is_sharded:
-            start_unshards(linear_op.params, weights)
+            # The backward of a recomputed forward needs other scales: it rounds the same block anew.
+            start_unshards(linear_op.params, weights, BlockForm.WIDE if is_recomputing() else BlockForm.ROWS)
         inputs, started = [], []
         ctx.gathered_bytes = 0
         for gathered in gathering:
             pieces = gathered.wait()
-            ctx.gathered_bytes += pieces.nbytes
+            ctx.gathered_bytes += pieces.shape.numel() * x.dtype.itemsize
             if call.returns_input:
                 inputs.append(pieces[0])
             part = []
@@ -359,14 +371,16 @@ class _LinearFunction(torch.autograd.Function):
             dbiases.append(dy[-1].flatten(0, -2).sum(0) if needs_bias else None)
             dy_parts.append(dy[-1].tensor_split(ctx.parts))
         if needs_x and linear_op.is_sharded:
-            start_unshards(linear_op.params, weights)
+            start_unshards(linear_op.params, weights, BlockForm.COLUMNS)
+        # Weights' gradients need dy as it is; where they are computed later, or not at all, dx alone needs it in fp8.
+        in_fp8 = linear_op.is_fp8 and needs_x and not dw_numbers
         if any(ctx.call.deferred_weights):
             _DeferredWeights.add(ctx, early, dy)
         transposing = []
         for part in zip(*dy_parts, strict=True):
             started = []
             for output_reduce, numbers in linear_op.groups:
-                started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers))))
+                started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers)), in_fp8=in_fp8))
             transposing.append(started)
         reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
         blocks: dict[int, torch.Tensor] = {}

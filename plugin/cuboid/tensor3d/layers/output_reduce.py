@@ -26,27 +26,28 @@ from cuboid.distributed.axis_collectives import (
 )
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.fp8 import rowwise
+from cuboid.tensor3d.fp8.quantized import Quantized, start_gather
 
 #: A tensor in pieces along its last dim, the features; concatenated they are the whole tensor. Pieces of one size may
-#: be stacked, as a collective writes them.
-Pieces = torch.Tensor | Sequence[torch.Tensor]
+#: be stacked, as a collective writes them. For products in fp8 they may be :class:`Quantized` already.
+Pieces = Any
 #: Of one weight ``[O, I]``: the columns that multiply each of the input's pieces.
 Columns = Sequence[torch.Tensor]
 
 
-class Fp8Columns(list[torch.Tensor]):
-    """Columns, or rows, of weights some of which multiply in fp8.
+class Fp8Columns(list[Any]):
+    """Columns, or rows, of weights some of which multiply in fp8; these may be :class:`Quantized` already.
 
     Attributes:
         are_fp8: for each, whether it does.
         fast: see :func:`~cuboid.tensor3d.fp8.rowwise.multiply`.
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor], are_fp8: Sequence[bool], *, fast: bool) -> None:
+    def __init__(self, weights: Iterable[Any], are_fp8: Sequence[bool], *, fast: bool) -> None:
         super().__init__(weights)
         self.are_fp8, self.fast = are_fp8, fast
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fp8Columns:
+    def map(self, change: Callable[[Any], Any]) -> Fp8Columns:
         """The same of a view of each."""
         return Fp8Columns(map(change, self), self.are_fp8, fast=self.fast)
 
@@ -65,9 +66,9 @@ class OutputReduce(Protocol):
         """
         ...
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:
         """From the gradients of the rank's own pieces to those of the partial sums, as n stacked pieces along the rows:
-        ``[n, B/b, S, rows/n]``.
+        ``[n, B/b, S, rows/n]``. With ``in_fp8`` they may be :class:`Quantized`.
         """
         ...
 
@@ -96,7 +97,7 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
         out = x[0].new_empty((*x[0].shape[:-1], weights[0].shape[0]))
     rows = out.view(-1, out.shape[-1])
     if type(weights) is Fp8Columns:
-        tokens = [piece.reshape(1, -1, piece.shape[-1]) for piece in x]
+        tokens = [piece.flatten(0, -2).unsqueeze(0) for piece in x]
         _multiply_in_fp8(tokens, weights.map(_as_batch), rows.unsqueeze(0))
         return out
     torch.mm(x[0].reshape(-1, x[0].shape[-1]), weights[0].t(), out=rows)
@@ -127,7 +128,7 @@ def _multiply_in_fp8(x: Pieces, weights: Fp8Columns, out: torch.Tensor) -> None:
         # Factors that are the same for the whole batch are rounded once.
         factors, columns = _distinct(piece), _distinct(weight)
         if is_fp8:
-            factors, columns = (list(map(rowwise.quantize, members)) for members in (factors, columns))
+            factors, columns = list(map(_in_fp8, factors)), list(map(_in_fp8, columns))
         for place, target in enumerate(out):
             factor, weight_rows = factors[place % len(factors)], columns[place % len(columns)]
             if is_fp8:
@@ -137,11 +138,15 @@ def _multiply_in_fp8(x: Pieces, weights: Fp8Columns, out: torch.Tensor) -> None:
                 target.addmm_(factor, weight_rows.t()) if number else torch.mm(factor, weight_rows.t(), out=target)
 
 
-def _as_batch(weight: torch.Tensor) -> torch.Tensor:
+def _in_fp8(x: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x.values, x.scales) if isinstance(x, Quantized) else rowwise.quantize(x)
+
+
+def _as_batch(weight: Any) -> Any:
     return weight.unsqueeze(0)
 
 
-def _distinct(batch: torch.Tensor) -> Sequence[Any]:
+def _distinct(batch: Any) -> Sequence[Any]:
     """The members of a batch, or the only one if it is expanded."""
     return batch[:1].unbind() if len(batch) > 1 and batch.stride(0) == 0 else batch.unbind()
 
@@ -181,10 +186,13 @@ class ScatterFeatures:
             multiply_batch(tokens, by_piece, slot.view(ranks, -1, shape[-1]))
         return start_reduce_scatter_parts(slots, shapes, self.along)
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:
         """See :class:`OutputReduce`."""
         if self.along.size == 1:
             return AsyncResult([gradient.unsqueeze(0) for gradient in gradients])
+        if in_fp8:
+            # Each rank's features are a piece, whose rows have scales of their own.
+            return start_gather(gradients, self.along, list)
         flat = list(map(torch.ravel, gradients))
 
         # The reverse of `start`: each rank's gradients of all products, flattened into one message.
@@ -254,11 +262,15 @@ class ScatterSequence(_InOnePiece):
                 multiply_batch(positions, factors, slot)
         return start_reduce_scatter_parts(slots, (slots.shape[1:],), self.along)
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:
         """See :class:`OutputReduce`."""
         (gradient,) = gradients
         if self.along.size == 1:
             return AsyncResult((gradient.unsqueeze(0),))
+        if in_fp8:
+            return start_gather(
+                gradients, self.along, lambda stacked: [stacked[0].movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0)]
+            )
         return start_all_gather(
             gradient,
             self.along,
@@ -298,7 +310,7 @@ class SelectHeads(_InOnePiece):
         keep = self._indices[sums.device]
         return [product.index_select(-2, keep).flatten(-2) for product in by_head]
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
         # A head that is in `keep` several times gets the sum of its gradients.
         dheads = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
@@ -322,7 +334,7 @@ class SumFeatures(_InOnePiece):
             multiply(x, columns, out)
         return start_all_reduce(buffer, self.along, lambda summed: _views(summed, shapes))
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
         shapes = [(1, *gradient.shape) for gradient in gradients]
         buffer = gradients[0].new_empty(sum(map(math.prod, shapes)))
@@ -344,7 +356,7 @@ class NoReduce(_InOnePiece):
         """See :class:`OutputReduce`."""
         return AsyncResult([multiply(x, columns) for columns in weights])
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
         return AsyncResult([gradient.unsqueeze(0) for gradient in gradients])
 

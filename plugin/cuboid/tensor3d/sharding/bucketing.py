@@ -12,30 +12,44 @@ from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
+from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, start_largest
 from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule, ShardedParam
 
 #: Maximum bytes of the shards in a bucket: to transfer them takes a network longer than to start a collective.
 _BUCKET_BYTES = 1 << 20
 
 
-def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
+def start_unshards(
+    params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], form: BlockForm = BlockForm.WIDE
+) -> None:
     """Start to unshard blocks in the order of their use; blocks that exist or are in flight are skipped."""
-    pairs = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
-    for members in _buckets(pairs):
+    pairs = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard, form)]
+    messages = [(param, param.message(shard, form)) for param, shard in pairs]
+    shard_of = dict(pairs)
+    for members in _buckets(messages):
+        param, message = members[0]
         if len(members) == 1:
-            members[0][0].start_unshard(members[0][1])
-        else:
-            _start_bucket(members)
+            param.expect_unshard(shard_of[param], start_all_gather(message, param.along), form)
+            continue
+        rows, start = start_all_gather(torch.cat([message.flatten() for _, message in members]), param.along), 0
+        for param, message in members:
+            part = AsyncResult[torch.Tensor](message, change=_BucketPart(rows, start))
+            param.expect_unshard(shard_of[param], part, form)
+            start += message.numel()
 
 
-def _start_bucket(members: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
-    first = members[0][0]
-    row = torch.cat([shard.detach().flatten() for _, shard in members])
-    rows = start_all_gather(row, first.along)
-    start = 0
-    for param, shard in members:
-        param.expect_unshard(shard, AsyncResult(shard, change=_BucketPart(rows, start)))
-        start += shard.numel()
+def find_largest(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
+    """Start to find the largest elements of columns that the next backward rounds blocks by, one message for each axis.
+
+    All parameters forget those of the forward before.
+    """
+    by_ranks: dict[int, list[tuple[ShardedParam, torch.Tensor]]] = {}
+    for param, shard in zip(params, shards, strict=True):
+        param.largest = None
+        if param.form(BlockForm.COLUMNS) is BlockForm.COLUMNS:
+            by_ranks.setdefault(id(param.along), []).append((param, shard))
+    for members in by_ranks.values():
+        start_largest(*zip(*members, strict=True))
 
 
 class _BucketPart:

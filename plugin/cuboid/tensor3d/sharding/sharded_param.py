@@ -23,6 +23,7 @@ from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_s
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, Fp8Blocks, start_largest
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
@@ -85,7 +86,13 @@ class ShardedParam:
         self.state = ShardedState.SHARDED
         self._dtype: torch.dtype | None = None
         self._pending: AsyncResult[torch.Tensor] | None = None
-        self._block: torch.Tensor | None = None
+        #: In fp8: what :class:`Fp8Blocks` makes of it.
+        self._block: Any = None
+        #: How the block is unsharded in fp8; None if it never is.
+        self.fp8: Fp8Blocks | None = None
+        self._form = BlockForm.WIDE
+        #: The largest magnitudes in the block's columns, or a message in flight: those of the last forward.
+        self.largest: Any = None
         #: With "weight_gather": "step", where blocks stay unsharded after a forward: counts the optimizer's steps, each
         #: of which makes them out of date. None where forwards reshard.
         self.optimizer_steps: OptimizerSteps | None = None
@@ -102,6 +109,7 @@ class ShardedParam:
         """Of another parameter with the same spec and settings, on the same mesh."""
         copied = ShardedParam(self.spec, self.mesh)
         copied.follow(self)
+        copied.fp8 = self.fp8
         memo[id(self)] = copied
         return copied
 
@@ -114,38 +122,70 @@ class ShardedParam:
         """Set the model's own parameter, of which the shards of the next calls are views or casts."""
         self._parameter = weakref.ref(parameter)
 
+    def form(self, form: BlockForm) -> BlockForm:
+        """What the block is really unsharded as, if a product asks for a form."""
+        # A block that is kept for the step is sent once, for forwards and backwards: in fp8 it would be sent twice.
+        return BlockForm.WIDE if self.fp8 is None or self.optimizer_steps is not None else form
+
+    def message(self, shard: torch.Tensor, form: BlockForm) -> torch.Tensor:
+        """What this rank sends of a shard ``[rows/fsdp, ...]``."""
+        shard, form = shard.detach(), self.form(form)
+        if self.fp8 is None or form is BlockForm.WIDE:
+            return shard
+        if form is BlockForm.ROWS:
+            return self.fp8.rows_message(shard)
+        if self.largest is None:
+            start_largest([self], [shard])
+        return self.fp8.columns_message(shard, self.largest.wait())
+
     def start_unshard(self, shard: torch.Tensor) -> None:
         """Start to all-gather a shard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` exists or is in flight."""
         if self.needs_unshard(shard):
             self.expect_unshard(shard, start_all_gather(shard.detach(), self.along))
 
-    def needs_unshard(self, shard: torch.Tensor) -> bool:
-        """Whether an all-gather must be started. Discards a block of another dtype; reuses a valid copy."""
+    def needs_unshard(self, shard: torch.Tensor, form: BlockForm = BlockForm.WIDE) -> bool:
+        """Whether an all-gather must be started. Discards a block of another dtype or form; reuses a valid copy."""
         if self.ranks == 1:
             return False
-        if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
-            # Prefetched outside autocast and needed inside, or the other way round.
-            self.discard()
+        if self.state is not ShardedState.SHARDED:
+            # A block in its own dtype is right for each product.
+            is_right = self._form is BlockForm.WIDE or self._form is self.form(form)
+            if self._dtype != shard.dtype or not is_right:
+                # Prefetched outside autocast and needed inside, or the other way round; or for another product.
+                self.discard()
         # Outside of a backward and of a pipeline's step, a script may have changed the shard by ``.data``, which
         # nothing counts, while the graph of an earlier forward keeps a copy.
         may_reuse = self._copy is not None and (self.copies_of_step is not None or is_recomputing())
         copy = self._current_copy(shard.dtype) if may_reuse else None
         if self.state is ShardedState.SHARDED and copy is not None:
             self._block, self._dtype, self.state = copy.block, shard.dtype, ShardedState.UNSHARDED
+            self._form = BlockForm.WIDE
         return self.state is ShardedState.SHARDED
 
-    def expect_unshard(self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor]) -> None:
-        """Take over an all-gather that gives the shards of all ranks, ``[fsdp, rows/fsdp, ...]``."""
+    def expect_unshard(
+        self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor], form: BlockForm = BlockForm.WIDE
+    ) -> None:
+        """Take over an all-gather that gives the messages of all ranks, ``[fsdp, ...]``."""
         assert self.state is ShardedState.SHARDED, "unsharded twice"
-        self._dtype, self._pending = shard.dtype, stacked
+        self._dtype, self._pending, self._form = shard.dtype, stacked, self.form(form)
         self.state = ShardedState.UNSHARDING
 
-    def unsharded(self) -> torch.Tensor:
-        """Wait for the block. It is valid until :meth:`reshard`."""
+    def unsharded(self) -> Any:
+        """Wait for the block. It is valid until :meth:`reshard`.
+
+        Returns:
+            ``[rows, ...]``, or in fp8 what :class:`Fp8Blocks` makes of it.
+        """
         assert self.state is not ShardedState.SHARDED, "not unsharded"
         if self._pending is not None:
-            # The last shard may be padded: cut the block back to its own rows.
-            self._block = self._pending.wait().flatten(0, 1)[: self.block_shape[0]]
+            stacked = self._pending.wait()
+            if self.fp8 is None or self._form is BlockForm.WIDE:
+                # The last shard may be padded: cut the block back to its own rows.
+                self._block = stacked.flatten(0, 1)[: self.block_shape[0]]
+            elif self._form is BlockForm.ROWS:
+                self._block = self.fp8.rows(stacked, self.block_shape[1])
+            else:
+                self._block = self.fp8.columns(stacked, self.largest.wait())
             self._pending = None
             self.state = ShardedState.UNSHARDED
         assert self._block is not None
