@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import Counter
 from types import MappingProxyType
 from unittest import mock
 
@@ -27,8 +28,13 @@ from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.sharded import fp8 as fp8_models
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.tensor3d.fp8 import rowwise
+from cuboid.tensor3d.layers.fused_projections import FusedProjections
+from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.verify import Plan, verify
 from fp8_emulation import FP8, counted_products, distance, rounded
@@ -262,6 +268,109 @@ def test_a_mesh_trains_as_with_the_emulation(mesh, changes, products):
     assert len(shapes) == MeshShape.parse(mesh).size * LAYERS * products
     if not changes:
         assert_as_emulated(loss, gradients, 1)
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def gathers_as_they_are(model):
+    """Let a model's products in fp8 gather everything in bf16, and round it then."""
+    for module in model.modules():
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, FusedProjections)]
+        if isinstance(module, ShardedLinear):
+            module.sharded_params["weight"].fp8 = None
+            hooks.append(module)
+        for hook in hooks:
+            hook._linear_op.gathers_fp8 = hook._linear_op.is_fp8 = False
+
+
+def sent_on_mesh(mesh, *, rounded_first=True, fp8=FP8, frozen=(), checkpointing=False, rows=6, steps=1, **changes):
+    """Losses, the whole gradients, and the bytes that the first rank sent, of steps on ranks that are threads."""
+    weight_gather = changes.pop("weight_gather", "layer")
+    plain, config = plain_model(**changes), config_of(fp8=fp8, weight_gather=weight_gather)
+    settings = CuboidConfig.model_validate(config).tensor_parallel
+    plan = make_parallel_plan(plain, MeshShape.parse(mesh), MeshVerdict())
+    ranks = ThreadRanks(plan.mesh)
+    models = [
+        shard_modules(copy.deepcopy(plain), plan, own_mesh, settings, functools.partial(take_shard, mesh=own_mesh))
+        for own_mesh in ranks.meshes
+    ]
+    for model in models:
+        if not rounded_first:
+            gathers_as_they_are(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+    ids = (torch.arange(rows * LENGTH).view(rows, LENGTH) * 7) % 89
+
+    def step(own_mesh):
+        losses = []
+        for _ in range(steps):
+            loss = models[own_mesh.rank](input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    losses = ranks.run(step)[0]
+    gradients = {}
+    for own_mesh, model in zip(ranks.meshes, models, strict=True):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                full = gradients.setdefault(name, parameter.new_zeros(plan.by_parameter[name].shape))
+                put_shard(full, parameter.grad, plan.by_parameter[name], own_mesh.shape, own_mesh.coordinate)
+    return losses, gradients, ranks.meshes[0].comm_counter.snapshot()
+
+
+#: Three shards of a block of 64 rows are padded, and cut pieces of its rows.
+EIGHT_MESHES = ("2x1x1", "1x2x1", "1x1x2", "3x1x2", "1x2x2", "2x2x1", "2x2x2", "3x2x1")
+FEW_HEADS = {"num_key_value_heads": 2}
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        *((mesh, {}) for mesh in EIGHT_MESHES),
+        *(
+            (mesh, options)
+            for mesh in ("2x1x1", "1x2x2", "2x2x2")
+            for options in (
+                {"checkpointing": True},
+                {"weight_gather": "step"},
+                {"frozen": ("proj",)},
+                # Keys and values in bf16 beside the query.
+                {"fp8": {**FP8, "min_dimension": 32}, **FEW_HEADS, "checkpointing": True},
+                {"num_key_value_heads": 1, "steps": 2},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_rounded_before_it_is_sent_has_the_bits_of_what_is_rounded_after(mesh, options):
+    losses, gradients, sent = sent_on_mesh(mesh, **options)
+    others, expected, sent_wide = sent_on_mesh(mesh, rounded_first=False, **options)
+    assert all(map(torch.equal, losses, others))
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    assert sum(sent.values()) < sum(sent_wide.values()) or options.get("weight_gather") == "step"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mesh", [mesh for mesh in EIGHT_MESHES if "3" not in mesh])
+@pytest.mark.parametrize("options", [{}, {"weight_gather": "step"}, {"checkpointing": True}, FEW_HEADS], ids=str)
+def test_counted_bytes_are_the_formula(mesh, options):
+    counts = [sent_on_mesh(mesh, num_hidden_layers=layers, **options)[2] for layers in (2, 3)]
+    shape, model = MeshShape.parse(mesh), plain_model(**{k: v for k, v in options.items() if k in FEW_HEADS})
+    sizes, options_of_formula = block_sizes(describe_modules(model), shape), {"fp8_min_dimension": 16}
+    weight_gather = options.get("weight_gather", "layer")
+    expected = layer_bytes(sizes, shape, 6, LENGTH, weight_gather=weight_gather, **options_of_formula)
+    if options.get("checkpointing"):
+        expected = Counter(expected) + Counter(recomputed_bytes(sizes, shape, 6, LENGTH, **options_of_formula))
+    counted = {axes: counts[1][axes] - counts[0].get(axes, 0) for axes in counts[1]}
+    assert {axes: n for axes, n in counted.items() if n} == {
+        axes: pytest.approx(n, abs=40) for axes, n in expected.items() if n
+    }
 
 
 def test_mesh_blocks_that_are_too_small_are_refused():

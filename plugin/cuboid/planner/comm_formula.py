@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cuboid.distributed.axis_collectives import padded_length
@@ -16,6 +16,8 @@ from cuboid.distributed.topology import Axis, MeshShape
 
 #: Size of an expert's index, as ranks exchange it.
 _INDEX_BYTES = 4
+#: In fp8: sizes of an element and of a row's scale, and what the sizes of a block must be multiples of.
+_FP8_BYTES, _SCALE_BYTES, _FP8_MULTIPLE = 1, 4, 16
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,66 @@ class BlockSizes:
         return self.blocks - (self.latents is not None and not self.query)
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A rank's block of a weight: its rows and columns, and the pieces of them that have scales of their own in fp8."""
+
+    rows: float
+    columns: float
+    row_pieces: int = 1
+    column_pieces: int = 1
+
+    def is_fp8(self, least: int, parts: int) -> bool:
+        """Whether it multiplies in fp8; see :func:`cuboid.models.sharded.fp8.fp8_products`."""
+        is_divisible = self.rows % (_FP8_MULTIPLE * parts) == self.columns % (_FP8_MULTIPLE * parts) == 0
+        return is_divisible and min(self.rows, self.columns) >= least
+
+
+class _InFp8:
+    """What of a layer is sent in fp8: blocks of weights, and the inputs and gradients of products.
+
+    Args:
+        sizes: the layer, without experts. Of one with latents, only the products behind attention.
+        mesh: its mesh.
+        least: the config's ``fp8.min_dimension``.
+    """
+
+    def __init__(self, sizes: BlockSizes, mesh: MeshShape, least: int) -> None:
+        def up(features: int) -> _Block:
+            return _Block(features / mesh.sequence, sizes.hidden / mesh.hidden, mesh.hidden)
+
+        def down(features: int) -> _Block:
+            return _Block(sizes.hidden / mesh.hidden, features / mesh.sequence, 1, mesh.hidden)
+
+        key_value = [up(sizes.key_value * (mesh.sequence if sizes.whole_key_value else 1))] * 2
+        if sizes.summed is not None:
+            key_value = [replace(block, row_pieces=1) for block in key_value]
+        attention = [] if sizes.latents is not None else [up(sizes.query), *key_value]
+        mlp = [up(sizes.intermediate)] * (2 if sizes.gated else 1) if sizes.intermediate else []
+        downs = [sizes.output, *([sizes.intermediate] if sizes.intermediate else [])]
+
+        def in_fp8(block: _Block) -> bool:
+            return block.is_fp8(least, mesh.hidden)
+
+        #: Of the blocks whose products share an input and are all in fp8: the features of their outputs.
+        self.ups = [features for features, blocks in (
+            (sizes.query + (2 * sizes.key_value if sizes.summed is None else 0), attention),
+            ((2 if sizes.gated else 1) * sizes.intermediate, mlp),
+        ) if blocks and all(map(in_fp8, blocks))]  # fmt: skip
+        #: The number of those outputs that are gathered with a scale each.
+        self.up_products = sum(
+            sum(block.row_pieces == mesh.hidden for block in blocks)
+            for blocks in (attention, mlp)
+            if blocks and all(map(in_fp8, blocks))
+        )
+        #: The inputs' features of "down" projections in fp8.
+        self.downs = [features for features in downs if in_fp8(down(features))]
+        # A rank multiplies some rows of a block that all ranks of `sequence` share: that is sent as it is.
+        sliced = key_value if sizes.whole_key_value else []
+        every = [block for block in (*attention, *mlp) if block not in sliced] + [down(features) for features in downs]
+        self.blocks = [block for block in every if in_fp8(block)]
+
+
 class _ByteCount:
     """Sums up the bytes that collectives of given total sizes send."""
 
@@ -133,6 +195,7 @@ def layer_bytes(
     element_bytes: int = 2,
     statistic_bytes: int = 4,
     weight_gather: Literal["layer", "step"] = "layer",
+    fp8_min_dimension: int | None = None,
 ) -> dict[str, int]:
     """Bytes that one rank sends in the forward and backward of one layer, by axes.
 
@@ -144,6 +207,7 @@ def layer_bytes(
         element_bytes: of an activation or weight.
         statistic_bytes: of one of a norm's statistics.
         weight_gather: whether weights are gathered again in backward ("layer") or kept ("step").
+        fp8_min_dimension: the config's ``fp8.min_dimension``; None without products in fp8.
     """
     count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
@@ -160,6 +224,11 @@ def layer_bytes(
     _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes)
     # Gather in forward and reduce-scatter of the gradient.
     _add_vectors(count, sizes, mesh, element_bytes, times=2)
+    if fp8_min_dimension is not None:
+        in_fp8 = _InFp8(sizes, mesh, fp8_min_dimension)
+        _spare_inputs(count, in_fp8, sizes, mesh, tokens, element_bytes)
+        if weight_gather == "layer":
+            _spare_weights(count, in_fp8, mesh, element_bytes)
     return dict(sorted(count.bytes.items()))
 
 
@@ -171,12 +240,14 @@ def recomputed_bytes(
     *,
     element_bytes: int = 2,
     statistic_bytes: int = 4,
+    fp8_min_dimension: int | None = None,
 ) -> dict[str, int]:
     """Bytes that one rank sends again when activation checkpointing recomputes one layer's forward, by axes.
     Arguments are those of :func:`layer_bytes`.
 
     Blocks of weights aren't among them: backward uses those that recomputation has gathered. Nor is the "down"
-    projection of an MLP that ends the layer: nothing is saved behind it, unless a norm or a dropout is.
+    projection of an MLP that ends the layer: nothing is saved behind it, unless a norm or a dropout is. Blocks that
+    backward would gather in fp8 are gathered as they are, and the difference is counted.
     """
     count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
@@ -192,6 +263,10 @@ def recomputed_bytes(
         _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes, backward=False)
     _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, backward=False)
     _add_vectors(count, sizes, mesh, element_bytes, times=1)
+    if fp8_min_dimension is not None:
+        in_fp8 = _InFp8(sizes, mesh, fp8_min_dimension)
+        _spare_inputs(count, in_fp8, sizes, mesh, tokens, element_bytes, ends_with_mlp=ends_with_mlp)
+        _spare_weights(count, in_fp8, mesh, element_bytes, times=-1, forward=False)
     return dict(sorted(count.bytes.items()))
 
 
@@ -206,6 +281,7 @@ def stage_layer_bytes(
     weight_gather: Literal["layer", "step"] = "layer",
     gradient_sync: Literal["unit", "step"] = "unit",
     splits: bool = False,
+    fp8_min_dimension: int | None = None,
 ) -> dict[str, int]:
     """Bytes that one rank sends for one layer of a pipeline's stage in an optimizer step, by axes.
 
@@ -215,19 +291,30 @@ def stage_layer_bytes(
         weight_gather: whether a weight is gathered in each unit's forward and backward ("layer") or once ("step").
         gradient_sync: whether a gradient is reduced after each unit's backward ("unit") or once ("step").
         splits: whether each unit's backward is split into two actions, input gradients and weight gradients.
+        fp8_min_dimension: as in :func:`layer_bytes`.
     """
     total = Counter[str]()
     for length in lengths:
         total.update(
-            layer_bytes(sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes)
-        )
+            layer_bytes(
+                sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes,
+                fp8_min_dimension=fp8_min_dimension,
+            )
+        )  # fmt: skip
+    in_fp8 = None if fp8_min_dimension is None else _InFp8(sizes, mesh, fp8_min_dimension)
     if splits:
         regathered = _ByteCount(mesh)
         for length in lengths:
-            _add_again(regathered, sizes, mesh, batch / mesh.batch * length * element_bytes)
+            tokens = batch / mesh.batch * length
+            _add_again(regathered, sizes, mesh, tokens * element_bytes)
+            if in_fp8 is not None:
+                _spare_gradients(regathered, in_fp8, sizes, mesh, tokens, element_bytes)
         total.update(regathered.bytes)
     saved_bytes = _ByteCount(mesh)
     if weight_gather == "step":
+        if in_fp8 is not None:
+            # What layer_bytes has counted of them is in fp8.
+            _spare_weights(saved_bytes, in_fp8, mesh, element_bytes, times=len(lengths))
         # layer_bytes has counted two gathers for each unit; one gather in the whole step is left.
         _add_weights(saved_bytes, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
     if gradient_sync == "step":
@@ -270,6 +357,61 @@ def _add_again(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, per_featur
     count.add("all_gather", ("hidden",), per_feature / mesh.sequence * outputs)
     if sizes.latents is not None:
         count.add("all_reduce", ("hidden",), per_feature / mesh.sequence * sum(sizes.latents.features))
+
+
+def _spare_inputs(
+    count: _ByteCount,
+    in_fp8: _InFp8,
+    sizes: BlockSizes,
+    mesh: MeshShape,
+    tokens: float,
+    element_bytes: int,
+    *,
+    ends_with_mlp: bool = False,
+) -> None:
+    """Of forward's gathers of inputs, the bytes that fp8 spares."""
+    residual = tokens * (sizes.hidden / mesh.hidden * (element_bytes - _FP8_BYTES) - _SCALE_BYTES)
+    count.add("all_gather", ("sequence",), residual, -len(in_fp8.ups))
+    # A recomputation ends before the "down" projection of an MLP.
+    for features in in_fp8.downs[: 1 if ends_with_mlp else None]:
+        _spare_pieces(count, mesh, tokens, features, element_bytes)
+
+
+def _spare_pieces(
+    count: _ByteCount, mesh: MeshShape, tokens: float, features: int, element_bytes: int, products: int = 1
+) -> None:
+    """Of a gather of features over `hidden`, whose ranks' rows have scales of their own, the bytes that fp8 spares."""
+    of_token = features / mesh.sequence * (element_bytes - _FP8_BYTES) - products * mesh.hidden * _SCALE_BYTES
+    count.add("all_gather", ("hidden",), tokens * of_token, -1)
+
+
+def _spare_gradients(
+    count: _ByteCount, in_fp8: _InFp8, sizes: BlockSizes, mesh: MeshShape, tokens: float, element_bytes: int
+) -> None:
+    """Of the gathers of gradients that the inputs' gradients alone need, the bytes that fp8 spares."""
+    residual = tokens * (sizes.hidden / mesh.hidden * (element_bytes - _FP8_BYTES) - _SCALE_BYTES)
+    count.add("all_gather", ("sequence",), residual, -len(in_fp8.downs))
+    _spare_pieces(count, mesh, tokens, sum(in_fp8.ups), element_bytes, in_fp8.up_products)
+
+
+def _spare_weights(
+    count: _ByteCount,
+    in_fp8: _InFp8,
+    mesh: MeshShape,
+    element_bytes: int,
+    times: int = 1,
+    *,
+    forward: bool = True,
+) -> None:
+    """Of the gathers of weights in forward and backward, the bytes that fp8 spares."""
+    for block in in_fp8.blocks:
+        padded = padded_length(int(block.rows), mesh.batch)
+        spared = block.rows * block.columns * element_bytes - padded * block.columns * _FP8_BYTES
+        if forward:
+            count.add("all_gather", ("batch",), spared - padded * block.column_pieces * _SCALE_BYTES, -times)
+        count.add("all_gather", ("batch",), spared, -times)
+        # The largest elements of columns.
+        count.add("all_reduce", ("batch",), block.row_pieces * block.columns * element_bytes, times)
 
 
 def _add_weights(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:

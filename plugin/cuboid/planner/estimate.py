@@ -111,19 +111,21 @@ class Estimate:
         layers = math.ceil(most)  # A half sends no more than a layer.
         sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
         gather, units = layout.weight_gather, cost.lengths * layout.micro_batches
+        # Graphs gather in 16 bits.
+        fp8 = None if layout.compiled else layout.fp8_min_dimension
         sent = Counter[str]()
         if layout.stages > 1:
             sent.update(
                 stage_layer_bytes(
                     sizes, mesh, rows, units, weight_gather=gather, gradient_sync=layout.gradient_sync,
-                    splits=cost.splits,
+                    splits=cost.splits, fp8_min_dimension=fp8,
                 )
             )  # fmt: skip
         for length in units:
             if layout.stages == 1:
-                sent.update(layer_bytes(sizes, mesh, rows, length, weight_gather=gather))
+                sent.update(layer_bytes(sizes, mesh, rows, length, weight_gather=gather, fp8_min_dimension=fp8))
             if layout.recomputes:
-                sent.update(recomputed_bytes(sizes, mesh, rows, length))
+                sent.update(recomputed_bytes(sizes, mesh, rows, length, fp8_min_dimension=fp8))
         return {axis: count * layers for axis, count in sorted(sent.items())}
 
     def as_dict(self) -> dict[str, Any]:

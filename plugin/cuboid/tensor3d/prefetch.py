@@ -18,7 +18,7 @@ from torch import nn
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.linear import autocast_dtype
-from cuboid.tensor3d.sharding.bucketing import find_largest, start_unshards
+from cuboid.tensor3d.sharding.bucketing import start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
 from cuboid.tensor3d.sharding.layer_blocks import Enter, LayerBlocks, Leave
@@ -64,8 +64,6 @@ class LayerPrefetcher:
         self._previous: LayerPrefetcher | None = None
         #: The dtypes that the last forward used the weights in. Backward can't ask autocast, which is off there.
         self._dtypes: list[torch.dtype] = []
-        #: What the backward of the last forward unshards weights as.
-        self._form = BlockForm.WIDE
 
     def collect(self) -> None:
         """Find the layer's sharded parameters; again after adapters came into it or went."""
@@ -143,11 +141,7 @@ class LayerPrefetcher:
                 self._weights[number].module.prefetched_shards[self._weights[number].name] = shard, deferred
         if self._blocks is None:
             params = [place.param for place in self._weights]
-            is_again = is_recomputing()
-            start_unshards(params, shards, BlockForm.WIDE if is_again else BlockForm.ROWS)
-            if not is_again and torch.is_grad_enabled() and not _is_checkpointed():
-                # Behind the gathers, whose weights are needed first, and long before backward.
-                find_largest(params, shards)
+            start_unshards(params, shards, BlockForm.WIDE if is_recomputing() else BlockForm.ROWS)
         else:
             self._blocks.start(shards)
 
@@ -173,8 +167,6 @@ class LayerPrefetcher:
             return
         if self._weights and hidden.requires_grad and not is_recomputing():
             self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
-            # A recomputed forward and its backward share a block.
-            self._form = BlockForm.WIDE if _is_checkpointed() else BlockForm.COLUMNS
             # Another layer's weights may differ in number and dtype (an encoder's before a decoder's).
             previous_dtypes = [] if self._previous is None else self._previous._dtypes
             hidden.register_hook(partial(self._before_backward, self._dtypes, previous_dtypes))
@@ -230,14 +222,9 @@ class LayerPrefetcher:
         """Start to unshard the weights for a backward, which needs the last one first."""
         shards = self._cast(dtypes)
         if self._blocks is None:
-            start_unshards([place.param for place in reversed(self._weights)], shards[::-1], self._form)
+            start_unshards([place.param for place in reversed(self._weights)], shards[::-1], BlockForm.COLUMNS)
         else:
             self._blocks.start_backward(shards)
-
-
-def _is_checkpointed() -> bool:
-    """Whether hooks take what autograd saves, as those of activation checkpointing do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class ModelPrefetcher:

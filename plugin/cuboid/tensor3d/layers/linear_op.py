@@ -43,7 +43,7 @@ from cuboid.tensor3d.fp8.quantized import Quantized
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import Columns, Fp8Columns, OutputReduce, multiply_batch, share_reduces
-from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
+from cuboid.tensor3d.sharding.bucketing import find_largest, start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam, is_recomputing
@@ -341,6 +341,9 @@ class _LinearFunction(torch.autograd.Function):
                 part.append(output_reduce.start(pieces, linear_op.columns(weights, numbers)))
             started.append(part)
         if linear_op.is_sharded:
+            if linear_op.has_fp8 and any(ctx.needs_input_grad) and not is_recomputing():
+                is_recomputed = _hooks_of_saved_tensors(True) is not None
+                find_largest(linear_op.params, weights, is_recomputed=is_recomputed, needed=ctx.needs_input_grad[0])
             # Reshards, unless "weight_gather": "step" keeps the blocks for backward and for other forwards.
             keep = any(ctx.needs_input_grad)
             ctx.copies = [

@@ -38,15 +38,22 @@ def start_unshards(
             start += message.numel()
 
 
-def find_largest(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-    """Start to find the largest elements of columns that the next backward rounds blocks by, one message for each axis.
+def find_largest(
+    params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], *, is_recomputed: bool, needed: bool
+) -> None:
+    """In a forward, start to find the largest elements of columns, by which backward rounds blocks before it sends
+    them. One message for each axis.
 
-    All parameters forget those of the forward before.
+    Args:
+        params: of one input's products; they forget what the forward before has found.
+        shards: theirs.
+        is_recomputed: whether the forward will be recomputed.
+        needed: whether backward multiplies by the blocks.
     """
     by_ranks: dict[int, list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
-        param.largest = None
-        if param.form(BlockForm.COLUMNS) is BlockForm.COLUMNS:
+        param.largest, param.is_recomputed = None, is_recomputed
+        if needed and param.form(BlockForm.COLUMNS) is BlockForm.COLUMNS:
             by_ranks.setdefault(id(param.along), []).append((param, shard))
     for members in by_ranks.values():
         start_largest(*zip(*members, strict=True))

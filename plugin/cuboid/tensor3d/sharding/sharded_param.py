@@ -91,6 +91,8 @@ class ShardedParam:
         #: How the block is unsharded in fp8; None if it never is.
         self.fp8: Fp8Blocks | None = None
         self._form = BlockForm.WIDE
+        #: Whether backward recomputes the last forward: they share a block, which each rounds by its own scales.
+        self.is_recomputed = False
         #: The largest magnitudes in the block's columns, or a message in flight: those of the last forward.
         self.largest: Any = None
         #: With "weight_gather": "step", where blocks stay unsharded after a forward: counts the optimizer's steps, each
@@ -125,7 +127,8 @@ class ShardedParam:
     def form(self, form: BlockForm) -> BlockForm:
         """What the block is really unsharded as, if a product asks for a form."""
         # A block that is kept for the step is sent once, for forwards and backwards: in fp8 it would be sent twice.
-        return BlockForm.WIDE if self.fp8 is None or self.optimizer_steps is not None else form
+        is_wide = self.fp8 is None or self.optimizer_steps is not None
+        return BlockForm.WIDE if is_wide or (form is BlockForm.COLUMNS and self.is_recomputed) else form
 
     def message(self, shard: torch.Tensor, form: BlockForm) -> torch.Tensor:
         """What this rank sends of a shard ``[rows/fsdp, ...]``."""
