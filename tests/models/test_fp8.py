@@ -327,7 +327,7 @@ EIGHT_MESHES = ("2x1x1", "1x2x1", "1x1x2", "3x1x2", "1x2x2", "2x2x1", "2x2x2", "
 FEW_HEADS = {"num_key_value_heads": 2}
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

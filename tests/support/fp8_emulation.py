@@ -15,8 +15,8 @@ FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
 def _rounded_by(x, largest):
     """In fp8 and the scales: the least power of two by which elements that share ``largest`` fit."""
     powers = [2.0 ** math.ceil(math.log2(most / 448)) if most else 1.0 for most in largest.double().flatten().tolist()]
-    scales = torch.tensor(powers, dtype=torch.float64, device=x.device).view(largest.shape)
-    return (x.double() / scales).float().to(torch.float8_e4m3fn), scales.float()
+    scales = torch.tensor(powers, dtype=torch.float32, device=x.device).view(largest.shape)
+    return (x.double() / scales).float().to(torch.float8_e4m3fn), scales
 
 
 def rounded(x):

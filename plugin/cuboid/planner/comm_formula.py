@@ -113,7 +113,7 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _WeightBlock:
     """A rank's block of a weight: its rows and columns, and the pieces of them that have scales of their own in fp8."""
 
     rows: float
@@ -137,11 +137,11 @@ class _InFp8:
     """
 
     def __init__(self, sizes: BlockSizes, mesh: MeshShape, least: int) -> None:
-        def up(features: int) -> _Block:
-            return _Block(features / mesh.sequence, sizes.hidden / mesh.hidden, mesh.hidden)
+        def up(features: int) -> _WeightBlock:
+            return _WeightBlock(features / mesh.sequence, sizes.hidden / mesh.hidden, mesh.hidden)
 
-        def down(features: int) -> _Block:
-            return _Block(sizes.hidden / mesh.hidden, features / mesh.sequence, 1, mesh.hidden)
+        def down(features: int) -> _WeightBlock:
+            return _WeightBlock(sizes.hidden / mesh.hidden, features / mesh.sequence, 1, mesh.hidden)
 
         key_value = [up(sizes.key_value * (mesh.sequence if sizes.whole_key_value else 1))] * 2
         if sizes.summed is not None:
@@ -150,20 +150,16 @@ class _InFp8:
         mlp = [up(sizes.intermediate)] * (2 if sizes.gated else 1) if sizes.intermediate else []
         downs = [sizes.output, *([sizes.intermediate] if sizes.intermediate else [])]
 
-        def in_fp8(block: _Block) -> bool:
+        def in_fp8(block: _WeightBlock) -> bool:
             return block.is_fp8(least, mesh.hidden)
 
-        #: Of the blocks whose products share an input and are all in fp8: the features of their outputs.
-        self.ups = [features for features, blocks in (
-            (sizes.query + (2 * sizes.key_value if sizes.summed is None else 0), attention),
-            ((2 if sizes.gated else 1) * sizes.intermediate, mlp),
-        ) if blocks and all(map(in_fp8, blocks))]  # fmt: skip
-        #: The number of those outputs that are gathered with a scale each.
-        self.up_products = sum(
-            sum(block.row_pieces == mesh.hidden for block in blocks)
-            for blocks in (attention, mlp)
-            if blocks and all(map(in_fp8, blocks))
-        )
+        groups = [blocks for blocks in (attention, mlp) if blocks and all(map(in_fp8, blocks))]
+        #: Number of inputs whose products are all in fp8.
+        self.inputs = len(groups)
+        #: Of the gradients of those products' outputs that are gathered over `hidden`, the features.
+        self.outputs = [
+            block.rows * mesh.sequence for blocks in groups for block in blocks if block.row_pieces == mesh.hidden
+        ]
         #: The inputs' features of "down" projections in fp8.
         self.downs = [features for features in downs if in_fp8(down(features))]
         # A rank multiplies some rows of a block that all ranks of `sequence` share: that is sent as it is.
@@ -371,14 +367,14 @@ def _spare_inputs(
 ) -> None:
     """Of forward's gathers of inputs, the bytes that fp8 spares."""
     residual = tokens * (sizes.hidden / mesh.hidden * (element_bytes - _FP8_BYTES) - _SCALE_BYTES)
-    count.add("all_gather", ("sequence",), residual, -len(in_fp8.ups))
+    count.add("all_gather", ("sequence",), residual, -in_fp8.inputs)
     # A recomputation ends before the "down" projection of an MLP.
     for features in in_fp8.downs[: 1 if ends_with_mlp else None]:
         _spare_pieces(count, mesh, tokens, features, element_bytes)
 
 
 def _spare_pieces(
-    count: _ByteCount, mesh: MeshShape, tokens: float, features: int, element_bytes: int, products: int = 1
+    count: _ByteCount, mesh: MeshShape, tokens: float, features: float, element_bytes: int, products: int = 1
 ) -> None:
     """Of a gather of features over `hidden`, whose ranks' rows have scales of their own, the bytes that fp8 spares."""
     of_token = features / mesh.sequence * (element_bytes - _FP8_BYTES) - products * mesh.hidden * _SCALE_BYTES
@@ -391,7 +387,7 @@ def _spare_gradients(
     """Of the gathers of gradients that the inputs' gradients alone need, the bytes that fp8 spares."""
     residual = tokens * (sizes.hidden / mesh.hidden * (element_bytes - _FP8_BYTES) - _SCALE_BYTES)
     count.add("all_gather", ("sequence",), residual, -len(in_fp8.downs))
-    _spare_pieces(count, mesh, tokens, sum(in_fp8.ups), element_bytes, in_fp8.up_products)
+    _spare_pieces(count, mesh, tokens, sum(in_fp8.outputs), element_bytes, len(in_fp8.outputs))
 
 
 def _spare_weights(

@@ -29,7 +29,7 @@ class GatherPositions(torch.autograd.Function):
 
 
 class LateGather(torch.Tensor):
-    """Stands for the gathered input ``[B/b, S, H/h]``: it has the shape, and takes the values' place once they are read.
+    """Stands for the gathered input ``[B/b, S, H/h]``: it has the shape, and is gathered once its values are read.
 
     All ranks of `sequence` run the same code, so that they gather together.
 
@@ -72,7 +72,10 @@ _TENSOR: Any = torch.Tensor
 #: What reads no values.
 _OF_SHAPES = frozenset(
     [
-        *(getattr(_TENSOR, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda", "is_meta", "layout")),
+        *(
+            getattr(_TENSOR, name).__get__
+            for name in ("shape", "ndim", "dtype", "device", "is_cuda", "is_meta", "layout")
+        ),
         *(getattr(_TENSOR, name) for name in ("size", "dim", "numel", "__len__", "is_floating_point", "ndimension")),
     ]
 )

@@ -111,11 +111,11 @@ def start_largest(blocks: Sequence[Any], shards: Sequence[torch.Tensor]) -> None
     reducing = AsyncResult[torch.Tensor](message, (work,))
     start = 0
     for param, part in zip(blocks, parts, strict=True):
-        param.largest = _Part(reducing, start, part)
+        param.largest = _LargestOfBlock(reducing, start, part)
         start += part.numel()
 
 
-class _Part:
+class _LargestOfBlock:
     """One parameter's part of a message."""
 
     def __init__(self, message: AsyncResult[torch.Tensor], start: int, like: torch.Tensor) -> None:
