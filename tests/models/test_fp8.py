@@ -28,7 +28,7 @@ from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.sharded import fp8 as fp8_models
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
-from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes
+from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.compiled import layers as compiled_layers
@@ -371,6 +371,37 @@ def test_counted_bytes_are_the_formula(mesh, options):
     assert {axes: n for axes, n in counted.items() if n} == {
         axes: pytest.approx(n, abs=40) for axes, n in expected.items() if n
     }
+
+
+def train_stage(axes):
+    """The losses, gradients and bytes that split backwards of two segments send, of what is rounded first and last."""
+    runs = []
+    for rounded_first in (True, False):
+        mesh = dict(zip(("batch", "sequence", "hidden"), axes, strict=True))
+        config = config_of({"segments": 2, "partition": "even", "schedule": "zero_bubble"}, mesh=mesh)
+        model = cuboid.shard(plain_model(), config).train()
+        if not rounded_first:
+            gathers_as_they_are(model)
+        loss = cuboid.Pipeline(model).train(iter([micro_batch()]), 1)
+        runs.append((loss, cuboid.full_gradients(model), cuboid.mesh_of(model).comm_counter.snapshot()))
+    return runs
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 1), (2, 1, 1)], ids=str)
+def test_split_backwards_gather_gradients_in_fp8_for_the_inputs_gradients(pool, axes):
+    shape = MeshShape(*axes)
+    sizes = block_sizes(describe_modules(plain_model()), shape)
+    by_formula = [
+        stage_layer_bytes(sizes, shape, ROWS, [LENGTH // 2] * 2, splits=True, fp8_min_dimension=least)
+        for least in (16, None)
+    ]
+    for (loss, gradients, sent), (other_loss, expected, sent_wide) in pool.run(2, train_stage, axes):
+        assert torch.equal(loss, other_loss)
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+        for axis in sent:
+            spared = LAYERS * (by_formula[1].get(axis, 0) - by_formula[0].get(axis, 0))
+            assert sent_wide[axis] - sent[axis] == pytest.approx(spared, abs=40)
 
 
 def test_mesh_blocks_that_are_too_small_are_refused():
