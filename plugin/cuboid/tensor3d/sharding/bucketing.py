@@ -23,9 +23,10 @@ def start_unshards(
     params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], form: BlockForm = BlockForm.WIDE
 ) -> None:
     """Start to unshard blocks in the order of their use; blocks that exist or are in flight are skipped."""
-    pairs = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard, form)]
-    messages = [(param, param.message(shard, form)) for param, shard in pairs]
-    shard_of = dict(pairs)
+    shard_of, messages = dict(zip(params, shards, strict=True)), []
+    for param, shard in shard_of.items():
+        if param.needs_unshard(shard, form):
+            messages.append((param, shard.detach() if param.fp8 is None else param.message(shard, form)))
     for members in _buckets(messages):
         param, message = members[0]
         if len(members) == 1:

@@ -170,7 +170,8 @@ class ShardedParam:
     ) -> None:
         """Take over an all-gather that gives the messages of all ranks, ``[fsdp, ...]``."""
         assert self.state is ShardedState.SHARDED, "unsharded twice"
-        self._dtype, self._pending, self._form = shard.dtype, stacked, self.form(form)
+        self._dtype, self._pending = shard.dtype, stacked
+        self._form = BlockForm.WIDE if self.fp8 is None else self.form(form)
         self.state = ShardedState.UNSHARDING
 
     def unsharded(self) -> Any:
