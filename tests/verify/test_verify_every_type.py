@@ -9,7 +9,7 @@ from cuboid.verify import Plan, SmallModel, WorkerError, verify
 TIMEOUT_S = 120
 MESH = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 2, "hidden": 2}}}
 STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
-#: What amplifies rounding: differences of attention; gradients of 1e-9 in norms of small latents, by which AdamW divides
+#: What amplifies rounding: differences of attention; gradients of 1e-9 in norms of small latents, that AdamW divides by
 #: (in the first step all gradients agree within 2e-12, on an even `batch` axis too).
 AMPLIFYING = {"diffllama": 1e-8, "muse_spark_text": 1e-7}
 #: Why the mistake is the comparison's.

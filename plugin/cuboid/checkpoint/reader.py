@@ -75,7 +75,7 @@ class LoadPlan:
             exchange = _Exchange(files, self.tensors, by_rank, mesh)
             for name in exchange.all_padding(shared):
                 self.targets[name].values.zero_()
-            blocks = [_Block(name, rows) for name in shared for rows in row_blocks(files.spec(name), _BLOCK_BYTES)]
+            blocks = [_RowBlock(name, rows) for name in shared for rows in row_blocks(files.spec(name), _BLOCK_BYTES)]
             readers = assign([exchange.bytes_of(block) for block in blocks], list(by_rank))
             of_rank = {
                 rank: [block for block, to in zip(blocks, readers, strict=True) if to == rank] for rank in by_rank
@@ -122,7 +122,7 @@ class LoadPlan:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _RowBlock:
     """Rows of a tensor in its file."""
 
     name: str
@@ -154,12 +154,12 @@ class _Exchange:
             if name in here and not any(True for _ in self._boxes(self._whole(name), self._mesh.rank))
         ]
 
-    def bytes_of(self, block: _Block) -> int:
+    def bytes_of(self, block: _RowBlock) -> int:
         """Size of a block."""
         spec = self._files.spec(block.name)
         return TensorSpec(spec.dtype, (block.rows.stop - block.rows.start, *spec.shape[1:])).nbytes
 
-    def round(self, blocks: Mapping[int, _Block | None], number: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def round(self, blocks: Mapping[int, _RowBlock | None], number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Each rank reads one block and sends its parts; gives those of this rank's parts that are whole by then.
 
         Args:
@@ -170,7 +170,7 @@ class _Exchange:
         transfers: list[dist.Work | None] = []
         # Keeps what is sent, and where it arrives, until the transfers are complete.
         outgoing: dict[tuple[Coordinate, int, int], torch.Tensor] = {}
-        incoming: list[tuple[_Block, torch.Tensor]] = []
+        incoming: list[tuple[_RowBlock, torch.Tensor]] = []
         for reader, block in blocks.items():
             if block is None:
                 continue
@@ -199,7 +199,7 @@ class _Exchange:
         for block, values in incoming:
             yield from self._arrived(block, values)
 
-    def _read(self, block: _Block) -> torch.Tensor:
+    def _read(self, block: _RowBlock) -> torch.Tensor:
         spec = self._files.spec(block.name)
         try:
             read = self._files.read(block.name, [block.rows] if spec.shape else None)
@@ -208,9 +208,9 @@ class _Exchange:
             read = torch.zeros((block.rows.stop - block.rows.start, *spec.shape[1:]), dtype=spec.dtype)
         return read if spec.shape else read.view(1)
 
-    def _whole(self, name: str) -> _Block:
+    def _whole(self, name: str) -> _RowBlock:
         shape = self._tensors[name].shape
-        return _Block(name, slice(0, shape[0] if shape else 1))
+        return _RowBlock(name, slice(0, shape[0] if shape else 1))
 
     def _rows(self, name: str, rank: int) -> tuple[slice, tuple[int, ...]]:
         """The rows of its shard of a tensor that a rank needs any element of, and the sizes of the shard's other dims.
@@ -223,14 +223,14 @@ class _Exchange:
         start, stop = self._by_rank[rank][name]
         return slice(start // row, -(-stop // row)), shape[1:]
 
-    def _boxes(self, block: _Block, rank: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    def _boxes(self, block: _RowBlock, rank: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """What a rank needs of a block: pairs of (slices of the rows that it needs, slices of the block)."""
         if block.name not in self._by_rank[rank]:
             return
         rows, others = self._rows(block.name, rank)
         sharding = self._tensors[block.name].sharding
-        whole = [slice(0, size) for size in others]
-        boxes = iter([((slice(0, rows.stop - rows.start), *whole), (rows, *whole))])
+        full_dims = [slice(0, size) for size in others]
+        boxes = iter([((slice(0, rows.stop - rows.start), *full_dims), (rows, *full_dims))])
         if sharding is not None:
             boxes = placed_boxes(sharding, self._mesh.shape, self._mesh.topology.coordinate(rank), rows)
         for (in_rows, *in_dims), (in_file, *file_dims) in boxes:
@@ -240,7 +240,7 @@ class _Exchange:
                 in_block = slice(low - block.rows.start, high - block.rows.start)
                 yield (slice(start, start + high - low), *in_dims), (in_block, *file_dims)
 
-    def _arrived(self, block: _Block, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _arrived(self, block: _RowBlock, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Put a block's elements into the rows that this rank needs; gives its part ``[stop - start]`` with the last.
 
         Padding is zero.

@@ -254,7 +254,7 @@ class WholeTensors:
                 pieces = self._pieces_of(tensor, place, received, starts)
                 if pieces:
                     of_flags, *shards = (
-                        torch.cat(each) if len(each) > 1 else each[0] for each in zip(*pieces, strict=True)
+                        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)
                     )
                     present.append(of_flags)
                     self._put(gradient, tensor, place, shards[0])
