@@ -142,8 +142,9 @@ def test_a_kind_of_layer_is_one_graph(pool, path, architecture, axes, pipeline, 
         assert 0 < after_step[0] <= TYPES[architecture]
         assert breaks == 0
         assert abs(loss_error) < 1e-5
-        # Of plain transformers', uncompiled layers' gradients are as far in types whose multipliers are large.
-        assert error < 5e-6
+        # Of granite, whose multipliers are large, plain transformers' gradients in float32 are 8e-5 from those in
+        # float64, uncompiled layers' 6e-5 and compiled layers' 4e-5.
+        assert error < (3e-5 if architecture == "granite" else 5e-6)
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------
