@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
+from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.models.pipeline import step_schedule
+from cuboid.models.stages.stage_cut import StageLayout
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import MemoryLimit, ModelPipeline, Request, choose_schedule, compare_schedules
 from cuboid.seq1f1b.schedule.dependencies import dependencies, incoming, outgoing
@@ -36,6 +40,23 @@ def choose(name, ranks, micro_batches, segments, limit=None, chunks=1, length=32
 
     limit = limit and MemoryLimit(sequences=limit)
     return choose_schedule(name, Request(ranks, micro_batches, segments, costs, limit, chunks, spreads_head=spread))
+
+
+@pytest.mark.parametrize(("segments", "limit", "longer"), [(2, None, True), (8, 4.0, False)])
+def test_a_spread_head_that_makes_the_step_longer_is_said_once_by_rank_0(caplog, monkeypatch, segments, limit, longer):
+    config = {"engine": "seq1f1b", "stages": 4, "schedule": "zero_bubble", "head": "spread", "memory_limit": limit}
+    pipeline = PipelineConfig(**config)
+    layout = StageLayout((8, 8, 8, 8), (0, 1, 2, 3))
+    stages = SimpleNamespace(config=SimpleNamespace(pipeline=pipeline), sizes=LLAMA, layout=layout)
+    shape, lengths = PipelineShape(4, 8, segments, head_ranks=4), (32768 // segments,) * segments
+    for rank in (1, 0):
+        monkeypatch.setattr(step_schedule, "current_rank", lambda rank=rank: rank)
+        schedules = step_schedule.StepSchedules(stages)
+        for micro_batches in (8, 4):
+            schedules.of(replace(shape, micro_batches=micro_batches), lengths, recomputes=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == longer
+    assert all("few segments (2) and the default memory_limit" in text for text in said)
 
 
 def action(text):

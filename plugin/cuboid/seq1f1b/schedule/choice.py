@@ -345,7 +345,11 @@ class ModelPipeline:
         return self.ranks if self.spreads_head else 0
 
     def order(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> Schedule:
-        """Return the order in which training runs a step, with costs from the operation counts of a model's sizes.
+        """Return the order in which training runs a step; see :meth:`chosen`."""
+        return self.chosen(sizes, micro_batches, tried_actions=tried_actions).schedule
+
+    def chosen(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> ChosenSchedule:
+        """Return the schedule of training's steps, with costs from the operation counts of a model's sizes.
 
         Raises:
             ConfigError: see :func:`choose_schedule`.
@@ -356,7 +360,7 @@ class ModelPipeline:
             self.ranks, micro_batches, segments, lambda rank_of: self.costs(sizes, rank_of), limit, self.chunks,
             tried_actions, self.spreads_head,
         )  # fmt: skip
-        return choose_schedule(self.schedule, request).schedule
+        return choose_schedule(self.schedule, request)
 
     def durations(self, sizes: ModelSizes) -> Callable[[Action], float]:
         """Return the durations of actions, in arbitrary units: the model's operations, at least 1."""
