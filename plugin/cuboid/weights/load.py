@@ -8,6 +8,7 @@ group is needed: a rank's coordinate comes from the launcher's environment.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,8 +102,11 @@ def _load_sharded(
         use_deterministic()
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
-    _check_unquantized(cls, args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
+    if folder is not None and has_config(folder):
+        check_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
+    if isinstance(kwargs.get("config"), PretrainedConfig):
+        check_unquantized(kwargs["config"], f"the config given to {cls.__name__}.from_pretrained")
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
     loading = loading_class(cls, lambda whole_model: resolve(whole_model, config, cls), stored=stored, new_head=True)
     if rank_folder is not None:
@@ -124,15 +128,6 @@ def _load_sharded(
     check_loaded(model, info, folder if has_layers else None)
     model.finish_loading()
     return (model, info) if wants_info else model
-
-
-def _check_unquantized(cls: type[PreTrainedModel], args: tuple, kwargs: dict[str, Any]) -> None:
-    """Check that neither a config that ``from_pretrained`` is given nor the checkpoint's has quantised weights."""
-    folder, passed_config = folder_of(args, kwargs), kwargs.get("config")
-    if folder is not None and has_config(folder):
-        check_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
-    if isinstance(passed_config, PretrainedConfig):
-        check_unquantized(passed_config, f"the config given to {cls.__name__}.from_pretrained")
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
@@ -223,19 +218,18 @@ class _Loading:
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Fill a model from files, which transformers' loader reads; see :mod:`cuboid.weights.read_once`."""
-
-        def read(tensors: dict[str, Any] | None) -> Any:
-            files = checkpoint_files if tensors is None else None
-            return model._cuboid_base._load_pretrained_model(
-                model, state_dict if tensors is None else tensors, files, load_config, *args, **kwargs
-            )
-
-        if state_dict is not None or not all(file.endswith(".safetensors") for file in checkpoint_files or ()):
-            return read(None)
-        return load_once(model, model.cuboid_part.plan.mesh, checkpoint_files or (), read)
+        load = functools.partial(model._cuboid_base._load_pretrained_model, model)
+        mesh, files = model.cuboid_part.plan.mesh, checkpoint_files or ()
+        is_read = state_dict is None and all(file.endswith(".safetensors") for file in files)
+        if not is_read or mesh.topology.data == 1:
+            return load(state_dict, checkpoint_files, *args, **kwargs)
+        return load_once(
+            *(model, mesh, files),
+            lambda tensors: load(tensors, checkpoint_files if tensors is None else None, *args, **kwargs),
+        )
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.
