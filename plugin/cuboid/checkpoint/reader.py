@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -68,13 +67,10 @@ class LoadPlan:
             if failure is not None:
                 raise CheckpointError(failure)
             shared = self._shared(by_rank, mesh) if len(set(identities)) == 1 else []
-            for name in needed.keys() - set(shared):
-                start, stop = needed[name]
-                values = part_of(functools.partial(files.read, name), self.tensors[name], mesh, mesh.rank, start, stop)
-                self.targets[name].values.copy_(values)
             exchange = _Exchange(files, self.tensors, by_rank, mesh)
-            for name in exchange.all_padding(shared):
-                self.targets[name].values.zero_()
+            for name in needed:
+                if name not in shared or exchange.is_padding(name):
+                    self.targets[name].values.copy_(exchange.read_here(name))
             blocks = [_RowBlock(name, rows) for name in shared for rows in row_blocks(files.spec(name), _BLOCK_BYTES)]
             readers = assign([exchange.bytes_of(block) for block in blocks], list(by_rank))
             of_rank = {
@@ -145,14 +141,17 @@ class _Exchange:
         self._missing: dict[str, int] = {}
         self.failure: CheckpointError | None = None
 
-    def all_padding(self, names: Iterable[str]) -> list[str]:
-        """Those tensors of which this rank needs elements, none of which is in the file."""
-        here = self._by_rank[self._mesh.rank]
-        return [
-            name
-            for name in names
-            if name in here and not any(True for _ in self._boxes(self._whole(name), self._mesh.rank))
-        ]
+    def is_padding(self, name: str) -> bool:
+        """Whether none of the elements that this rank needs of a tensor is in the file."""
+        return not any(True for _ in self._boxes(self._whole(name), self._mesh.rank))
+
+    def read_here(self, name: str) -> torch.Tensor:
+        """This rank's part ``[stop - start]`` of a tensor, which it reads itself; padding is zero."""
+        rows, others = self._rows(name, self._mesh.rank)
+        values = torch.zeros((rows.stop - rows.start, *others), dtype=self._files.spec(name).dtype)
+        for in_part, in_file in self._boxes(self._whole(name), self._mesh.rank):
+            values[in_part] = self._files.read(name, in_file)
+        return self._part(name, values)
 
     def bytes_of(self, block: _RowBlock) -> int:
         """Size of a block."""
@@ -181,9 +180,9 @@ class _Exchange:
                 if not boxes:
                     continue
                 if reader != rank:
-                    count = sum(math.prod(x.stop - x.start for x in in_part) for in_part, _ in boxes)
-                    incoming.append((block, torch.empty(count, dtype=self._files.spec(block.name).dtype)))
-                    transfers.append(dist.irecv(incoming[-1][1].view(torch.uint8), reader, group, tag=number))
+                    values = torch.empty(_elements(boxes), dtype=self._files.spec(block.name).dtype)
+                    incoming.append((block, values))
+                    transfers.append(dist.irecv(values.view(torch.uint8), reader, group, tag=number))
                     continue
                 # Replicas get the same part.
                 key = (replace(self._mesh.topology.coordinate(to), data=0), *self._by_rank[to][block.name])
@@ -248,8 +247,7 @@ class _Exchange:
         name, (rows, others) = block.name, self._rows(block.name, self._mesh.rank)
         if name not in self._arriving:
             self._arriving[name] = values.new_zeros((rows.stop - rows.start, *others))
-            of_all = self._boxes(self._whole(name), self._mesh.rank)
-            self._missing[name] = sum(math.prod(x.stop - x.start for x in in_part) for in_part, _ in of_all)
+            self._missing[name] = _elements(self._boxes(self._whole(name), self._mesh.rank))
         offset = 0
         for in_part, _ in self._boxes(block, self._mesh.rank):
             box = self._arriving[name][in_part]
@@ -257,9 +255,13 @@ class _Exchange:
             offset += box.numel()
         self._missing[name] -= offset
         if self._missing[name] == 0:
-            row = max(math.prod(others), 1)
-            start, stop = self._by_rank[self._mesh.rank][name]
-            yield name, self._arriving.pop(name).view(-1)[start - rows.start * row : stop - rows.start * row]
+            yield name, self._part(name, self._arriving.pop(name))
+
+    def _part(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """What this rank needs of the rows that have it, ``[stop - start]``."""
+        first = self._rows(name, self._mesh.rank)[0].start * max(math.prod(rows.shape[1:]), 1)
+        start, stop = self._by_rank[self._mesh.rank][name]
+        return rows.view(-1)[start - first : stop - first]
 
 
 class TensorFolder:
@@ -329,33 +331,8 @@ class TensorFolder:
         self.close()
 
 
-def part_of(
-    read: Callable[..., torch.Tensor], tensor: TensorMetadata, mesh: Mesh, rank: int, start: int, stop: int
-) -> torch.Tensor:
-    """Elements [start, stop) of a rank's flattened shard, as ``[stop - start]``; padding is zero.
-
-    ``read`` returns a box of the whole tensor, or all of it without one.
-    """
-    sharding = tensor.sharding
-    shard_shape = tensor.shape if sharding is None else sharding.shard_shape(mesh.shape)
-    if not shard_shape:
-        # A 0-dim tensor has no rows to slice.
-        return read().view(-1)
-    # Full rows of the shard are read, all that the range touches; the surplus elements are trimmed off below.
-    row = max(torch.Size(shard_shape[1:]).numel(), 1)
-    first, last = start // row, -(-stop // row)
-    if sharding is None:
-        rows = read([slice(first, last)])
-    else:
-        at = mesh.topology.coordinate(rank)
-        boxes = [
-            (in_rows, read(in_file)) for in_rows, in_file in placed_boxes(sharding, mesh.shape, at, slice(first, last))
-        ]
-        dtype = boxes[0][1].dtype if boxes else read([slice(0, 0)]).dtype
-        rows = torch.zeros((last - first, *shard_shape[1:]), dtype=dtype)
-        for in_rows, values in boxes:
-            rows[in_rows] = values
-    return rows.reshape(-1)[start - first * row : stop - first * row].contiguous()
+def _elements(boxes: Iterable[tuple[tuple[slice, ...], tuple[slice, ...]]]) -> int:
+    return sum(math.prod(x.stop - x.start for x in in_part) for in_part, _ in boxes)
 
 
 def _gather(

@@ -204,9 +204,8 @@ class PipelineConfig(Section):
         "stages may begin between a layer's attention and its MLP, where that makes the most expensive one at least "
         '2 % cheaper; "schedule": such that the simulated step is short, for the batch size in the config, with halves '
         'where they make it at least 2 % shorter; "layers": as equal as possible; or a list of numbers, one for each '
-        "stage, in which 4.5 is four "
-        "layers and a half; with `chunks`, stages × chunks numbers in the order of the layers. With the schedule "
-        "`auto`, a list limits the choice to schedules with as many parts.",
+        "stage, in which 4.5 is four layers and a half; with `chunks`, stages × chunks numbers in the order of the "
+        "layers. With the schedule `auto`, a list limits the choice to schedules with as many parts.",
     )
     schedule: str = Field(
         "seq1f1b",

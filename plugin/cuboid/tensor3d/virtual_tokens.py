@@ -18,10 +18,9 @@ from torch import nn
 
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
 from cuboid.distributed.mesh import Mesh
-from cuboid.tensor3d.layers.whole_block import keep_whole, unsharded_block
+from cuboid.tensor3d.layers.whole_block import cut_and_keep_whole, unsharded_block
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharded_parameters import ShardedParameters
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.tensor3d.token_rows import rows_spec
 
 #: The id of the first virtual token: no vocabulary reaches it, and it fits into 32 bits.
@@ -56,12 +55,7 @@ class PromptedEmbedding(nn.Module):
         for module in [module for module in encoder.modules() if module._parameters]:
             if isinstance(module, nn.LSTM):
                 module.__class__ = _UnflattenedLSTM
-            specs = {key: ShardingSpec(tuple(x.shape), ((),) * x.dim()) for key, x in module.named_parameters()}
-            shards = {
-                key: nn.Parameter(take_shard(x.detach(), specs[key], mesh), requires_grad=x.requires_grad)
-                for key, x in module.named_parameters()
-            }
-            keep_whole(module, shards, mesh=mesh, specs=specs)
+            cut_and_keep_whole(module, mesh)
             if isinstance(module, _UnflattenedLSTM):
                 module._init_flat_weights()
             if isinstance(self, ShardedModule):

@@ -222,14 +222,15 @@ class _Loading:
     ) -> Any:
         """Fill a model from files, which transformers' loader reads; see :mod:`cuboid.weights.read_once`."""
         load = functools.partial(model._cuboid_base._load_pretrained_model, model)
-        mesh, files = model.cuboid_part.plan.mesh, checkpoint_files or ()
-        is_read = state_dict is None and all(file.endswith(".safetensors") for file in files)
+        mesh, files = model.cuboid_part.plan.mesh, checkpoint_files
+        is_read = state_dict is None and all(file.endswith(".safetensors") for file in files or ())
         if not is_read or mesh.topology.data == 1:
-            return load(state_dict, checkpoint_files, *args, **kwargs)
-        return load_once(
-            *(model, mesh, files),
-            lambda tensors: load(tensors, checkpoint_files if tensors is None else None, *args, **kwargs),
-        )
+            return load(state_dict, files, *args, **kwargs)
+
+        def read(tensors: dict[str, Any] | None) -> Any:
+            return load(tensors, files if tensors is None else None, *args, **kwargs)
+
+        return load_once(model, mesh, files or (), read)
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.

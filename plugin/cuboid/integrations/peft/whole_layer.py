@@ -12,9 +12,8 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.integrations.peft.lora_layer import LoraOfShards, ShardedDora
-from cuboid.tensor3d.layers.whole_block import keep_whole
+from cuboid.tensor3d.layers.whole_block import cut_and_keep_whole
 from cuboid.tensor3d.sharding.sharded_param import take_whole
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 
 class WholeLora(LoraOfShards):
@@ -68,11 +67,6 @@ class WholeDora(ShardedDora):
 
 
 def _cut(factor: nn.Module, mesh: Mesh) -> None:
-    specs = {name: ShardingSpec(tuple(x.shape), ((),) * x.dim()) for name, x in factor.named_parameters()}
-    shards = {
-        name: nn.Parameter(take_shard(x.detach(), specs[name], mesh), requires_grad=x.requires_grad)
-        for name, x in factor.named_parameters()
-    }
-    keep_whole(factor, shards, mesh=mesh, specs=specs)
+    cut_and_keep_whole(factor, mesh)
     # A state dict of whole factors, as PEFT's files have them, is loaded into the shards.
     factor.register_load_state_dict_pre_hook(take_whole)

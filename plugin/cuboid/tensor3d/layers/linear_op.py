@@ -342,6 +342,7 @@ class _LinearFunction(torch.autograd.Function):
             started.append(part)
         if linear_op.is_sharded:
             if linear_op.has_fp8 and any(ctx.needs_input_grad) and not is_recomputing():
+                # Hooks that take what autograd saves are, but for offloading, those of activation checkpointing.
                 is_recomputed = _hooks_of_saved_tensors(True) is not None
                 find_largest(linear_op.params, weights, is_recomputed=is_recomputed, needed=ctx.needs_input_grad[0])
             # Reshards, unless "weight_gather": "step" keeps the blocks for backward and for other forwards.

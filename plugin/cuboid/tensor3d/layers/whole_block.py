@@ -29,7 +29,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import random_numbers_of_block
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, shard_in_place
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 _FEATURE_DIM = -1
 
@@ -49,6 +49,16 @@ def keep_whole(
 ) -> None:
     """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code."""
     shard_in_place(module, KeptWhole, parameters, mesh=mesh, specs=specs)
+
+
+def cut_and_keep_whole(module: nn.Module, mesh: Mesh) -> None:
+    """As :func:`keep_whole`, of a module whose parameters are whole: they are cut along dim 0 over all axes."""
+    specs = {name: ShardingSpec(tuple(x.shape), ((),) * x.dim()) for name, x in module.named_parameters()}
+    shards = {
+        name: nn.Parameter(take_shard(x.detach(), specs[name], mesh), requires_grad=x.requires_grad)
+        for name, x in module.named_parameters()
+    }
+    keep_whole(module, shards, mesh=mesh, specs=specs)
 
 
 class LateSplit:
