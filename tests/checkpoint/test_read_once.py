@@ -250,3 +250,56 @@ def test_before_there_is_a_process_group(checkpoint, tmp_path):
     read, parts = zip(*(json.loads(output.splitlines()[-1]) for _, output in endings), strict=True)
     assert list(read) == [stored_bytes(path), 0, 0]
     assert len(set(parts)) == 1
+
+
+LATE = """
+import gc, os, sys, time, torch.distributed as dist, cuboid, deepspeed
+from cuboid.failures import startup
+rank, (path, way) = int(os.environ["RANK"]), sys.argv[1:]
+config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}}
+if way == "another place is late" and rank == 3:
+    time.sleep(2)
+model = cuboid.from_pretrained(path, config)
+if way == "the next load":
+    # The other place comes to it before rank 0 has left the first one.
+    del model
+    gc.collect()
+    time.sleep({0: 2, 2: 2}.get(rank, 0))
+    model = cuboid.from_pretrained(path, config)
+if way == "an engine":
+    optimizer = {"optimizer": {"type": "Adam", "params": {}}, "train_micro_batch_size_per_gpu": 1}
+    deepspeed.initialize(model=model, config={**config, **optimizer})
+    # The process group has a store of its own.
+    dist.barrier()
+    assert startup._kept_store.cache_info().currsize == 0
+print("loaded")
+"""
+
+
+@pytest.mark.parametrize("way", ["another place is late", "the next load", "an engine"])
+def test_rank_0_keeps_the_store_for_ranks_that_are_slower(checkpoint, tmp_path, way):
+    (tmp_path / "script.py").write_text(LATE)
+    endings = as_ranks(4, tmp_path / "script.py", checkpoint(LLAMA), way, DEEPSPEED_TIMEOUT="1")
+    assert [(status, output.splitlines()[-1]) for status, output in endings] == [(0, "loaded")] * 4, endings
+
+
+LOST = """
+import os, sys, cuboid
+rank = int(os.environ["RANK"])
+if rank == 0:
+    from cuboid.weights import read_once
+    def end(meeting, files):
+        meeting._await(f"{meeting._place}/sees/1", 1)
+        meeting._await(f"{meeting._place}/sees/2", 2)
+        os._exit(7)
+    read_once._LoadMeeting.find_readers = end
+cuboid.from_pretrained(sys.argv[1], {"tensor_parallel": {"mode": "3d_tensor", "mesh": {}}})
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_ends_is_named(checkpoint, tmp_path):
+    (tmp_path / "script.py").write_text(LOST)
+    (status, _), *others = as_ranks(3, tmp_path / "script.py", checkpoint(LLAMA), DEEPSPEED_TIMEOUT="1")
+    assert status == 7
+    assert all(status == 1 and "see the messages of rank 0" in output for status, output in others), others

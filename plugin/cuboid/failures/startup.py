@@ -6,10 +6,13 @@ MASTER_ADDR:MASTER_PORT, which shows who is missing, and where a rank that fails
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,6 +80,34 @@ class Launch:
 
         return BoundedStore(connect, max(timeout_s, 1.0))
 
+    def kept_store(self) -> BoundedStore:
+        """The store, connected once and kept until the process group is made.
+
+        Whoever meets in it may come to it again, or still be in it when rank 0, which hosts it, has left.
+
+        Raises:
+            PeerLostError: rank 0 didn't open it in time.
+            dist.DistError: as :meth:`open_store` raises them.
+        """
+        return _kept_store(self)
+
+    @contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Raise the failures of the store as errors that say what to look at: a CuboidError or a PeerLostError."""
+        try:
+            yield
+        except dist.DistError as error:
+            at = f"{self.address}:{self.port}"
+            if self.hosts_store:
+                raise CuboidError(
+                    f"the ranks can't meet at {at} (MASTER_ADDR:MASTER_PORT): {error}. If another job has the port, "
+                    "give the launcher another one, for example deepspeed --master_port 29501"
+                ) from error
+            how = "didn't answer" if isinstance(error, StoreTimeoutError) else "went away"
+            raise PeerLostError(
+                f"the store at {at} {how} while the ranks were starting; see the messages of rank 0: {error}"
+            ).arising_on(0) from error
+
     def _answers(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -133,7 +164,7 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
         return None
     timeout_s = timeout_of_environment() if timeout_s is None else timeout_s
     deadline = time.monotonic() + timeout_s
-    try:
+    with launch.translated_errors():
         store = launch.open_store(timeout_s)
         _reject_earlier_attempt(store, launch)
         store.set(f"at/{launch.rank}", _this_process())
@@ -144,18 +175,14 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
                 absent = [rank for rank in range(launch.size) if not store.check(f"at/{rank}")]
                 raise launch.missing(absent or [launch.rank], timeout_s)
             time.sleep(_POLL_S)
-    except dist.DistError as error:
-        if launch.hosts_store:
-            raise CuboidError(
-                f"the ranks can't meet at {launch.address}:{launch.port} (MASTER_ADDR:MASTER_PORT): {error}. If "
-                "another job has the port, give the launcher another one, for example deepspeed --master_port 29501"
-            ) from error
-        how = "didn't answer" if isinstance(error, StoreTimeoutError) else "went away"
-        raise PeerLostError(
-            f"the store at {launch.address}:{launch.port} {how} while the ranks were starting; see the messages of "
-            f"rank 0: {error}"
-        ).arising_on(0) from error
+    # All ranks have come, so that nobody needs the store of before; that of the caller keeps it up for a while.
+    _kept_store.cache_clear()
     return store
+
+
+@functools.cache
+def _kept_store(launch: Launch) -> BoundedStore:
+    return launch.open_store(timeout_of_environment())
 
 
 def _reject_earlier_attempt(store: BoundedStore, launch: Launch) -> None:

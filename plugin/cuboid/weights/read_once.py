@@ -15,6 +15,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,45 +54,107 @@ def load_once(model: Any, mesh: Mesh, files: Sequence[str], read: Callable[[dict
     Raises:
         PeerLostError: the rank that reads failed or ended.
     """
-    readers = _Readers.meet(mesh, files)
-    if readers is None:
+    meeting = _LoadMeeting.open(mesh)
+    if meeting is None:
         return read(None)
-    return readers.send(model, read) if readers.is_first else readers.receive(model, files, read)
+    readers = meeting.find_readers(files)
+    if readers is None:
+        loaded = read(None)
+    else:
+        loaded = readers.send(model, read) if readers.is_first else readers.receive(model, files, read)
+    meeting.leave()
+    return loaded
 
 
-class _Readers:
-    """The ranks of one place that see the same files, joined by a group of gloo if there are several."""
+class _LoadMeeting:
+    """The ranks that load a model, in a store: that of the process group or, before there is one, of the launcher."""
 
-    def __init__(self, group: Any, ranks: list[int], rank: int) -> None:
-        self._group, self._ranks, self._rank = group, ranks, rank
-        self.is_first = rank == ranks[0]
+    def __init__(self, mesh: Mesh, store: BoundedStore, launch: Launch | None, timeout_s: float) -> None:
+        self._mesh, self._store, self._launch, self._timeout_s = mesh, store, launch, timeout_s
+        # Ranks that torchrun has started again may have the store of those before.
+        attempt = f"reads/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._place = f"{attempt}/{store.add(f'{attempt}/loads/{mesh.rank}', 1)}"
+        self._deadline = time.monotonic() + timeout_s
 
     @classmethod
-    def meet(cls, mesh: Mesh, files: Sequence[str]) -> _Readers | None:
+    def open(cls, mesh: Mesh) -> _LoadMeeting | None:
+        """Open the meeting; None if there are no replicas, or no store.
+
+        Raises:
+            CuboidError: the store can't be opened.
+        """
+        # A plan may be of another world than this process's: those of probes, conversion and threads.
+        is_real = (mesh.rank, mesh.topology.world_size) == (current_rank(), current_world_size())
+        if len(mesh.stage_ranks[0]) == 1 or mesh.in_threads or not is_real:
+            return None
+        if dist.is_initialized():
+            # The others may have failed before they come here, or never come.
+            run_on_all_ranks(lambda: None, mesh, what=_WHAT)
+            timeout = group_timeout() or timedelta(seconds=timeout_of_environment())
+            default = PrefixStore("cuboid", _get_default_store())
+            return cls(mesh, BoundedStore(lambda: default, timeout.total_seconds()), None, timeout.total_seconds())
+        launch = Launch.from_environment()
+        if launch is None:
+            return None
+        with launch.translated_errors():
+            return cls(mesh, launch.kept_store(), launch, timeout_of_environment())
+
+    def find_readers(self, files: Sequence[str]) -> _Readers | None:
         """Find the ranks that load the same as this one from the same files; None if there are no others.
 
         Raises:
             PeerLostError: one of them didn't come in time.
         """
-        column = next(ranks for ranks in mesh.stage_ranks if mesh.rank in ranks)
-        # A plan may be of another world than this process's: those of probes, conversion and threads.
-        is_real = (mesh.rank, mesh.topology.world_size) == (current_rank(), current_world_size())
-        if len(column) == 1 or mesh.in_threads or not is_real:
-            return None
-        seen_files = [(Path(file).name, file_identity(file)) for file in files]
-        identity = hashlib.sha256(repr(seen_files).encode()).hexdigest()
-        store, timeout_s = _open_store(mesh)
-        if store is None:
-            return None
-        # Ranks that torchrun has started again may have the store of those before.
-        place = f"reads/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{column[0]}"
-        key = f"{place}/{store.add(f'{place}/loads/{mesh.rank}', 1)}"
-        seen = _exchange(store, key, column, mesh.rank, identity, timeout_s)
-        ranks = [rank for rank in column if seen[rank] == seen[mesh.rank]]
+        with self._translated_errors():
+            rank = self._mesh.rank
+            column = next(ranks for ranks in self._mesh.stage_ranks if rank in ranks)
+            files_seen = [(Path(file).name, file_identity(file)) for file in files]
+            self._store.set(f"{self._place}/sees/{rank}", hashlib.sha256(repr(files_seen).encode()).hexdigest())
+            seen = {peer: self._await(f"{self._place}/sees/{peer}", peer) for peer in column}
+        ranks = [peer for peer in column if seen[peer] == seen[rank]]
         if len(ranks) == 1:
             return None
-        group = store.connect(f"{key}/{ranks[0]}", ranks.index(mesh.rank), len(ranks), timeout_s)
-        return cls(group, ranks, mesh.rank)
+        place, index = f"{self._place}/{ranks[0]}", ranks.index(rank)
+        return _Readers(lambda: self._store.connect(place, index, len(ranks), self._timeout_s), ranks, rank)
+
+    def leave(self) -> None:
+        """End the meeting. The rank that hosts the launcher's store may end soon, so it waits for the others to leave.
+
+        Raises:
+            PeerLostError: one of them didn't leave in time.
+        """
+        if self._launch is None:
+            return
+        with self._translated_errors():
+            self._store.set(f"{self._place}/left/{self._mesh.rank}", "")
+            for peer in range(self._launch.size) if self._launch.hosts_store else ():
+                self._await(f"{self._place}/left/{peer}", peer)
+
+    def _await(self, key: str, peer: int) -> bytes:
+        while not self._store.check(key):
+            if self._launch is not None:
+                raise_reported(self._store)
+            if time.monotonic() > self._deadline:
+                raise PeerLostError(
+                    f"rank {peer} didn't come to the {_WHAT}, or to its end, within {self._timeout_s:g} s; see its own "
+                    "messages. All ranks load the model together. DEEPSPEED_TIMEOUT, in minutes, sets how long they "
+                    "wait for one another"
+                ).arising_on(peer)
+            time.sleep(_POLL_S)
+        return self._store.get(key)
+
+    def _translated_errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._launch is None else self._launch.translated_errors()
+
+
+class _Readers:
+    """The ranks of one place that see the same files, joined by a group of gloo, which ``connect`` makes."""
+
+    def __init__(self, connect: Callable[[], Any], ranks: list[int], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self.is_first = rank == ranks[0]
+        with self._translated_errors():
+            self._group = connect()
 
     def send(self, model: Any, read: Callable[[None], T]) -> T:
         """Read the files, and send what was read; the others learn of a failure too."""
@@ -130,10 +193,14 @@ class _Readers:
 
     def _broadcast(self, values: torch.Tensor) -> None:
         """Broadcast from the first rank; into ``values`` on the others."""
-        if not values.numel():
-            return
+        if values.numel():
+            with self._translated_errors():
+                self._group.broadcast(values, 0).wait()
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
         try:
-            self._group.broadcast(values, 0).wait()
+            yield
         except (dist.DistError, RuntimeError) as error:
             others = [rank for rank in self._ranks if rank != self._rank]
             raise PeerLostError(
@@ -171,36 +238,3 @@ def _values(model: Any) -> Iterator[torch.Tensor]:
         if not local.is_meta and local.numel():
             assert local.is_contiguous(), "a loaded tensor is a copy of its part of the file"
             yield local.view(-1).view(torch.uint8)
-
-
-def _open_store(mesh: Mesh) -> tuple[BoundedStore | None, float]:
-    """The store of the process group or, before there is one, of the launcher; None if it has none. And its timeout."""
-    if dist.is_initialized():
-        # The others may have failed before they come here, or never come.
-        run_on_all_ranks(lambda: None, mesh, what=_WHAT)
-        timeout = group_timeout() or timedelta(seconds=timeout_of_environment())
-        store = PrefixStore("cuboid", _get_default_store())
-        return BoundedStore(lambda: store, timeout.total_seconds()), timeout.total_seconds()
-    launch, timeout_s = Launch.from_environment(), timeout_of_environment()
-    return None if launch is None else launch.open_store(timeout_s), timeout_s
-
-
-def _exchange(
-    store: BoundedStore, key: str, ranks: Sequence[int], rank: int, identity: str, timeout_s: float
-) -> dict[int, str]:
-    """What each of the ranks sees."""
-    deadline = time.monotonic() + timeout_s
-    store.set(f"{key}/sees/{rank}", identity)
-    seen = {}
-    for peer in ranks:
-        while not store.check(f"{key}/sees/{peer}"):
-            if not dist.is_initialized():
-                raise_reported(store)
-            if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"rank {peer} didn't come to the {_WHAT} within {timeout_s:g} s; see its own messages. All ranks "
-                    "load the model together. DEEPSPEED_TIMEOUT, in minutes, sets how long they wait for one another"
-                ).arising_on(peer)
-            time.sleep(_POLL_S)
-        seen[peer] = store.get(f"{key}/sees/{peer}").decode()
-    return seen
