@@ -12,8 +12,9 @@ from cuboid.models.certification.float64 import KeepFloat64
 from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.ia3 import IA3Layer
 
 #: Kinds that have rules, each with tests of its own.
 CUT = {"LORA", "IA3", "PROMPT_TUNING", "P_TUNING"}
@@ -104,6 +105,24 @@ def test_an_option_that_has_no_rule_is_refused_by_name(model, options, named):
 def test_an_option_that_has_a_rule_is_as_in_plain_peft(model, options):
     plain, threaded = adapted(copy.deepcopy(model), **options), Adapted(model, "1x2x2", **options)
     assert_step(plain, threaded, batch())
+
+
+@pytest.mark.parametrize("before", [["q_proj", "down_proj"], "all-linear"], ids=str)
+def test_a_second_adapter_of_all_linear_layers_is_on_those_that_have_one_too(model, before):
+    """PEFT tells layers with adapters by their classes' names."""
+
+    def targets(peft_model):
+        peft_model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
+        return {name for name, _ in peft_model.named_parameters() if ".second." in name}
+
+    expected = targets(adapted(copy.deepcopy(model), target_modules=before))
+    assert len(expected) == 2 * 2 * len(DENSE)
+    assert targets(Adapted(model, "1x2x1", target_modules=before).models[0]) == expected
+
+
+def test_a_second_ia3_adapter_is_on_layers_that_have_one_too(model):
+    rank_model = get_peft_model(Threaded(model, "1x2x1").models[0], IA3Config(task_type="CAUSAL_LM"))
+    assert all("Linear" in type(x).__name__ for x in rank_model.modules() if isinstance(x, IA3Layer))
 
 
 def read(model, folder):

@@ -30,10 +30,10 @@ from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.embedding_layer import EmbeddingLora, on_mesh
 from cuboid.integrations.peft.experts_layer import ParamWrapper, lora_of_router
-from cuboid.integrations.peft.lora_layer import SeededLora, ShardedLora
-from cuboid.integrations.peft.scaled_layer import ShardedIA3
+from cuboid.integrations.peft.lora_layer import SeededLoraLinear, ShardedLoraLinear
+from cuboid.integrations.peft.scaled_layer import ShardedIA3Linear
 from cuboid.integrations.peft.seeding import is_loading, seeded_by
-from cuboid.integrations.peft.whole_layer import WholeLora
+from cuboid.integrations.peft.whole_layer import WholeLoraLinear
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
@@ -87,9 +87,9 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
                 {
                     ShardedExperts: ParamWrapper,
                     ShardedRouter: lora_of_router,  # type: ignore[dict-item]  # only called
-                    ShardedLinear: ShardedLora,
-                    KeptWhole: WholeLora,
-                    **{nn.Linear: SeededLora, Conv1D: SeededLora, nn.Embedding: EmbeddingLora},
+                    ShardedLinear: ShardedLoraLinear,
+                    KeptWhole: WholeLoraLinear,
+                    **{nn.Linear: SeededLoraLinear, Conv1D: SeededLoraLinear, nn.Embedding: EmbeddingLora},
                 }
             )
         if not is_loading.get():
@@ -123,7 +123,7 @@ def _scaling_shards(tuner: Any) -> Iterator[None]:
     def create_new_module(config: IA3Config, adapter_name: str, target: nn.Module, **options: Any) -> nn.Module:
         if not isinstance(target, ShardedLinear):
             return create(config, adapter_name, target, **options)
-        return ShardedIA3(target, adapter_name, config, is_feedforward=options["is_feedforward"])
+        return ShardedIA3Linear(target, adapter_name, config, is_feedforward=options["is_feedforward"])
 
     tuner._create_new_module = create_new_module  # type: ignore[method-assign, assignment]
     try:

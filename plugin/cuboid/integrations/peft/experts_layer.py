@@ -86,7 +86,7 @@ class ParamWrapper(AdaptedLayer, layer.ParamWrapper):
         return self._update([(a, b)], [adapter_name]).shard().to(base.get_parameter(self.parameter_name).dtype)
 
 
-class RouterLora(LoraOfShards):
+class RouterLoraLinear(LoraOfShards):
     """As PEFT's own class, around a linear layer that gives a few numbers for each of the rank's tokens.
 
     As its layer's, the product with A sums the ranks' parts of the features, and the factors are gathered whole.
@@ -132,4 +132,4 @@ def lora_of_router(target: nn.Module, adapter_name: str, **options: Any) -> nn.M
     """The layer around a router: of one of its parameters if that is named, or else of a linear layer."""
     if options.get("parameter_name") is not None:
         return ParamWrapper(target, adapter_name, **options)
-    return RouterLora(target, adapter_name, **options)
+    return RouterLoraLinear(target, adapter_name, **options)

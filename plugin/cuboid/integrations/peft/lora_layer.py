@@ -26,8 +26,10 @@ from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
 
-class SeededLora(AdaptedLayer, lora.Linear):
+class SeededLoraLinear(AdaptedLayer, lora.Linear):
     """As PEFT's own class. In a pipeline, initial values don't depend on which layers a stage has."""
+
+    # To PEFT's "all-linear", layers that have adapters already are those with "Linear" in the name of their class.
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         # As PEFT does for layers whose class tells.
@@ -42,7 +44,7 @@ class SeededLora(AdaptedLayer, lora.Linear):
             super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
 
-class LoraOfShards(SeededLora):
+class LoraOfShards(SeededLoraLinear):
     """Around a linear layer of whose weight a rank has a shard: merging, and the norms of its rows; collective."""
 
     def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
@@ -116,7 +118,7 @@ class LoraOfShards(SeededLora):
         return shard_boxes(base.spec("weight"), base.mesh.shape, base.mesh.coordinate)
 
 
-class ShardedLora(LoraOfShards):
+class ShardedLoraLinear(LoraOfShards):
     """As PEFT's own class, with the factors of each adapter cut over the mesh.
 
     PEFT makes and initializes whole factors, the same on every rank and as in one process: with r rows or columns they

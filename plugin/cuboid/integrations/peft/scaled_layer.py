@@ -17,7 +17,7 @@ from cuboid.tensor3d.sharding.sharded_parameters import ShardedParameters
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
 
-class ShardedIA3(AdaptedLayer, ia3.Linear):
+class ShardedIA3Linear(AdaptedLayer, ia3.Linear):
     """As PEFT's own class, with the vector of each adapter cut as the layer's features are."""
 
     base_layer: ShardedLinear

@@ -16,7 +16,7 @@ from cuboid.tensor3d.layers.whole_block import cut_and_keep_whole
 from cuboid.tensor3d.sharding.sharded_param import take_whole
 
 
-class WholeLora(LoraOfShards):
+class WholeLoraLinear(LoraOfShards):
     """As PEFT's own class, whose code runs on whole activations, with the factors cut over the mesh as their layer.
 
     While the block runs, its parameters are whole, and so are the factors, which are gathered with them.
