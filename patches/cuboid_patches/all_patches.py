@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuboid_patches import accelerate, deepspeed, interpreter, peft, transformers, trl
+from cuboid_patches import accelerate, deepspeed, gradients, interpreter, peft, transformers, trl
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SharedMemoryBuild
 
@@ -12,5 +12,6 @@ PATCHES: list[Patch | SharedMemoryBuild] = [
     *peft.PATCHES,
     *trl.PATCHES,
     *deepspeed.PATCHES,
+    *gradients.PATCHES,
     *interpreter.PATCHES,
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,10 @@ from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
+#: See :func:`sharded_models`. By a number that counts up, so that their order is the same on all ranks.
+_sharded_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
 
 class PlainInstances:
     """Mixed into a sharded class: calling the class makes a plain model, as scripts do by ``type(model)(config)``."""
@@ -54,6 +60,13 @@ class ShardedModel(WholeInterface, LooksUpLoss, PlainInstances):
     """Mixed into the model's own class by :func:`shard_modules`."""
 
     cuboid: Sharding
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__new__(cls, *args, **kwargs)
+        if isinstance(model, ShardedModel):
+            # A copy.
+            keep_track_of(model)
+        return model
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
         """Save the whole model as ``PreTrainedModel.save_pretrained`` does. Collective; each rank writes its share."""
@@ -153,6 +166,7 @@ def shard_modules(
     if config.compile:
         compile_layers(model)
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
+    keep_track_of(model)
     if is_cut:
         guard_hooks(model, runs_whole=True)
     model.cuboid.state.made = AsSharded(model, is_cut=is_cut)
@@ -210,6 +224,16 @@ def _check_in_forward(_: Any, __: Any, what: str) -> None:
             f"the sharded model's {what} was called by itself, but takes and returns a rank's part of a micro-batch; "
             "call the model, its base model (model.base_model) or what model.get_output_embeddings() returns"
         )
+
+
+def keep_track_of(model: nn.Module) -> None:
+    """Let :func:`sharded_models` return a model while it lives."""
+    _sharded_models[next(_numbers)] = model
+
+
+def sharded_models() -> list[Any]:
+    """All sharded models and stages of this process, also those of other threads, in the order in which they began."""
+    return [model for model in list(_sharded_models.values()) if "cuboid" in vars(model)]
 
 
 def mesh_of(model: nn.Module) -> Mesh:

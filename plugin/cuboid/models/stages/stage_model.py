@@ -32,6 +32,7 @@ from cuboid.models.sharded.sharded_model import (
     derived_class,
     first_position,
     hook_heads,
+    keep_track_of,
 )
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.fused_norms import fuse_norms, rms_norms
@@ -294,6 +295,7 @@ def finish_stage(
     inner: Any = model.get_submodule(plan.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
+    keep_track_of(model)
     guard_hooks(model, runs_whole=False)
     model.cuboid.state.made = AsSharded(model, is_cut=True, has_segments=staging.plan.outline.is_causal)
     return model
