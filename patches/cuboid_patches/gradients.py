@@ -23,9 +23,8 @@ def _total_norm(original: Any) -> Any:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         norm = norm_over_ranks(gradients, float(norm_type), lambda x: original(x, norm_type, foreach=foreach))
         if norm is None:
-            whole: torch.Tensor = original(gradients, norm_type, error_if_nonfinite, foreach)
-            return whole
-        if error_if_nonfinite and not norm.isfinite():
+            norm = original(gradients, norm_type, error_if_nonfinite, foreach)
+        elif error_if_nonfinite and not norm.isfinite():
             # Torch's own words, of a norm that isn't finite.
             original([norm], norm_type, error_if_nonfinite=True)
         return norm
@@ -35,7 +34,7 @@ def _total_norm(original: Any) -> Any:
 
 PATCHES = [
     Patch(
-        # clip_grad_norm_ looks the first one up when it is called, so that it doesn't matter where a script has it from.
+        # clip_grad_norm_, from wherever a script has it, looks the first one up when it is called.
         target=target,
         package="torch",
         reason="take the norm of whole gradients where a rank has shards of them, or ranks would clip by other norms",

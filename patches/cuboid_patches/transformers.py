@@ -20,6 +20,12 @@ from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
+from cuboid.integrations.trainer_engine import (
+    GivenOptimizer,
+    check_trainer,
+    config_of_trainer,
+    evaluating_without_engine,
+)
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
@@ -100,8 +106,33 @@ def _trainer(original: Any) -> Any:
         if self.args.use_liger_kernel and is_sharded:
             why = why_refused(self.args.liger_kernel_config)
             raise UnsupportedModelError(f"TrainingArguments.use_liger_kernel has no rule for a sharded model: {why}")
+        trainer_config = config_of_trainer(self)
+        if trainer_config is not None:
+            check_trainer(self, trainer_config)
+            GivenOptimizer.keep(self)
 
     return init
+
+
+def _uses_given_optimizer(original: Any) -> Any:
+    @functools.wraps(original)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        GivenOptimizer.put_back(self)
+        return original(self, *args, **kwargs)
+
+    return create
+
+
+def _evaluation_loop(original: Any) -> Any:
+    @functools.wraps(original)
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = config_of_trainer(self)
+        if config is None:
+            return original(self, *args, **kwargs)
+        with evaluating_without_engine(self, config):
+            return original(self, *args, **kwargs)
+
+    return evaluation_loop
 
 
 def _check_runs_pipeline(trainer: type[Any], own_steps: Any) -> None:
@@ -303,6 +334,23 @@ PATCHES = [
         reason="refuse a pipeline, and kernels that replace sharded modules, at once and not at the first forward",
         parameters=("model", "args"),
         replace=_trainer,
+    ),
+    *(
+        Patch(
+            target=f"transformers.trainer:Trainer.{name}",
+            package="transformers",
+            reason="train with what optimizers=(…) gave: with DeepSpeed, the Trainer forgets it and makes its own",
+            parameters=("self",),
+            replace=_uses_given_optimizer,
+        )
+        for name in ("create_optimizer", "create_scheduler")
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.evaluation_loop",
+        package="transformers",
+        reason="evaluate a sharded model before training, where the Trainer would make an engine and demand ZeRO 3",
+        parameters=("self",),
+        replace=_evaluation_loop,
     ),
     Patch(
         target="transformers.trainer:Trainer.get_tp_size",

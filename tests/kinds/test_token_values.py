@@ -13,13 +13,13 @@ from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.integrations.trainer_loss import (
-    MissingOutputError,
     PipelineModel,
     TokenModel,
     TokenOutput,
     check_own_loss,
 )
 from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.cross_entropy.missing_logits import MissingOutputError
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel

@@ -1,5 +1,6 @@
 """What a sharded model holds, saves and sends."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers.distributed import sharding_utils
 import cuboid
 from comparing import stored
 from cuboid.distributed.topology import MeshShape
+from cuboid.models.cross_entropy.missing_logits import MissingOutputError
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
@@ -193,6 +195,19 @@ def test_weights_are_prefetched_one_layer_ahead_and_resharded_at_once(threads):
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
+def check_missing(output):
+    """What reads logits that there aren't is told why; what goes over the output's entries isn't."""
+    for read in (lambda: output.logits, lambda: output["logits"]):
+        with pytest.raises(MissingOutputError, match=r"^logits: given labels, .*gather_logits"):
+            read()
+    assert list(output) == ["loss"]
+    assert len(output.to_tuple()) == 1
+    assert "logits=None" in repr(output)
+    for made in (copy.copy(output), type(output)(**output)):
+        assert made.logits is None
+        assert torch.equal(made.loss, output.loss)
+
+
 def logits_by_mode(small, mesh, gather_logits):
     model = sharded(small, mesh, gather_logits=gather_logits)
     ids = tokens(small, length=13)
@@ -200,8 +215,11 @@ def logits_by_mode(small, mesh, gather_logits):
     for mode in ("train", "eval"):
         getattr(model, mode)()
         for labels in (None, ids):
-            logits = model(input_ids=ids, labels=labels).logits
+            output = model(input_ids=ids, labels=labels)
+            logits = getattr(output, "logits", None)
             shapes[mode, labels is not None] = None if logits is None else tuple(logits.shape)
+            if logits is None:
+                check_missing(output)
     return shapes
 
 

@@ -24,17 +24,17 @@ def model():
 
 def clipped(model, norm_type):
     """A norm, that of some parameters, and what a module of the script's own has after clipping, beside the model's."""
-    own = nn.Linear(3, 2).double()
+    linear = nn.Linear(3, 2).double()
     with torch.no_grad():
-        own.weight.fill_(0.5)
-        own.bias.zero_()
+        linear.weight.fill_(0.5)
+        linear.bias.zero_()
     model.zero_grad()
     ids = torch.randint(0, 100, (4, 12), generator=torch.Generator().manual_seed(1))
-    (model(input_ids=ids, labels=ids, use_cache=False).loss + own(torch.ones(3).double()).sum()).backward()
+    (model(input_ids=ids, labels=ids, use_cache=False).loss + linear(torch.ones(3).double()).sum()).backward()
     embedding = nn.utils.get_total_norm([p.grad for n, p in model.named_parameters() if "embed" in n], norm_type)
-    parameters = [*model.parameters(), *own.parameters()]
+    parameters = [*model.parameters(), *linear.parameters()]
     norm = clip_grad_norm_(parameters, 0.3, norm_type, error_if_nonfinite=True)
-    return torch.stack([norm, embedding, own.weight.grad[0, 0], nn.utils.get_total_norm(p.grad for p in parameters)])
+    return torch.stack([norm, embedding, linear.weight.grad[0, 0], nn.utils.get_total_norm(p.grad for p in parameters)])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])

@@ -104,8 +104,8 @@ def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def prepare_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let an optimizer step a sharded model in a loop of torch's alone, without a framework. Collective.
 
-    DeepSpeed, the Trainer and ColossalAI do this by themselves. The loop clips by the norm over all ranks, if it does,
-    and reduces gradients over replicas.
+    DeepSpeed, the Trainer and ColossalAI do this by themselves. The loop reduces gradients over replicas, and may clip
+    by ``torch.nn.utils.clip_grad_norm_``, which takes the norm over all ranks of a replica.
 
     Args:
         model: sharded, with its process groups' backend initialised.

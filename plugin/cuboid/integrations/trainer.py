@@ -14,16 +14,16 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.config.schema import CuboidConfig
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.metrics import MetricsCallback
 from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
-from cuboid.integrations.handoff import check_schedule
 from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import trainer_of_trl
+from cuboid.integrations.trainer_engine import config_in_plugin, config_of_trainer
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.kinds.causal import Causal
@@ -77,9 +77,8 @@ class CuboidTrainer(Trainer):
     of any size; with ``average_tokens_across_devices=False``, or a ``compute_loss`` of its own, it is the ``Trainer``'s
     mean of batches.
 
-    Without a pipeline it is otherwise the ``Trainer``, except that ``optimizers=…`` are used with DeepSpeed too, under
-    which the ``Trainer`` makes its own, and that checkpoints have no pickles: what the ``Trainer`` pickles beside the
-    engine's files is in these, and a run goes on to the same digits, dropout included.
+    Without a pipeline it is otherwise the ``Trainer``, except that checkpoints have no pickles: what the ``Trainer``
+    pickles beside the engine's files is in these, and a run goes on to the same digits, dropout included.
 
     Raises:
         ConfigError: an argument or a base class asks for what a pipeline can't do, such as logits.
@@ -100,16 +99,11 @@ class CuboidTrainer(Trainer):
         for arguments in (one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)):
             _reject_arguments_of_trl(arguments)
         super().__init__(*args, **kwargs)
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        config = _config_in(plugin)
+        config = config_of_trainer(self)
         self._runs_pipeline = config is not None and config.pipeline is not None
         self._micro_batches: list[Any] = []
         #: In an evaluation whose loss is the mean over labels.
         self._evaluation: EvaluationLoss | None = None
-        # Under DeepSpeed, ``train`` forgets what ``optimizers`` gave and makes its own.
-        self._given_optimizer, self._given_schedule = self.optimizer, self.lr_scheduler
-        if plugin is not None and config is not None:
-            self._check_given(plugin.deepspeed_config)
         if config is not None and self._runs_pipeline:
             self._reject_what_has_no_rule(config)
 
@@ -132,19 +126,6 @@ class CuboidTrainer(Trainer):
                 if isinstance(callback, MetricsCallback):
                     logs.update(callback.rates(self.state))
         super().log(logs, *args, **kwargs)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As ``Trainer.create_optimizer``; one that the Trainer was given is used under DeepSpeed too."""
-        if self.optimizer is None:
-            self.optimizer = self._given_optimizer
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As ``Trainer.create_scheduler``; see :meth:`create_optimizer`."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = self._given_schedule
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -393,17 +374,6 @@ class CuboidTrainer(Trainer):
             return self.deepspeed
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
-    def _check_given(self, config: dict[str, Any]) -> None:
-        """Raise an error if the config names another optimizer or schedule, or the schedule is of another optimizer."""
-        by_section = {"optimizer": self._given_optimizer, "scheduler": self._given_schedule}
-        for section, one in by_section.items():
-            if one is not None and section in config:
-                raise ConfigError(
-                    f"Trainer(optimizers=…) gives a {type(one).__name__}, but the config has a section {section} too; "
-                    "give one of the two"
-                )
-        check_schedule(self._given_schedule, self._given_optimizer)
-
     def _reject_what_has_no_rule(self, config: CuboidConfig) -> None:
         args: TrainingArguments = self.args
         for name, reason in _REFUSED.items():
@@ -485,13 +455,8 @@ class CuboidTrainer(Trainer):
             )
 
 
-def _config_in(plugin: Any) -> CuboidConfig | None:
-    """Cuboid's sections of the config that accelerate's DeepSpeed plugin has; None without a plugin."""
-    return None if plugin is None else split_config(plugin.deepspeed_config)[0]
-
-
 def _reject_arguments_of_trl(args: TrainingArguments) -> None:
-    config = _config_in(getattr(args, "deepspeed_plugin", None))
+    config = config_in_plugin(getattr(args, "deepspeed_plugin", None))
     if config is None or config.pipeline is None:
         return
     for name, reason in _REFUSED_OF_TRL.items():

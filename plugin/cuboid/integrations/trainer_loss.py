@@ -16,17 +16,11 @@ from transformers.utils import ModelOutput
 from cuboid.errors import CuboidError
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX
+from cuboid.models.cross_entropy.missing_logits import MissingOutputError
 from cuboid.models.kinds.label_heads import RowClassifier
 from cuboid.models.pipeline.given_loss import GivenLoss
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import unwrap
-
-
-class MissingOutputError(CuboidError, AttributeError, KeyError):
-    """A script reads an entry of a model's output that a pipeline doesn't have."""
-
-    # KeyError would show the message's repr.
-    __str__ = CuboidError.__str__
 
 
 class _Output(ModelOutput):

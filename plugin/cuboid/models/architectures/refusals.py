@@ -72,8 +72,9 @@ def check_plain_weights(model: nn.Module) -> None:
 def adapters_refused(what: str) -> UnsupportedModelError:
     """The error for PEFT adapters."""
     return UnsupportedModelError(
-        f"{what}: they came before the model was sharded, which can't cut them. Load the model without them, and then "
-        "take PEFT's get_peft_model(model, LoraConfig(…)) or PeftModel.from_pretrained(model, folder)"
+        f"{what}: they came before the model was sharded, which can't cut them. Load the model without them, by "
+        "cuboid.from_pretrained or, with the Trainer, after its TrainingArguments(deepspeed=…), and then take PEFT's "
+        "get_peft_model(model, LoraConfig(…)) or PeftModel.from_pretrained(model, folder)"
     )
 
 

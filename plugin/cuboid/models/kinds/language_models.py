@@ -17,6 +17,7 @@ from cuboid.models.attention.forward_context import knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, check_tensors
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
+from cuboid.models.cross_entropy.missing_logits import without_logits
 from cuboid.models.kinds.forward import (
     gathering_logits,
     pop_tuple,
@@ -100,6 +101,8 @@ class LanguageModel(ModelKind):
         # Routers' are whole already.
         routers = ("router_logits", "aux_loss") if wants_routers else ()
         whole_extras(model, output, batch, known=("loss", "logits", "past_key_values", *routers))
+        if output.logits is None:
+            output = without_logits(output)
         return output.to_tuple() if as_tuple else output
 
     def items(self, batch: Mapping[str, Any]) -> torch.Tensor:

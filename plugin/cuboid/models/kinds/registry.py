@@ -134,11 +134,20 @@ def check_model(model: Any, *, stages: bool = False) -> None:
     Raises:
         UnsupportedModelError: there are no rules for it, or it has adapters, or is compiled.
     """
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        raise adapters_refused(f"{type(model).__name__} has adapters of PEFT around {type(inner).__name__}")
+    check_unadapted(model)
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise compiling_refused(model._orig_mod)
     check_class(type(model), stages=stages)
     if kind_of_class(type(model)).is_language_model and model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings; a language model has")
+
+
+def check_unadapted(model: Any) -> None:
+    """Check that a model that isn't sharded yet has no adapters.
+
+    Raises:
+        UnsupportedModelError: it has.
+    """
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        raise adapters_refused(f"{type(model).__name__} has adapters of PEFT around {type(inner).__name__}")

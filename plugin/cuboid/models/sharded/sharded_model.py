@@ -226,7 +226,7 @@ def _check_in_forward(_: Any, __: Any, what: str) -> None:
         )
 
 
-def keep_track_of(model: nn.Module) -> None:
+def keep_track_of(model: Any) -> None:
     """Let :func:`sharded_models` return a model while it lives."""
     _sharded_models[next(_numbers)] = model
 

@@ -1,0 +1,103 @@
+"""What the Trainer does around DeepSpeed's engine, and what it must not do with a sharded model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.errors import ConfigError
+from cuboid.integrations.handoff import adopt_model, check_schedule
+from cuboid.models.kinds.registry import check_unadapted
+from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
+
+#: Of a trainer: its :class:`GivenOptimizer`.
+_GIVEN = "cuboid_given_optimizer"
+
+
+@dataclass(frozen=True)
+class GivenOptimizer:
+    """What a Trainer's argument ``optimizers`` gave it. With DeepSpeed, ``train`` forgets it and makes AdamW."""
+
+    optimizer: torch.optim.Optimizer | None
+    schedule: Any
+
+    @classmethod
+    def keep(cls, trainer: Any) -> None:
+        """Keep those of a Trainer that has just been made.
+
+        Raises:
+            ConfigError: the config has a section for one of them, too.
+            OptimizerError: the schedule is of another optimizer.
+        """
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        by_section = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+        for section, one in by_section.items():
+            if one is not None and section in plugin.deepspeed_config:
+                raise ConfigError(
+                    f"Trainer(optimizers=…) gives a {type(one).__name__}, but the config has a section {section} too; "
+                    "give one of the two"
+                )
+        check_schedule(trainer.lr_scheduler, trainer.optimizer)
+        setattr(trainer, _GIVEN, cls(trainer.optimizer, trainer.lr_scheduler))
+
+    @staticmethod
+    def put_back(trainer: Any) -> None:
+        """Give a Trainer what it has forgotten."""
+        kept: GivenOptimizer | None = getattr(trainer, _GIVEN, None)
+        if kept is not None:
+            trainer.optimizer = kept.optimizer if trainer.optimizer is None else trainer.optimizer
+            trainer.lr_scheduler = kept.schedule if trainer.lr_scheduler is None else trainer.lr_scheduler
+
+
+@contextmanager
+def evaluating_without_engine(trainer: Any, config: CuboidConfig) -> Iterator[None]:
+    """In the ``with`` block, a Trainer that hasn't trained yet evaluates the sharded model itself.
+
+    It would demand ZeRO 3 and make an engine for it, which a forward on a mesh doesn't need.
+    """
+    if config.pipeline is not None or trainer.deepspeed is not None:
+        yield
+        return
+    model = adopt_model(trainer.model, config).to(trainer.args.device)
+    trainer.deepspeed = model
+    # The Trainer lets accelerate prepare a model, unless there is one.
+    prepared: list[Any] = trainer.accelerator._models
+    prepared.append(model)
+    try:
+        yield
+    finally:
+        trainer.deepspeed = None
+        prepared.remove(model)
+
+
+def check_trainer(trainer: Any, config: CuboidConfig) -> None:
+    """Check what a Trainer with a config of Cuboid's was made with, before it trains.
+
+    Raises:
+        ConfigError: an argument has no rule.
+        UnsupportedModelError: the model has adapters, and isn't sharded.
+    """
+    model: Any = unwrap(trainer.model)
+    if not isinstance(model, ShardedModel):
+        check_unadapted(trainer.model)
+    # CuboidTrainer says why a pipeline doesn't take it.
+    if config.pipeline is None and getattr(trainer.args, "neftune_noise_alpha", None) is not None:
+        raise ConfigError(
+            "TrainingArguments.neftune_noise_alpha can't be combined with tensor_parallel.mode 3d_tensor: its noise "
+            "depends on the sizes of the whole embeddings, of which a rank has a part; leave it out"
+        )
+
+
+def config_of_trainer(trainer: Any) -> CuboidConfig | None:
+    """Cuboid's sections of the config that a Trainer was given; None without one."""
+    return config_in_plugin(getattr(trainer.accelerator.state, "deepspeed_plugin", None))
+
+
+def config_in_plugin(plugin: Any) -> CuboidConfig | None:
+    """Cuboid's sections of the config that accelerate's DeepSpeed plugin has; None without a plugin."""
+    return None if plugin is None else split_config(plugin.deepspeed_config)[0]
