@@ -1,23 +1,14 @@
 """What fine-tuning scripts do with the plain Trainer, PEFT and generation, on a mesh and in one process."""
 
 import json
+import re
 import textwrap
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from test_trainer import config_of
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from cuboid.errors import ConfigError, UnsupportedModelError
 from launching import alone, as_ranks
 
 SCRIPT = """
@@ -164,26 +155,39 @@ def test_every_value_and_token_is_that_of_one_process(root, plain, mesh):
             torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=2e-5, msg=f"{name}: {actual}, not {wanted}")
 
 
-@pytest.mark.parametrize(
-    ("options", "optimizers", "message"),
-    [
-        ({"neftune_noise_alpha": 5.0}, False, "TrainingArguments.neftune_noise_alpha can't be combined with"),
-        ({}, True, r"Trainer\(optimizers=…\) gives a SGD, but the config has a section optimizer too"),
-    ],
-)
-def test_arguments_without_a_rule_are_refused_when_the_trainer_is_made(root, tmp_path, options, optimizers, message):
-    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[], deepspeed=config_of({}), **options)
-    model = AutoModelForCausalLM.from_pretrained(root / "llama")
-    optimizer = torch.optim.SGD(model.parameters()) if optimizers else None
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        Trainer(model, arguments, optimizers=(optimizer, None))
+REFUSED = """
+    import json, sys
+    import cuboid
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    root, out, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    before = AutoModelForCausalLM.from_pretrained(root + "/llama")
+    adapted = get_peft_model(before, LoraConfig(target_modules=["q_proj"]))
+    options = dict(use_cpu=True, report_to=[], deepspeed=config)
+    kept = TrainingArguments(out, **options)
+    model = AutoModelForCausalLM.from_pretrained(root + "/llama")
+    messages = []
+    given = torch.optim.SGD(model.parameters())
+    for trained, optimizer, more in (
+        (adapted, None, {}), (model, given, {}), (model, None, {"neftune_noise_alpha": 5.0})
+    ):
+        try:
+            Trainer(trained, TrainingArguments(out, **options, **more), optimizers=(optimizer, None))
+        except cuboid.CuboidError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    print("RESULT" + json.dumps(messages), flush=True)
+"""
 
 
-def test_a_model_with_adapters_that_was_loaded_before_the_arguments_is_refused_when_the_trainer_is_made(root, tmp_path):
-    # Made by its class, so that no config of another test shards it.
-    model = get_peft_model(
-        LlamaForCausalLM(LlamaConfig.from_pretrained(root / "llama")), LoraConfig(target_modules=["q_proj"])
+def test_what_has_no_rule_is_refused_when_the_trainer_is_made(root):
+    (root / "refused.py").write_text(textwrap.dedent(REFUSED))
+    status, output = alone(root / "refused.py", root, root / "refused", json.dumps(config_of({})))
+    assert status == 0, output
+    adapters, optimizer, noise = json.loads(output.partition("RESULT")[2].splitlines()[0])
+    assert re.search(r"^UnsupportedModelError: .* after its TrainingArguments\(deepspeed=…\)", adapters)
+    assert optimizer.startswith(
+        "ConfigError: Trainer(optimizers=…) gives a SGD, but the config has a section optimizer"
     )
-    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[], deepspeed=config_of({}))
-    with pytest.raises(UnsupportedModelError, match=r"after its TrainingArguments\(deepspeed=…\)"):
-        Trainer(model, arguments)
+    assert noise.startswith("ConfigError: TrainingArguments.neftune_noise_alpha can't be combined with")
