@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections import Counter
+from contextlib import nullcontext
 from types import MappingProxyType
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers import (
     AutoModelForCausalLM,
@@ -358,7 +360,19 @@ def test_what_is_rounded_before_it_is_sent_has_the_bits_of_what_is_rounded_after
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", [mesh for mesh in EIGHT_MESHES if "3" not in mesh])
-@pytest.mark.parametrize("options", [{}, {"weight_gather": "step"}, {"checkpointing": True}, FEW_HEADS], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_gather": "step"},
+        {"checkpointing": True},
+        {"checkpointing": True, "weight_gather": "step"},
+        FEW_HEADS,
+        # Fewer heads than ranks of `sequence` and `hidden`.
+        {"num_key_value_heads": 1},
+    ],
+    ids=str,
+)
 def test_counted_bytes_are_the_formula(mesh, options):
     counts = [sent_on_mesh(mesh, num_hidden_layers=layers, **options)[2] for layers in (2, 3)]
     shape, model = MeshShape.parse(mesh), plain_model(**{k: v for k, v in options.items() if k in FEW_HEADS})
@@ -366,7 +380,8 @@ def test_counted_bytes_are_the_formula(mesh, options):
     weight_gather = options.get("weight_gather", "layer")
     expected = layer_bytes(sizes, shape, 6, LENGTH, weight_gather=weight_gather, **options_of_formula)
     if options.get("checkpointing"):
-        expected = Counter(expected) + Counter(recomputed_bytes(sizes, shape, 6, LENGTH, **options_of_formula))
+        again = recomputed_bytes(sizes, shape, 6, LENGTH, weight_gather=weight_gather, **options_of_formula)
+        expected = Counter(expected) + Counter(again)
     counted = {axes: counts[1][axes] - counts[0].get(axes, 0) for axes in counts[1]}
     assert {axes: n for axes, n in counted.items() if n} == {
         axes: pytest.approx(n, abs=40) for axes, n in expected.items() if n
@@ -561,6 +576,124 @@ def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes, pipeline
     # Whole gradients are put together on the first rank.
     loss, gradients, _, _ = ranks[0]
     assert_as_emulated(loss, gradients, 1 if pipeline is None else 2)
+
+
+AXES = ("batch", "sequence", "hidden")
+SPLIT = {"segments": 2, "partition": "even", "schedule": "zero_bubble"}
+
+
+def train_uncompiled_and_compiled(axes, pipeline, mode, sections, compiler, steps):
+    """Of both: the loss, gradients, and bytes sent in the last pair of steps; graphs after each pair, and breaks."""
+    runs = []
+    uncompiled = mock.patch.object(
+        compiled_layers, "compile_graph", lambda graph, _, **__: make_boxed_func(graph.forward)
+    )
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        dynamo_counters.clear()
+        options, after_step = dict(sections), []
+        config = config_of(
+            pipeline, mode, mesh=dict(zip(AXES, axes, strict=True)), compile=compiles, fp8=options.pop("fp8", FP8),
+            weight_gather=options.pop("weight_gather", "layer"),
+        )  # fmt: skip
+        model = cuboid.shard(plain_model(**options), config).train()
+        pipelined = None if pipeline is None else cuboid.Pipeline(model)
+        sent = cuboid.mesh_of(model).comm_counter
+        with uncompiled if compiler == PARTITION_ONLY else nullcontext():
+            for _ in range(steps):
+                sent.reset()
+                loss, gradients = loss_and_gradients(model, pipelined)
+                if compiles:
+                    assert model.cuboid.state.compiled.reason is None
+                    after_step.append(model.cuboid.state.compiled.graphs)
+        breaks = sum(dynamo_counters["graph_break"].values())
+        runs.append((loss, gradients, sent.snapshot(), after_step, breaks))
+    return runs
+
+
+def sent_by_graphs(sent, axes, mode, weight_gather="layer"):
+    """What compiled layers send in two steps without a pipeline, by what uncompiled ones do."""
+    if mode == "none":
+        return sent
+    shape = MeshShape(*axes)
+    options = {"weight_gather": weight_gather, "fp8_min_dimension": 16}
+    sizes = block_sizes(describe_modules(plain_model()), shape)
+    graphs, layers = (
+        Counter(recomputed_bytes(sizes, shape, ROWS, LENGTH, compiled=compiled, **options))
+        for compiled in (True, False)
+    )
+    return {axis: count + 2 * LAYERS * (graphs[axis] - layers[axis]) for axis, count in sent.items()}
+
+
+#: As Inductor, with its partition into forward and backward, but what is in them runs uncompiled.
+PARTITION_ONLY = "partition only"
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("axes", "pipeline", "mode", "sections"),
+    [
+        ((2, 1, 1), None, "none", {}),
+        ((1, 2, 1), SPLIT, "none", {}),
+        ((1, 1, 2), SPLIT, "none", {**FEW_HEADS, "fp8": {**FP8, "min_dimension": 32}}),
+        ((2, 1, 1), SPLIT, "none", {}),
+        ((1, 2, 1), None, "none", {}),
+        ((1, 2, 1), None, "none", {"num_key_value_heads": 1}),
+        ((1, 1, 2), None, "none", {}),
+        ((1, 1, 2), SPLIT, "none", {}),
+        ((1, 1, 2), None, "layers", {}),
+        ((1, 2, 1), None, "layers", {}),
+        ((2, 1, 1), None, "layers", {}),
+        ((1, 1, 2), None, "none", {"num_key_value_heads": 1}),
+        ((2, 1, 1), {"segments": 2, "partition": "even"}, "none", {}),
+        ((2, 1, 1), None, "none", {"weight_gather": "step"}),
+        ((2, 1, 1), None, "layers", {"weight_gather": "step"}),
+        ((2, 1, 1), None, "none", {**FEW_HEADS, "fp8": {**FP8, "min_dimension": 64}}),
+    ],
+    ids=str,
+)
+def test_compiled_layers_send_in_fp8_what_uncompiled_ones_do(pool, axes, pipeline, mode, sections):
+    ranks = pool.run(2, train_uncompiled_and_compiled, axes, pipeline, mode, sections, PARTITION_ONLY, 1)
+    for (loss, _, sent, _, _), (other_loss, _, other_sent, graphs, _) in ranks:
+        assert sum(sent.values()) > 0
+        assert other_sent == sent_by_graphs(sent, axes, mode, sections.get("weight_gather", "layer"))
+        assert graphs == [1]
+        assert torch.equal(loss, other_loss)
+    (_, gradients, *_), (_, compiled, *_) = ranks[0]
+    # dx of projections that share an input are added up in another order.
+    assert distance([compiled[name] for name in gradients], gradients.values()) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "pipeline", "mode"),
+    [
+        ((1, 2, 1), None, "none"),
+        ((1, 1, 2), None, "none"),
+        ((2, 1, 1), None, "none"),
+        ((2, 1, 1), None, "layers"),
+        ((2, 1, 1), SPLIT, "none"),
+        ((1, 2, 1), SPLIT, "none"),
+        ((1, 1, 2), SPLIT, "none"),
+        ((2, 2, 2), None, "none"),
+        ((2, 2, 2), SPLIT, "none"),
+    ],
+    ids=str,
+)
+def test_inductor_sends_in_fp8_and_computes_what_uncompiled_layers_do(pool, axes, pipeline, mode):
+    size = MeshShape(*axes).size
+    ranks = pool.run(size, train_uncompiled_and_compiled, axes, pipeline, mode, {}, "inductor", 5, timeout_s=900)
+    for (_, _, sent, _, _), (_, _, other_sent, graphs, breaks) in ranks:
+        # After two, four, … ten steps.
+        assert (graphs, breaks) == ([1] * 5, 0)
+        assert other_sent == sent_by_graphs(sent, axes, mode)
+    (loss, gradients, *_), (compiled_loss, compiled, *_) = ranks[0]
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-3, atol=0)
+    _, wide = plain_gradients(False, 1 if pipeline is None else 2)
+    # One by one, since a wrong gradient of one weight would be lost among all others.
+    for name, gradient in gradients.items():
+        noise = distance([wide[name]], [gradient])
+        assert distance([compiled[name]], [gradient]) < 0.9 * noise, name
 
 
 @pytest.mark.slow

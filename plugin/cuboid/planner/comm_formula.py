@@ -236,14 +236,17 @@ def recomputed_bytes(
     *,
     element_bytes: int = 2,
     statistic_bytes: int = 4,
+    weight_gather: Literal["layer", "step"] = "layer",
     fp8_min_dimension: int | None = None,
+    compiled: bool = False,
 ) -> dict[str, int]:
     """Bytes that one rank sends again when activation checkpointing recomputes one layer's forward, by axes.
-    Arguments are those of :func:`layer_bytes`.
+    Arguments are those of :func:`layer_bytes`, and whether layers are compiled.
 
     Blocks of weights aren't among them: backward uses those that recomputation has gathered. Nor is the "down"
     projection of an MLP that ends the layer: nothing is saved behind it, unless a norm or a dropout is. Blocks that
-    backward would gather in fp8 are gathered as they are, and the difference is counted.
+    backward would gather in fp8 are gathered as they are, and the difference is counted; before a graph's backward,
+    their rows in fp8 are gathered besides their columns. Vectors, such as norms' weights, stay unsharded for a graph.
     """
     count = _ByteCount(mesh)
     tokens = batch / mesh.batch * length
@@ -258,11 +261,16 @@ def recomputed_bytes(
         _add_experts(count, sizes.experts, per_feature, backward=False)
         _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes, backward=False)
     _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, backward=False)
-    _add_vectors(count, sizes, mesh, element_bytes, times=1)
+    if not compiled:
+        _add_vectors(count, sizes, mesh, element_bytes, times=1)
     if fp8_min_dimension is not None:
         in_fp8 = _InFp8(sizes, mesh, fp8_min_dimension)
         _spare_inputs(count, in_fp8, sizes, mesh, tokens, element_bytes, ends_with_mlp=ends_with_mlp)
-        _spare_weights(count, in_fp8, mesh, element_bytes, times=-1, forward=False)
+        if weight_gather == "layer" and compiled:
+            for block in in_fp8.blocks:
+                count.add("all_gather", ("batch",), _bytes_of_rows(block, mesh))
+        elif weight_gather == "layer":
+            _spare_weights(count, in_fp8, mesh, element_bytes, times=-1, forward=False)
     return dict(sorted(count.bytes.items()))
 
 
@@ -401,13 +409,20 @@ def _spare_weights(
 ) -> None:
     """Of the gathers of weights in forward and backward, the bytes that fp8 spares."""
     for block in in_fp8.blocks:
-        padded = padded_length(int(block.rows), mesh.batch)
-        spared = block.rows * block.columns * element_bytes - padded * block.columns * _FP8_BYTES
+        wide = block.rows * block.columns * element_bytes
         if forward:
-            count.add("all_gather", ("batch",), spared - padded * block.column_pieces * _SCALE_BYTES, -times)
-        count.add("all_gather", ("batch",), spared, -times)
+            count.add("all_gather", ("batch",), wide - _bytes_of_rows(block, mesh), -times)
+        padded = padded_length(int(block.rows), mesh.batch)
+        count.add("all_gather", ("batch",), wide - padded * block.columns * _FP8_BYTES, -times)
         # The largest elements of columns.
         count.add("all_reduce", ("batch",), block.row_pieces * block.columns * element_bytes, times)
+
+
+def _bytes_of_rows(block: _WeightBlock, mesh: MeshShape) -> float:
+    """A block by rows in fp8, and their scales."""
+    return padded_length(int(block.rows), mesh.batch) * (
+        block.columns * _FP8_BYTES + block.column_pieces * _SCALE_BYTES
+    )
 
 
 def _add_weights(count: _ByteCount, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:

@@ -111,8 +111,7 @@ class Estimate:
         layers = math.ceil(most)  # A half sends no more than a layer.
         sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
         gather, units = layout.weight_gather, cost.lengths * layout.micro_batches
-        # Graphs gather in 16 bits.
-        fp8 = None if layout.compiled else layout.fp8_min_dimension
+        fp8 = layout.fp8_min_dimension
         sent = Counter[str]()
         if layout.stages > 1:
             sent.update(
@@ -125,7 +124,12 @@ class Estimate:
             if layout.stages == 1:
                 sent.update(layer_bytes(sizes, mesh, rows, length, weight_gather=gather, fp8_min_dimension=fp8))
             if layout.recomputes:
-                sent.update(recomputed_bytes(sizes, mesh, rows, length, fp8_min_dimension=fp8))
+                sent.update(
+                    recomputed_bytes(
+                        sizes, mesh, rows, length, weight_gather=gather, fp8_min_dimension=fp8,
+                        compiled=layout.compiled,
+                    )
+                )  # fmt: skip
         return {axis: count * layers for axis, count in sorted(sent.items())}
 
     def as_dict(self) -> dict[str, Any]:

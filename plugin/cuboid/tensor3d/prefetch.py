@@ -143,7 +143,9 @@ class LayerPrefetcher:
             params = [place.param for place in self._weights]
             start_unshards(params, shards, BlockForm.WIDE if is_recomputing() else BlockForm.ROWS)
         else:
-            self._blocks.start(shards)
+            # Transformers' mark of a layer whose forward is checkpointed, inside of a graph as well.
+            is_recomputed = bool(getattr(self._layer, "gradient_checkpointing", False))
+            self._blocks.start(shards, is_recomputed=is_recomputed)
 
     @uncompiled
     def _before(self, *_: Any) -> None:

@@ -29,9 +29,13 @@ def gather(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
     if along.size == 1:
         return x
     dim = dim % x.dim()
-    parts = torch.unflatten(_all_gather(x, 0, _group(along)), 0, (along.size, x.shape[0]))
     # No copy where all dims before it have one element, such as that of a single row.
-    return torch.flatten(torch.movedim(parts, 0, dim), dim, dim + 1)
+    return torch.flatten(torch.movedim(stack(x, along), 0, dim), dim, dim + 1)
+
+
+def stack(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+    """All-gather of several ranks' tensors: ``[...]`` on each rank to ``[ranks, ...]``."""
+    return torch.unflatten(_all_gather(x, 0, _group(along)), 0, (along.size, x.shape[0]))
 
 
 def scatter(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:

@@ -26,12 +26,12 @@ from cuboid.tensor3d.compiled.collectives import (
     whole,
 )
 from cuboid.tensor3d.compiled.draws import GraphSeeds
+from cuboid.tensor3d.compiled.fp8_products import Fp8Call, Rounded, multiply, round_and_gather
 from cuboid.tensor3d.compiled.hooks import gathered
 from cuboid.tensor3d.compiled.mixtures import CompiledExperts, CompiledRouter, CompiledScaledExperts
 from cuboid.tensor3d.compiled.split_backward import ProductsInGraph, leave_gradient
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
-from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.dropout import MeshDropout, ShardedDropout
 from cuboid.tensor3d.layers.head_bias import PerHeadParameters
 from cuboid.tensor3d.layers.input_gather import GatherSequence
@@ -65,15 +65,31 @@ class CompiledLinear(ShardedLinear):
         """See the table in :mod:`cuboid.tensor3d.layers.linear_op`."""
         dtype = autocast_dtype(x)
         weight = self.product.out_in(block_of(self, "weight"))
-        multiply = rowwise.linear if self.product.is_fp8 else nn.functional.linear
         store = self.weight_gradients
         is_left = self.in_graph is not None and store is not None and store.defers(self.weight)
+        if is_left:
+            weight = weight.detach()
         shard = x.to(dtype)
-        y = multiply(gathered(shard, self._linear_op.input_gather), weight.detach() if is_left else weight)
-        y = _reduced(y, self.product.output_reduce)
+        if self.product.is_fp8:
+            y = self._multiply_in_fp8(shard, getattr(x, "cuboid_rounded", None), weight)
+        else:
+            y = nn.functional.linear(gathered(shard, self._linear_op.input_gather), weight)
+            y = _reduced(y, self.product.output_reduce)
         if is_left:
             y = leave_gradient(y, self._shard_of(x, shard), self)  # type: ignore[arg-type]
         return y if self.bias is None else y + self.output_bias().to(dtype)
+
+    def _multiply_in_fp8(self, x: torch.Tensor, rounded: Rounded | None, weight: torch.Tensor) -> torch.Tensor:
+        """``rounded`` is set if the block's hook has gathered it."""
+        input_gather, output_reduce = self._linear_op.input_gather, self.product.output_reduce
+        fp8 = self.sharded_params["weight"].fp8
+        # Where the hook hasn't, some product of the input is in bf16.
+        sends_fp8 = rounded is not None or not self.takes_gathered
+        call = Fp8Call(output_reduce, 0 if fp8 is None else fp8.height, sends_fp8)
+        if rounded is None:
+            rounded = round_and_gather(x, input_gather)
+        y = multiply(gathered(x, input_gather), rounded, weight, self.prefetched_fp8.get("weight", ()), call)
+        return y if isinstance(output_reduce, ScatterFeatures | ScatterSequence) else _reduced(y, output_reduce)
 
     def output_bias(self) -> torch.Tensor:
         """See :meth:`ShardedLinear.output_bias`."""
@@ -102,6 +118,9 @@ class CompiledLinear(ShardedLinear):
 
     def input_of_updates(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's own part of the layer's input, of which low-rank updates are computed."""
+        shard: torch.Tensor | None = getattr(x, "cuboid_shard", None)
+        if shard is not None:
+            return shard
         return own_slice(x, SEQUENCE_DIM, self.mesh.along("sequence")) if self.takes_gathered else x
 
 

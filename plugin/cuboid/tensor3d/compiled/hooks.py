@@ -11,6 +11,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.compiled.collectives import gather
+from cuboid.tensor3d.compiled.fp8_products import round_and_gather
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
@@ -23,11 +24,14 @@ def gathered(x: torch.Tensor, input_gather: InputGather) -> torch.Tensor:
     return gather(x, SEQUENCE_DIM, input_gather.along) if isinstance(input_gather, GatherSequence) else x
 
 
-def _gathered_with_shard(shard: torch.Tensor, input_gather: InputGather) -> torch.Tensor:
-    x = gathered(shard, input_gather)
+def _gathered_for(shard: torch.Tensor, hook: FusedProjections) -> torch.Tensor:
+    x = gathered(shard, hook.input_gather)
     # For weight gradients that are computed later. On one rank both are the same tensor.
     if x is not shard:
         x.cuboid_shard = shard  # type: ignore[attr-defined]
+    if hook.is_fp8:
+        # What forward multiplies. Unless the block's own code reads the gathered input, only backward gathers that.
+        x.cuboid_rounded = round_and_gather(shard, hook.input_gather)  # type: ignore[attr-defined]
     return x
 
 
@@ -36,7 +40,6 @@ class CompiledProjections:
 
     def __init__(self, hook: FusedProjections) -> None:
         self.eager: Any = hook
-        self._gather = hook.input_gather
         self._is_flat = False
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +50,7 @@ class CompiledProjections:
         if self._is_flat:
             shard = shard.unsqueeze(0)
         shard = shard.to(autocast_dtype(shard))
-        return _with_input(_gathered_with_shard(shard, self._gather), args, kwargs)
+        return _with_input(_gathered_for(shard, self.eager), args, kwargs)
 
     def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the same module: see :meth:`FusedProjections.restore`."""
@@ -59,15 +62,15 @@ class CompiledLatentProjections:
 
     def __init__(self, hook: LatentProjections) -> None:
         self.eager: Any = hook
-        self._gather = None if hook.fused is None else hook.fused.input_gather
+        self._fused = hook.fused
         self._along = hook.along
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input ``[B/b, S/s, H/h]`` by one with all positions."""
         shard = args[0] if args else kwargs["hidden_states"]
         shard = shard.to(autocast_dtype(shard))
-        if self._gather is not None:
-            return _with_input(_gathered_with_shard(shard, self._gather), args, kwargs)
+        if self._fused is not None:
+            return _with_input(_gathered_for(shard, self._fused), args, kwargs)
         return _with_input(_padded(shard, self._along), args, kwargs)
 
 

@@ -25,6 +25,7 @@ from cuboid.errors import CuboidError
 from cuboid.tensor3d.compiled.blocks import in_place
 from cuboid.tensor3d.compiled.draws import DrawsInGraph, GraphSeeds, draws_in_common, drops, number_draws
 from cuboid.tensor3d.compiled.forms import TAKE_BLOCKS, CompiledLatent, CompiledWhole, form_of
+from cuboid.tensor3d.compiled.fp8_products import MESSAGE_DTYPE
 from cuboid.tensor3d.compiled.hooks import has_form, latents_of, swap_hooks
 from cuboid.tensor3d.compiled.split_backward import ProductsInGraph
 from cuboid.tensor3d.compiled.traffic import CountedGraph
@@ -289,10 +290,14 @@ class CompiledLayers:
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile a forward's or a backward's graph, whose collectives are counted."""
+        drop_unused_gathers(graph)
         completed = None if self._products is None else self._products.completed(graph)
+        mesh = self._mesh if self._is_cut else None
+        counted = None if mesh is None else CountedGraph(graph, mesh.counters_by_group())
         run = compile_graph(graph, inputs, **options)
-        if self._mesh is not None and self._is_cut:
-            run = CountedGraph(graph, run, self._mesh.counters_by_group())
+        if counted is not None:
+            counted.run = run
+            run = counted
         return run if completed is None else completed(run)
 
 
@@ -359,12 +364,30 @@ def recompute_gathers(graph: torch.fx.GraphModule) -> None:
     """Mark a graph's all-gathers, and what rearranges their results, to be run again in backward.
 
     Otherwise gathered inputs would be saved, which take as many times the memory as there are ranks. So would the keys
-    and values of all earlier segments, which are in the KV cache.
+    and values of all earlier segments, which are in the KV cache. Backward has no use for what is gathered in fp8.
     """
     for part in graph.modules():
         gathered: set[torch.fx.Node] = set()
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             name = getattr(node.target, "__name__", "")
+            if _is_in_fp8(node):
+                continue
             if name.startswith(_AGAIN) or (name in _REARRANGE and not gathered.isdisjoint(node.all_input_nodes)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 gathered.add(node)
+
+
+def _is_in_fp8(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype == MESSAGE_DTYPE
+
+
+def drop_unused_gathers(graph: torch.fx.GraphModule) -> None:
+    """Remove all-gathers whose results a forward's or a backward's graph doesn't use.
+
+    The partition into both leaves them in forward, because waiting counts as an effect.
+    """
+    for node in reversed(graph.graph.nodes):
+        if getattr(node.target, "namespace", None) == "_c10d_functional" and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()

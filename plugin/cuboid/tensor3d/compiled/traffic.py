@@ -24,18 +24,16 @@ class CountedGraph:
     """A compiled graph; what its collectives send is added to the counters of their process groups.
 
     Args:
-        graph: a forward's or a backward's, in aten's operations.
-        run: the compiled graph, which takes its arguments as a list.
+        graph: a forward's or a backward's, in aten's operations. A compiler changes it, so this comes before.
         counters: by the names of process groups.
+
+    Attributes:
+        run: the compiled graph, which takes its arguments as a list; to be set.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.GraphModule,
-        run: Callable[[Sequence[Any]], Any],
-        counters: Mapping[str, _Counted],
-    ) -> None:
-        self._run = run
+    run: Callable[[Sequence[Any]], Any]
+
+    def __init__(self, graph: torch.fx.GraphModule, counters: Mapping[str, _Counted]) -> None:
         # For AOTAutograd, whose wrappers copy only an object's own attributes: arguments come as a list.
         self._boxed_call = True
         #: For each collective: the counter, the operation and the unsplit tensor's bytes, perhaps symbolic.
@@ -60,7 +58,7 @@ class CountedGraph:
             sizes = self._bytes[lengths] = self._bytes_with(lengths)
         for (counter, operation, _), nbytes in zip(self._sent, sizes, strict=True):
             counter[operation, nbytes] += 1
-        return self._run(arguments)
+        return self.run(arguments)
 
     def _bytes_with(self, lengths: Sequence[int]) -> list[int]:
         values = dict(zip(self._lengths, lengths, strict=True))

@@ -32,6 +32,11 @@ class Quantized:
         """Of the rows."""
         return self.values.shape
 
+    @property
+    def device(self) -> torch.device:
+        """Of both."""
+        return self.values.device
+
     def __len__(self) -> int:
         return len(self.values)
 

@@ -56,6 +56,11 @@ class FusedProjections:
         """How the input is gathered."""
         return self._linear_op.input_gather
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether all of the products multiply in fp8."""
+        return self._linear_op.is_fp8
+
     def leave(self, x: torch.Tensor, dy: Sequence[torch.Tensor]) -> None:
         """Add the input's shard and the outputs' gradients to the store of weight gradients, after a graph's backward.
 

@@ -42,11 +42,11 @@ class Fp8Blocks:
     """
 
     def __init__(self, places: torch.Tensor, inputs: int, along: AxisGroup, height: int) -> None:
-        self._inputs, self._along, self._height = inputs, along, height
+        self._inputs, self._along, self.height = inputs, along, height
         self._shape = tuple(places.shape)
         rows = places.flatten()
         #: None if the pieces' rows follow one another.
-        self._order = None if bool((rows.diff() == 1).all()) else rows
+        self.order = None if bool((rows.diff() == 1).all()) else rows
         piece_of_row = torch.empty_like(rows)
         piece_of_row[rows] = torch.arange(len(places)).repeat_interleave(places.shape[1])
         start = along.index * height
@@ -61,13 +61,8 @@ class Fp8Blocks:
 
     def rows(self, slots: torch.Tensor, width: int) -> list[Quantized]:
         """Of the ranks' messages, for each piece of the inputs the columns ``[O, I/p]`` that multiply it."""
-        (block,) = unpacked(slots, [(self._height, width)], [self._inputs])
-        count = self._shape[0] * self._shape[1]
-        values = block.values.flatten(0, 1)[:count].unflatten(1, (self._inputs, -1))
-        return Quantized(
-            values.movedim(1, 0).contiguous(),
-            block.scales.flatten(0, 1)[:count].movedim(1, 0).unsqueeze(-1).contiguous(),
-        ).unbind()
+        rows = rows_of(slots, self.height, self._shape[0] * self._shape[1], width, self._inputs)
+        return Quantized(*rows).unbind()
 
     def largest(self, shard: torch.Tensor) -> torch.Tensor:
         """The largest magnitudes in the shard's columns, ``[n, I]``; zeros for pieces of which it has no rows."""
@@ -90,11 +85,42 @@ class Fp8Blocks:
 
     def columns(self, slots: torch.Tensor, largest: torch.Tensor) -> Quantized:
         """Of the ranks' messages, the block's columns ``[n, I, O/n]``."""
-        pieces, height = self._shape
-        values = slots.unflatten(1, (self._height, -1)).flatten(0, 1)
-        values = values[: pieces * height] if self._order is None else values[self._order.to(values.device)]
-        values = values.unflatten(0, self._shape).mT.contiguous().view(rowwise.DTYPE)
-        return Quantized(values, rowwise.scales(largest).unsqueeze(-1))
+        return Quantized(*columns_of(slots, largest, self.order, self.height, self._shape[0] * self._shape[1]))
+
+
+def rows_of(
+    slots: torch.Tensor, height: int, outputs: int, inputs: int, pieces: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks' messages as the block's rows in fp8, ``[pieces, O, I/pieces]``, and their scales.
+
+    Args:
+        slots: of :meth:`Fp8Blocks.rows_message`, ``[ranks, bytes]``.
+        height: rows of a shard; the last ones may be padding.
+        outputs, inputs: O and I.
+        pieces: of the inputs.
+    """
+    (block,) = unpacked(slots, [(height, inputs)], [pieces])
+    values = block.values.flatten(0, 1)[:outputs].unflatten(1, (pieces, -1))
+    scales = block.scales.flatten(0, 1)[:outputs]
+    return values.movedim(1, 0).contiguous(), scales.movedim(1, 0).unsqueeze(-1).contiguous()
+
+
+def columns_of(
+    slots: torch.Tensor, largest: torch.Tensor, order: torch.Tensor | None, height: int, outputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks' messages as the block's columns in fp8, ``[n, I, O/n]``, and their scales.
+
+    Args:
+        slots: of :meth:`Fp8Blocks.columns_message`, ``[ranks, bytes]``.
+        largest: see :meth:`Fp8Blocks.largest`.
+        order: see :attr:`Fp8Blocks.order`.
+        height: rows of a shard.
+        outputs: O.
+    """
+    values = slots.unflatten(1, (height, -1)).flatten(0, 1)
+    values = values[:outputs] if order is None else values[order.to(values.device)]
+    values = values.unflatten(0, (largest.shape[0], -1)).mT.contiguous().view(rowwise.DTYPE)
+    return values, rowwise.scales(largest).unsqueeze(-1)
 
 
 def start_largest(blocks: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:

@@ -15,10 +15,12 @@ import torch
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather_into
-from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters
+from cuboid.distributed.mesh import AxisGroup
+from cuboid.tensor3d.sharding.bucketing import find_largest, start_reduce_scatters
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, Fp8Blocks
 from cuboid.tensor3d.sharding.param_group import Member
-from cuboid.tensor3d.sharding.sharded_param import ShardedParam
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam, is_recomputing
 
 
 class Weight(Member, Protocol):
@@ -30,27 +32,53 @@ class Weight(Member, Protocol):
         ...
 
 
+class _Storage:
+    """A tensor ``[ranks, ...]`` that gathers fill, whose memory is freed between them."""
+
+    def __init__(self, ranks: int, message: torch.Tensor) -> None:
+        # The first forward may be one of inference, whose tensors no later graph could save.
+        with torch.inference_mode(False):
+            self.stacked = torch.empty((ranks, *message.shape), dtype=message.dtype, device=message.device)
+        self.stacked.untyped_storage().resize_(0)
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self.stacked.untyped_storage().size())
+
+    def start(self, message: torch.Tensor, along: AxisGroup) -> AsyncResult[Any]:
+        """Start to gather."""
+        self.stacked.untyped_storage().resize_(self.stacked.nbytes)
+        # `data` has a version counter of its own: what autograd has saved of the block isn't changed, but restored.
+        return start_all_gather_into(self.stacked.data, message, along)
+
+    def free(self) -> None:
+        self.stacked.untyped_storage().resize_(0)
+
+
 class _Block:
     """One weight's block. Storages are kept by dtype: a graph's backward needs the one that its forward had."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
-        self._stacked: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._storages: dict[tuple[torch.dtype, torch.device], _Storage] = {}
         self._pending: AsyncResult[Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Block:
-        return _Block(copy.deepcopy(self.weight, memo))
+        return _new_block(copy.deepcopy(self.weight, memo))
 
-    def start(self, shard: torch.Tensor, *, anew: bool) -> None:
-        """Start to gather; unless ``anew``, only if the block isn't there."""
+    def start(self, shard: torch.Tensor) -> None:
+        """Start to gather for a forward."""
+        self._start(shard, anew=True)
+
+    def start_backward(self, shard: torch.Tensor) -> None:
+        """Start to gather for a backward, if the block isn't there."""
+        self._start(shard, anew=False)
+
+    def _start(self, shard: torch.Tensor, *, anew: bool) -> None:
         self.wait()
-        stacked = self._of(shard)
-        storage = stacked.untyped_storage()
-        if storage.size() and not anew:
-            return
-        storage.resize_(stacked.nbytes)
-        # `data` has a version counter of its own: what autograd has saved of the block isn't changed, but restored.
-        self._pending = start_all_gather_into(stacked.data, shard.detach(), self.weight.param.along)
+        storage = self._of(shard)
+        if anew or not storage.is_filled:
+            self._pending = storage.start(shard.detach(), self.weight.param.along)
 
     def wait(self) -> None:
         """Wait for the gather in flight, if there is one."""
@@ -60,37 +88,123 @@ class _Block:
 
     def view(self, shard: torch.Tensor) -> torch.Tensor:
         """The block ``[rows, …]``, without the last shard's padding; a tensor of its own over the same storage."""
-        return self._of(shard).data.flatten(0, 1)[: self.weight.param.block_shape[0]]
+        return self._of(shard).stacked.data.flatten(0, 1)[: self.weight.param.block_shape[0]]
+
+    @property
+    def messages(self) -> tuple[torch.Tensor | None, ...]:
+        """What a graph is given beside the block."""
+        return ()
 
     def free(self) -> None:
         """Free the storages; tensors over them have no values until the next gather."""
         self.wait()
-        for stacked in self._stacked.values():
-            stacked.untyped_storage().resize_(0)
+        for storage in self._storages.values():
+            storage.free()
 
-    def _of(self, shard: torch.Tensor) -> torch.Tensor:
+    def _of(self, shard: torch.Tensor) -> _Storage:
         key = shard.dtype, shard.device
-        if key not in self._stacked:
-            # The first forward may be one of inference, whose tensors no later graph could save.
+        if key not in self._storages:
+            self._storages[key] = _Storage(self.weight.param.ranks, shard)
+        return self._storages[key]
+
+
+class _Fp8Block(_Block):
+    """A block that is gathered in fp8: by rows for forward, by columns for backward.
+
+    A recomputation in a graph needs rows again. So both are gathered before the backward of a layer that is
+    checkpointed.
+    """
+
+    def __init__(self, weight: Weight, fp8: Fp8Blocks) -> None:
+        super().__init__(weight)
+        self._fp8 = fp8
+        #: Whether a graph's backward has ever begun with the layer's forward.
+        self.is_recomputed = False
+        self._rows: _Storage | None = None
+        self._filling: list[AsyncResult[Any]] = []
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.weight.param.form(BlockForm.ROWS) is BlockForm.WIDE
+
+    def _start(self, shard: torch.Tensor, *, anew: bool) -> None:
+        if self._is_wide:
+            super()._start(shard, anew=anew)
+            return
+        self.wait()
+        param, rows = self.weight.param, self._prepared(shard)
+        if anew or (self.is_recomputed and not rows.is_filled):
+            self._filling.append(rows.start(self._fp8.rows_message(shard.detach()), param.along))
+        if not anew and not self._columns.is_filled:
+            message = param.message(shard, BlockForm.COLUMNS)
+            self._filling.append(self._columns.start(message, param.along))
+            self._largest.data.copy_(param.largest.wait())
+
+    def _prepared(self, shard: torch.Tensor) -> _Storage:
+        if self._rows is None:
+            param, fp8 = self.weight.param, self._fp8
             with torch.inference_mode(False):
-                stacked = torch.empty((self.weight.param.ranks, *shard.shape), dtype=shard.dtype, device=shard.device)
-            stacked.untyped_storage().resize_(0)
-            self._stacked[key] = stacked
-        return self._stacked[key]
+                plain = shard.detach()
+                self._largest = torch.zeros_like(fp8.largest(plain))
+                self._order = None if fp8.order is None else fp8.order.to(shard.device)
+                #: Instead of the block: NaN reveals whatever computes with it.
+                self._values = plain.new_full((), torch.nan)
+                self._columns = _Storage(param.ranks, plain.new_empty(plain.numel(), dtype=torch.uint8))
+                self._rows = _Storage(param.ranks, fp8.rows_message(plain))
+        return self._rows
+
+    def wait(self) -> None:
+        super().wait()
+        for filling in self._filling:
+            filling.wait()
+        self._filling.clear()
+
+    def view(self, shard: torch.Tensor) -> torch.Tensor:
+        if self._is_wide:
+            return super().view(shard)
+        # Through `data`, so that it is no view.
+        return self._values.expand(self.weight.param.block_shape).data
+
+    @property
+    def messages(self) -> tuple[torch.Tensor | None, ...]:
+        if self._is_wide or self._rows is None:
+            return ()
+        return self._rows.stacked.data, self._columns.stacked.data, self._largest.data, self._order
+
+    def free(self) -> None:
+        super().free()
+        if self._rows is not None:
+            self._rows.free()
+            self._columns.free()
+
+
+def _new_block(weight: Weight) -> _Block:
+    return _Block(weight) if weight.param.fp8 is None else _Fp8Block(weight, weight.param.fp8)
 
 
 class LayerBlocks:
     """The blocks of one layer's weights."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        self._blocks = [_Block(weight) for weight in weights]
+        self._blocks = [_new_block(weight) for weight in weights]
         self._shards: Sequence[torch.Tensor] = ()
 
-    def start(self, shards: Sequence[torch.Tensor]) -> None:
-        """Start to unshard the weights for a forward, in the dtypes of these shards."""
+    def start(self, shards: Sequence[torch.Tensor], *, is_recomputed: bool = False) -> None:
+        """Start to unshard the weights for a forward, in the dtypes of these shards.
+
+        ``is_recomputed`` says whether the graph's backward begins with the layer's forward.
+        """
         self._shards = shards
         for block, shard in zip(self._blocks, shards, strict=True):
-            block.start(shard, anew=True)
+            block.start(shard)
+        in_fp8 = [
+            (block, shard) for block, shard in zip(self._blocks, shards, strict=True) if isinstance(block, _Fp8Block)
+        ]
+        for block, _ in in_fp8:
+            block.is_recomputed |= is_recomputed
+        if in_fp8 and not is_recomputing():
+            params, parts = [block.weight.param for block, _ in in_fp8], [shard for _, shard in in_fp8]
+            find_largest(params, parts, is_recomputed=False, needed=torch.is_grad_enabled())
 
     def put(self) -> None:
         """Wait, and give the modules their blocks, differentiably where their shards are in a graph."""
@@ -98,6 +212,8 @@ class LayerBlocks:
         for block, shard in zip(self._blocks, self._shards, strict=True):
             block.wait()
             module, name = block.weight.module, block.weight.name
+            if block.messages:
+                module.prefetched_fp8[name] = block.messages
             in_graph = module.prefetched_shards.pop(name, None)
             if in_graph is None:
                 module.prefetched_params[name] = block.view(shard)
@@ -116,11 +232,12 @@ class LayerBlocks:
         """Remove the blocks from the modules."""
         for block in self._blocks:
             block.weight.module.prefetched_params.pop(block.weight.name, None)
+            block.weight.module.prefetched_fp8.pop(block.weight.name, None)
 
     def start_backward(self, shards: Sequence[torch.Tensor]) -> None:
         """Start to unshard what isn't unsharded for a backward, which needs the last weight first."""
         for block, shard in zip(reversed(self._blocks), reversed(shards), strict=True):
-            block.start(shard, anew=False)
+            block.start_backward(shard)
 
     def wait(self) -> None:
         """Wait for all blocks in flight."""

@@ -323,6 +323,8 @@ class ShardedModule(nn.Module):
     Attributes:
         prefetched_params, prefetched_shards: what the prefetcher prepared for this module's forward, by parameter name:
             unsharded small parameters, and shards whose reduce-scatter may be deferred.
+        prefetched_fp8: by parameter name, what a graph is given beside a block that is sent in fp8; see
+            :mod:`cuboid.tensor3d.compiled.fp8_products`.
         is_prefetched: whether the prefetcher unshards its parameters.
         gathered_once: names of small parameters with several dims. Like parameters of one dim, they are unsharded once
             per forward, bucketed with others, and autograd saves them for backward.
@@ -341,6 +343,7 @@ class ShardedModule(nn.Module):
         self.mesh = mesh
         self.sharded_params = {name: ShardedParam(spec, mesh) for name, spec in specs.items()}
         self.prefetched_params: dict[str, torch.Tensor] = {}
+        self.prefetched_fp8: dict[str, tuple[torch.Tensor | None, ...]] = {}
         self.prefetched_shards: dict[str, tuple[torch.Tensor, DeferredReduce]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedModule:
