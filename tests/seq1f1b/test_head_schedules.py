@@ -16,6 +16,7 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError
 from cuboid.models.pipeline import step_schedule
 from cuboid.models.stages.stage_cut import StageLayout
+from cuboid.seq1f1b.schedule import list_scheduling
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import MemoryLimit, ModelPipeline, Request, choose_schedule, compare_schedules
 from cuboid.seq1f1b.schedule.dependencies import dependencies, incoming, outgoing
@@ -42,7 +43,7 @@ def choose(name, ranks, micro_batches, segments, limit=None, chunks=1, length=32
     return choose_schedule(name, Request(ranks, micro_batches, segments, costs, limit, chunks, spreads_head=spread))
 
 
-@pytest.mark.parametrize(("segments", "limit", "longer"), [(2, None, True), (8, 4.0, False)])
+@pytest.mark.parametrize(("segments", "limit", "longer"), [(2, 2.5, True), (2, None, False), (8, 4.0, False)])
 def test_a_spread_head_that_makes_the_step_longer_is_said_once_by_rank_0(caplog, monkeypatch, segments, limit, longer):
     config = {"engine": "seq1f1b", "stages": 4, "schedule": "zero_bubble", "head": "spread", "memory_limit": limit}
     pipeline = PipelineConfig(**config)
@@ -56,7 +57,7 @@ def test_a_spread_head_that_makes_the_step_longer_is_said_once_by_rank_0(caplog,
             schedules.of(replace(shape, micro_batches=micro_batches), lengths, recomputes=False)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == longer
-    assert all("few segments (2) and the default memory_limit" in text for text in said)
+    assert all("few segments (2) and memory_limit 2.5" in text for text in said)
 
 
 def action(text):
@@ -94,7 +95,8 @@ def test_shares_have_all_of_the_heads_operations():
 def test_any_shape_is_complete_bounded_and_free_of_deadlock(name, ranks, micro_batches, segments, limit):
     chosen = choose(name, ranks, micro_batches, segments, limit, chunks=1 if name == "zero_bubble" else 2)
     validate(chosen.schedule, chosen.shape)
-    most = limit or (ranks - 1) / segments + 1
+    # By default, two units more than seq1f1b keeps.
+    most = limit or (ranks + 1) / segments + 1
     assert max(chosen.timeline.peak_bytes) <= min(most, max(micro_batches, 1)) * (1 + 1e-6)
     # Each collective once on each rank, in one order; in the worst case, every action waits for all that is under way.
     programs = lower(chosen.schedule, chosen.shape)
@@ -154,6 +156,32 @@ def test_schedules_of_a_fixed_order_are_refused_and_auto_leaves_them_out():
 def test_a_real_vocabulary_leaves_little_idle(shape, most_idle, idle_whole):
     assert choose("zero_bubble-interleaved", *shape).timeline.bubble <= most_idle
     assert choose("zero_bubble-interleaved", *shape, spread=False).timeline.bubble >= idle_whole
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "segments", "micro_batches", "gain"),
+    [
+        ("zero_bubble", 4, 4, 16, 1.15),
+        ("zero_bubble", 4, 2, 32, 1.05),
+        ("zero_bubble", 8, 8, 16, 1.1),
+        ("zero_bubble", 4, 1, 16, 1.0),
+        ("zero_bubble-v", 4, 4, 16, 1.04),
+        pytest.param("zero_bubble-interleaved", 8, 4, 16, 1.12, marks=pytest.mark.slow),
+        pytest.param("zero_bubble-interleaved", 4, 2, 64, 1.04, marks=pytest.mark.slow),
+    ],
+)
+def test_the_default_limit_lets_a_spread_head_gain(name, ranks, segments, micro_batches, gain):
+    shape = (name, ranks, micro_batches, segments, None, 1 if name == "zero_bubble" else 2)
+    assert choose(*shape, spread=False).timeline.makespan_s >= gain * choose(*shape).timeline.makespan_s
+
+
+def test_under_a_low_limit_a_smaller_slack_is_taken(monkeypatch):
+    shape = ("zero_bubble", 4, 16, 2, 2.5)
+    steps_s = []
+    for slacks in ((2.0,), (2.0, 0.0)):
+        monkeypatch.setattr(list_scheduling, "_SLACKS", slacks)
+        steps_s.append(choose(*shape).timeline.makespan_s)
+    assert steps_s[1] < 0.95 * steps_s[0]
 
 
 def timeline(tmp_path, *options):

@@ -408,8 +408,10 @@ def _limits(request: Request, costs: PlacedCosts) -> list[float]:
     """Return each rank's memory limit, in sequences."""
     limit = request.limit
     if limit is None:
-        # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0.
-        usual = min((request.ranks - 1) / request.segments + 1, float(request.micro_batches))
+        # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0. Units wait longer for a head that all
+        # ranks share, so that ranks need two more to be as busy (as in arXiv 2411.05288 with whole sequences).
+        units = request.ranks - 1 + request.segments + (2 if request.spreads_head else 0)
+        usual = min(units / request.segments, float(request.micro_batches))
         return [usual] * request.ranks
     if limit.sequences is not None:
         return [limit.sequences] * request.ranks

@@ -20,11 +20,13 @@ more memory than they free, the headroom is reserved for that.
 **A head that is spread.** Each rank has a share of every unit's head, in two actions: H once the last stage's forward
 is done, and G once H is done on all ranks; the last stage's backward waits for G on all ranks. Both go through the
 units in the order of the forwards, on all ranks, and come before everything else, because all backwards wait for them.
+They take no part of the limit. A share's logits are kept from H to G, so a rank is at most :data:`_MOST_SHARES` units
+ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is always allowed.
+
 What they and that backward wait for comes from all ranks, so the slowest one counts each time, and in a fixed order the
-others would idle: each is placed as if it had to wait for :data:`_SLACK` average actions more, in which a rank does
-something else. They take no part of the limit. A share's logits are kept from H to G, so a rank is at most
-:data:`_MOST_SHARES` units ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is
-always allowed.
+others would idle: each is placed as if it had to wait for a *slack* more, in which a rank does something else. Units
+are then kept for longer, which a low limit doesn't allow. So several slacks are tried, and the orders are compared as
+if what comes from all ranks were :data:`_LATE` average actions late.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from itertools import islice, product
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.simulator import ActionGraph
 from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 
 #: Total number of actions that may be scheduled while trying rules and modes: a few seconds of Python. One combination
@@ -47,9 +50,11 @@ TRIED_ACTIONS = 400_000
 _MICRO_BATCH_GAIN = 0.005
 #: Most units of which a rank keeps its share of the logits, between H and G, of a head that is spread.
 _MOST_SHARES = 2
-#: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. With
-#: two chunks on eight ranks, two cost half a percent where nothing is late, and a step took 15 % less where they drift.
-_SLACK = 2.0
+#: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. Rules
+#: are compared with the first.
+_SLACKS = (0.5, 0.0, 1.0, 2.0)
+#: How late, in average actions, that is taken to arrive where orders are compared: the slowest of all ranks counts.
+_LATE = 0.25
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
 
@@ -132,19 +137,18 @@ def list_schedule(
     # With one stage per rank there is never more than one forward and one backward to choose from, so only
     # ``forward_first`` matters.
     rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
-    tables: dict[BackwardMode, _Tables] = {}
-    best: tuple[float, Schedule] | None = None
-    # A unit has at most three actions on each stage, F, I and W, and two on each rank that shares the head.
-    count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units
-    for rule, mode in islice(product(rules, modes), max(1, tried_actions // count)):
-        if mode not in tables:
-            tables[mode] = _Tables(shape, rank_of, costs, limits, mode)
-        end_s, schedule = _Search(tables[mode], rule).run()
-        score = end_s * (1 if mode is BackwardMode.SPLIT_BY_MICRO_BATCH else 1 + _MICRO_BATCH_GAIN)
-        if best is None or score < best[0]:
-            best = score, schedule
-    assert best is not None
-    return best[1]
+    # A unit has at most three actions on each stage, F, I and W, and two on each rank that shares the head. The orders
+    # of such a head are simulated too.
+    count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units * (2 if shape.head_ranks else 1)
+    tries = max(1, tried_actions // count)
+    tables = {mode: _Tables(shape, rank_of, costs, limits, mode) for mode in islice(modes, tries)}
+    best = min(
+        (_Search(tables[mode], rule).run() for rule, mode in islice(product(rules, modes), tries)), key=_Found.score
+    )
+    tries -= len(rules) * len(modes)
+    for slack in _SLACKS[1 : max(tries, 0) + 1] if shape.head_ranks else ():
+        best = min(best, _Search(best.tables, best.rule, slack).run(), key=_Found.score)
+    return best.schedule
 
 
 class _Tables:
@@ -163,7 +167,7 @@ class _Tables:
         mode: BackwardMode,
     ) -> None:
         self.shape, self.rank_of, self.limits, self.mode = shape, rank_of, limits, mode
-        self.transfer_s = costs.transfer_s
+        self.transfer_s, self.action_s = costs.transfer_s, costs.duration_s
         self.stages_of: list[list[int]] = [[] for _ in range(max(rank_of) + 1)]
         for stage, rank in enumerate(rank_of):
             self.stages_of[rank].append(stage)
@@ -191,8 +195,7 @@ class _Tables:
         }
         self.shares_s = {op: [list(map(costs.duration_s, row)) for row in table] for op, table in self.shares.items()}
         durations_s = [duration_s for table in self.duration_s.values() for row in table for duration_s in row]
-        #: How much later than it arrives what a share needs of other ranks is counted on.
-        self.slack_s = _SLACK * sum(durations_s) / len(durations_s)
+        self.average_s = sum(durations_s) / len(durations_s)
         self.kept = [list(map(costs.kept, row)) for row in self.actions[Op.FORWARD]]
         self.frees = 1.0 if is_whole else costs.input_gradient_frees
         self.most_waiting = None if is_whole else costs.most_waiting
@@ -270,11 +273,26 @@ class _Memory:
 _Choice = tuple[Op, int, int]
 
 
-class _Search:
-    """Builds one schedule by one rule."""
+@dataclass(frozen=True)
+class _Found:
+    """A schedule that was found, with the time at which its last rank finishes."""
 
-    def __init__(self, tables: _Tables, rule: _Rule) -> None:
-        self._tables, self._rule = tables, rule
+    tables: _Tables
+    rule: _Rule
+    schedule: Schedule
+    end_s: float
+
+    def score(self) -> float:
+        """The time by which it is compared with others."""
+        is_preferred = self.tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH
+        return self.end_s * (1 if is_preferred else 1 + _MICRO_BATCH_GAIN)
+
+
+class _Search:
+    """Builds one schedule by one rule, and with one slack for a head that is spread, in average actions."""
+
+    def __init__(self, tables: _Tables, rule: _Rule, slack: float = _SLACKS[0]) -> None:
+        self._tables, self._rule, self._slack_s = tables, rule, slack * tables.average_s
         stages, units = tables.shape.stages, tables.shape.units
         self._segments, self._units = tables.shape.segments, units
         never = [float("inf")] * units
@@ -295,8 +313,8 @@ class _Search:
         #: Heap of the times at which something may change for a rank.
         self._events = [(0.0, rank) for rank in range(len(tables.limits))]
 
-    def run(self) -> tuple[float, Schedule]:
-        """Return the time at which the last rank finishes, and the schedule."""
+    def run(self) -> _Found:
+        """Build the schedule."""
         free_s = [0.0] * len(self._found)
         while self._events:
             now_s, rank = heapq.heappop(self._events)
@@ -309,7 +327,19 @@ class _Search:
         shape = self._tables.shape
         count = len(self._tables.actions) * shape.stages + len(self._tables.shares) * shape.head_ranks
         assert sum(map(len, self._found)) == count * self._units
-        return max(free_s), tuple(map(tuple, self._found))
+        schedule = tuple(map(tuple, self._found))
+        end_s = self._late_end_s(schedule) if shape.head_ranks else max(free_s)
+        return _Found(self._tables, self._rule, schedule, end_s)
+
+    def _late_end_s(self, schedule: Schedule) -> float:
+        """When the last rank finishes, if what comes from all ranks is late."""
+        tables, shape = self._tables, self._tables.shape
+
+        def transfer_s(action: Action) -> float:
+            is_shared = action.op.is_head or (action.op is Op.FORWARD and action.stage == shape.stages - 1)
+            return tables.transfer_s + (_LATE * tables.average_s if is_shared else 0)
+
+        return max(end_s for *_, end_s in ActionGraph(schedule, shape).times(tables.action_s, transfer_s))
 
     def _choose(self, rank: int, now_s: float) -> _Choice | None:
         """Return what a free rank starts next; None if it must wait."""
@@ -430,14 +460,14 @@ class _Search:
                 self._arrive_at_shares(Op.HEAD_BACKWARD, unit, last_s)
             else:
                 # As far as from any other rank.
-                counted_on_s = last_s + self._tables.slack_s
+                counted_on_s = last_s + self._slack_s
                 self._arrive(self._gradient_s, -1, self._tables.shape.stages - 1, unit, counted_on_s)
         return end_s
 
     def _arrive_at_shares(self, op: Op, unit: int, end_s: float, source: int = -1) -> None:
         """Record when what a share's action needs arrives at every rank."""
         for rank, row in enumerate(self._shares_s[op]):
-            row[unit] = end_s + (self._tables.transfer_s + self._tables.slack_s if rank != source else 0)
+            row[unit] = end_s + (self._tables.transfer_s + self._slack_s if rank != source else 0)
             heapq.heappush(self._events, (row[unit], rank))
 
     def _arrive(self, arrivals: list[list[float]], rank: int, stage: int, unit: int, end_s: float) -> None:
