@@ -381,7 +381,7 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
     head_ranks = request.ranks if request.spreads_head else 0
     shape = PipelineShape(len(rank_of), request.micro_batches, request.segments, head_ranks)
     placed = request.costs(rank_of)
-    limits = _limits(request, placed)
+    limits = _limits(request, placed, chunks)
     if is_generated(name):
         schedule = list_schedule(shape, rank_of, placed.actions, limits, tried_actions=request.tried_actions)
     else:
@@ -404,13 +404,13 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
     return chosen
 
 
-def _limits(request: Request, costs: PlacedCosts) -> list[float]:
+def _limits(request: Request, costs: PlacedCosts, chunks: int) -> list[float]:
     """Return each rank's memory limit, in sequences."""
     limit = request.limit
     if limit is None:
         # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0. Units wait longer for a head that all
-        # ranks share, so that ranks need two more to be as busy (as in arXiv 2411.05288 with whole sequences).
-        units = request.ranks - 1 + request.segments + (2 if request.spreads_head else 0)
+        # ranks share, so that ranks need those of two stages more to be as busy (arXiv 2411.05288: two micro-batches).
+        units = request.ranks - 1 + request.segments + (2 / chunks if request.spreads_head else 0)
         usual = min(units / request.segments, float(request.micro_batches))
         return [usual] * request.ranks
     if limit.sequences is not None:

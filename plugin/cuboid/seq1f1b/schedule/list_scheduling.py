@@ -142,9 +142,8 @@ def list_schedule(
     count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units * (2 if shape.head_ranks else 1)
     tries = max(1, tried_actions // count)
     tables = {mode: _Tables(shape, rank_of, costs, limits, mode) for mode in islice(modes, tries)}
-    best = min(
-        (_Search(tables[mode], rule).run() for rule, mode in islice(product(rules, modes), tries)), key=_Found.score
-    )
+    tried = islice(product(rules, modes), tries)
+    best = min((_Search(tables[mode], rule, _SLACKS[0]).run() for rule, mode in tried), key=_Found.score)
     tries -= len(rules) * len(modes)
     for slack in _SLACKS[1 : max(tries, 0) + 1] if shape.head_ranks else ():
         best = min(best, _Search(best.tables, best.rule, slack).run(), key=_Found.score)
@@ -291,7 +290,7 @@ class _Found:
 class _Search:
     """Builds one schedule by one rule, and with one slack for a head that is spread, in average actions."""
 
-    def __init__(self, tables: _Tables, rule: _Rule, slack: float = _SLACKS[0]) -> None:
+    def __init__(self, tables: _Tables, rule: _Rule, slack: float) -> None:
         self._tables, self._rule, self._slack_s = tables, rule, slack * tables.average_s
         stages, units = tables.shape.stages, tables.shape.units
         self._segments, self._units = tables.shape.segments, units
