@@ -17,7 +17,8 @@ CONFIG = {
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
 }
-MESH = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 2, "hidden": 1}}}
+FP8 = {"recipe": "rowwise_with_gw_hp", "min_dimension": 16}
+MESH = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 2, "hidden": 1}, "fp8": FP8}}
 STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
 
 
@@ -38,7 +39,7 @@ def model(checkpoint):
 
 
 def test_a_mesh_sends_what_the_formula_says(model, tmp_path):
-    status, output, report = bench(model, tmp_path, MESH)
+    status, output, report = bench(model, tmp_path, {**MESH, "bf16": {"enabled": True}})
     assert status == 0, output
     assert report["sent_bytes"] == report["formula_bytes"] != {}
     assert report["tokens"] == 2 * 2 * 32

@@ -248,6 +248,46 @@ def test_a_head_on_all_stages_is_planned_where_it_pays():
     assert last.time.total_s > 1.1 * best.time.total_s
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(MeshShape(2, 2, 2), 1, 8, 1),
+        Layout(MeshShape(2, 2, 2), 1, 8, 1, weight_gather="step"),
+        Layout(MeshShape(4, 2, 1), 1, 8, 1, checkpointing="layers"),
+        Layout(MeshShape(4, 2, 1), 1, 8, 1, checkpointing="attention", weight_gather="step"),
+        Layout(MeshShape(2, 2, 1), 2, 4, 2, segments=2, schedule="zero_bubble"),
+        Layout(MeshShape(2, 1, 2), 2, 4, 2, segments=2, schedule="zero_bubble"),
+        Layout(MeshShape(2, 2, 1), 2, 4, 2, segments=2),
+    ],
+    ids=str,
+)
+def test_times_know_what_fp8_sends_by_the_formula(layout, compiles):
+    model, cluster, length = description_of(LLAMA_8B), Cluster.parse("8xH100"), 8192
+    # Links that nothing hides, and messages that take no time but their bytes'.
+    gpu = replace(cluster.gpu, link_overlap=0.0, link_latency_s=0.0, link_efficiency=1.0, link_bytes_per_s=1e9)
+    spent = []
+    for least in (None, 1024):
+        one = estimate(
+            model, replace(layout, compiled=compiles, fp8_min_dimension=least), replace(cluster, gpu=gpu), length
+        )
+        units, waiting_s = one.cost.units, 0.0
+        for start, stop in itertools.pairwise(itertools.accumulate(one.cost.lengths, initial=0)):
+            parts = [units.layer_forward(model.layers[0], start, stop)]
+            if one.cost.splits:
+                parts += units.layer_split_backward(model.layers[0], start, stop)
+            else:
+                parts.append(units.layer_backward(model.layers[0], start, stop))
+            waiting_s += sum(part.exposed for part in parts)
+        layers = max(one.cost.stage_layers)
+        spent.append(
+            (waiting_s * gpu.link_bytes_per_s * layers * layout.micro_batches, sum(one.bytes_by_axis.values()))
+        )
+    (wide, wide_bytes), (narrow, narrow_bytes) = spent
+    assert wide_bytes > narrow_bytes
+    assert wide - narrow == pytest.approx(wide_bytes - narrow_bytes, rel=1e-4)
+
+
 def test_compiled_layers_and_fp8_take_less_time():
     model, cluster, length = description_of(LLAMA_8B), Cluster.parse("8xH100"), 8192
     layout = Layout(MeshShape(8, 1, 1), 1, 8, 2)
@@ -261,7 +301,7 @@ def test_compiled_layers_and_fp8_take_less_time():
     assert 1.03 < eager.time.total_s / compiled.time.total_s < 1.08
     assert 1.1 < compiled.time.total_s / fp8.time.total_s < 1.2
     assert compiled.memory_bytes == fp8.memory_bytes == eager.memory_bytes
-    # On eight ranks of `hidden` blocks are too small for 8 bits.
+    # On eight ranks of `hidden` blocks are too small for 8 bits, in products and in messages.
     narrow = Layout(MeshShape(1, 1, 8), 1, 1, 2)
     sixteen, eight = (
         estimate(model, one, cluster, length) for one in (narrow, replace(narrow, fp8_min_dimension=2048))

@@ -6,7 +6,7 @@ docs/traffic.md derives it; a test compares it with the bytes that a real layer 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -180,6 +180,51 @@ class _ByteCount:
         if ranks > 1:
             split = [axis for axis in axes if self._mesh.of(axis) > 1]
             self.bytes[axes_label(split)] += round(times * sent_bytes(operation, round(whole_bytes), ranks))
+
+
+class _WholeSizes(_ByteCount):
+    """As :class:`_ByteCount`, but the total sizes themselves, an all-reduce's twice."""
+
+    def __init__(self) -> None:
+        self.sizes: Counter[Axis] = Counter()
+
+    def add(self, operation: Operation, axes: tuple[Axis, ...], whole_bytes: float, times: int = 1) -> None:
+        (axis,) = axes
+        self.sizes[axis] += times * whole_bytes * (2 if operation == "all_reduce" else 1)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class SparedSizes:
+    """What fp8 takes off the total sizes, in bytes, of what collectives of a layer move.
+
+    Args:
+        forward: of activations by axis, in a forward that is followed by what needs them, for each token.
+        gradients: the same in the first half of a split backward.
+        rows, columns: of its weights over `batch`, in forward and in backward.
+        rows_again: what a checkpointed graph's backward gathers besides.
+    """
+
+    forward: Mapping[Axis, float]
+    gradients: Mapping[Axis, float]
+    rows: float
+    columns: float
+    rows_again: float
+
+
+def spared_sizes(sizes: BlockSizes, mesh: MeshShape, least: int, element_bytes: int = 2) -> SparedSizes:
+    """What fp8 spares, by the formula of :func:`layer_bytes`; ``least`` is the config's ``fp8.min_dimension``."""
+    in_fp8, forward, gradients, rows, columns = _InFp8(sizes, mesh, least), *(_WholeSizes() for _ in range(4))
+    _spare_inputs(forward, in_fp8, sizes, mesh, 1.0, element_bytes)
+    _spare_gradients(gradients, in_fp8, sizes, mesh, 1.0, element_bytes)
+    _spare_weights(rows, in_fp8, mesh, element_bytes, forward=True)
+    _spare_weights(columns, in_fp8, mesh, element_bytes, forward=False)
+    return SparedSizes(
+        {axis: -size for axis, size in forward.sizes.items()},
+        {axis: -size for axis, size in gradients.sizes.items()},
+        rows=columns.sizes["batch"] - rows.sizes["batch"],
+        columns=-columns.sizes["batch"],
+        rows_again=sum(_bytes_of_rows(block, mesh) for block in in_fp8.blocks),
+    )
 
 
 def layer_bytes(

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from cuboid.planner.comm_formula import SparedSizes, spared_sizes
 from cuboid.planner.cost.communication import Links
 from cuboid.planner.cost.kernels import ATTENTION_BACKWARD, Kernels
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import Experts, Layer, ModelDescription, Projection
+from cuboid.planner.model_formulas import block_sizes
 from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
 _ELEMENT = 2
@@ -68,6 +70,12 @@ class UnitTimes:
         """Ranks among which the residual stream is divided."""
         return self._ranks if self._software.sequence_parallel else self._layout.mesh.hidden
 
+    @cached_property
+    def _spared(self) -> SparedSizes | None:
+        """What fp8 spares of a layer's messages; None without it."""
+        layout, least = self._layout, self._layout.fp8_min_dimension
+        return None if least is None else spared_sizes(block_sizes(self._model, layout.mesh), layout.mesh, least)
+
     def tokens(self, positions: int) -> float:
         """Tokens of this rank's rows at ``positions`` positions, before they are cut over `sequence`."""
         return self._rows * positions / self._layout.context
@@ -99,7 +107,8 @@ class UnitTimes:
         compute += self._elementwise(layer, tokens, backward=False)
         exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
         seconds = self._at_host_speed(Seconds(compute, exposed), launches=1)
-        seconds = self._with_weights(layer, seconds, gathers=0 if self._layout.gathers_once else 1)
+        gathers = 0 if self._layout.gathers_once else 1
+        seconds = self._with_weights(layer, seconds, gathers, self._spared_of_weights("forward"))
         return self._beside_copies(layer, seconds, tokens)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
@@ -108,7 +117,7 @@ class UnitTimes:
         seconds = self._backward(layer, start, stop, "backward") + Seconds(adds)
         seconds = self._at_host_speed(seconds, launches=3 if layout.recomputes else 2)
         gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
-        seconds = self._with_weights(layer, seconds, gathers=gathers)
+        seconds = self._with_weights(layer, seconds, gathers, self._spared_of_weights("backward"))
         return self._beside_copies(layer, seconds, self.tokens(stop - start))
 
     def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
@@ -131,6 +140,7 @@ class UnitTimes:
         inputs = self._at_host_speed(inputs, launches=2 if layout.recomputes else 1)
         reduces = layout.gradient_sync == "unit"
         moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
+        moving_s -= batch.moving_s(self._spared_of_weights("backward"))
         moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
         inputs += Seconds(exposed=max(0.0, moving_s - batch.overlap * inputs.compute))
         inputs = self._beside_copies(layer, inputs, tokens)
@@ -173,7 +183,9 @@ class UnitTimes:
             waiting_s += self._waiting_s(layer, forward, gathers=1)
         if layout.gradient_sync == "step":
             before = int(layout.weight_gather == "layer")
-            waiting_s += self._waiting_s(layer, backward, before + 1) - self._waiting_s(layer, backward, before)
+            spared = self._spared_of_weights("backward")
+            waiting_s += self._waiting_s(layer, backward, before + 1, spared)
+            waiting_s -= self._waiting_s(layer, backward, before, spared)
         return waiting_s
 
     def _at_host_speed(self, seconds: Seconds, launches: int) -> Seconds:
@@ -319,6 +331,10 @@ class UnitTimes:
                 downs += routed.per_token * routed.width * (2 if which == "input" else 1)
             total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
             total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, of_downs)
+        if self._spared is not None:
+            spared = {"forward": self._spared.forward, "input": self._spared.gradients}.get(which, {})
+            sequence = links.sequence.moving_s(tokens * spared.get("sequence", 0.0)) * (1 - software.hides_exchange)
+            total -= sequence + links.hidden.moving_s(tokens * spared.get("hidden", 0.0))
         if routed is not None and splits_experts:
             total += self._routing_exchange(routed, tokens, backward=which != "forward")
         return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
@@ -357,13 +373,26 @@ class UnitTimes:
             return 0.0
         return self.links.experts.exchange_s(tokens * layer.experts.per_token * self._model.hidden * _ELEMENT, 2)
 
-    def _with_weights(self, layer: Layer, seconds: Seconds, gathers: int) -> Seconds:
+    def _with_weights(self, layer: Layer, seconds: Seconds, gathers: int, spared: float) -> Seconds:
         """Add what ``seconds`` doesn't hide of the gathers of weights over `batch` and the reduction of gradients."""
-        return Seconds(seconds.compute, seconds.exposed + self._waiting_s(layer, seconds, gathers))
+        return Seconds(seconds.compute, seconds.exposed + self._waiting_s(layer, seconds, gathers, spared))
 
-    def _waiting_s(self, layer: Layer, seconds: Seconds, gathers: int) -> float:
-        """What computing doesn't hide of ``gathers`` gathers or reductions of a layer's weights."""
-        return self.links.batch.exposed_s(self.block_weights(layer) * _ELEMENT, gathers, seconds.compute)
+    def _waiting_s(self, layer: Layer, seconds: Seconds, gathers: int, spared: float = 0.0) -> float:
+        """What computing doesn't hide of gathers and reductions of a layer's weights, of which fp8 spares some."""
+        block_bytes = self.block_weights(layer) * _ELEMENT
+        return self.links.batch.exposed_s(block_bytes, gathers, seconds.compute, spared_bytes=spared)
+
+    def _spared_of_weights(self, which: Literal["forward", "backward"]) -> float:
+        """What fp8 spares of a pass's gather of weights over `batch`, of its total size."""
+        layout, spared = self._layout, self._spared
+        if spared is None or layout.weight_gather == "step":
+            return 0.0
+        if which == "forward":
+            return spared.rows
+        if not layout.recomputes:
+            return spared.columns
+        # Uncompiled layers gather what recomputation and backward share as it is.
+        return spared.columns - spared.rows_again if layout.compiled else 0.0
 
     # --- the ends -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import deepspeed
 import torch
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import cuboid
 from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output_file
-from cuboid.config.schema import require_config
+from cuboid.config.schema import TensorParallelConfig, require_config
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
@@ -100,10 +99,8 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     figures = gather((times, mesh.comm_counter.snapshot(), memory_use.peak_bytes()), world)
     formula, formula_kept_bytes = None, None
     if cuboid_config.pipeline is None:
-        gathers = cuboid_config.tensor_parallel.weight_gather
-        formula, formula_kept_bytes = _formulas(
-            full_model, mesh, gathers, rows, options.sequence_length, accumulation, dtype
-        )
+        section, length = cuboid_config.tensor_parallel, options.sequence_length
+        formula, formula_kept_bytes = _formulas(full_model, mesh, section, rows, length, accumulation, dtype)
     report = BenchReport(
         layout=_layout(mesh),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name(),
@@ -161,7 +158,7 @@ def _layout(mesh: cuboid.Mesh) -> str:
 def _formulas(
     full_model: PreTrainedModel,
     mesh: cuboid.Mesh,
-    weight_gather: Literal["layer", "step"],
+    section: TensorParallelConfig,
     rows: int,
     length: int,
     accumulation: int,
@@ -170,8 +167,9 @@ def _formulas(
     """By formula: bytes that a rank sends over the mesh per step, and those saved for backward per micro-batch."""
     size, described = dtype.itemsize, describe_modules(full_model)
     layer = layer_bytes(
-        block_sizes(described, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
-    )
+        block_sizes(described, mesh.shape), mesh.shape, rows, length, element_bytes=size,
+        weight_gather=section.weight_gather, fp8_min_dimension=section.fp8_min_dimension,
+    )  # fmt: skip
     sent = Counter(end_sent_bytes(end_sizes(described), mesh.shape, rows, length, element_bytes=size))
     for axes, of_layer in layer.items():
         sent[axes] += full_model.config.num_hidden_layers * of_layer
