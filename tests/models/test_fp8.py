@@ -580,6 +580,7 @@ def test_a_compiled_layer_of_a_mesh_has_its_products_in_fp8(pool, axes, pipeline
 
 AXES = ("batch", "sequence", "hidden")
 SPLIT = {"segments": 2, "partition": "even", "schedule": "zero_bubble"}
+V_SCHEDULE = {**SPLIT, "schedule": "zero_bubble-v", "stages": 2, "chunks": 2}
 
 
 def train_uncompiled_and_compiled(axes, pipeline, mode, sections, compiler, steps):
@@ -649,11 +650,15 @@ PARTITION_ONLY = "partition only"
         ((2, 1, 1), None, "none", {"weight_gather": "step"}),
         ((2, 1, 1), None, "layers", {"weight_gather": "step"}),
         ((2, 1, 1), None, "none", {**FEW_HEADS, "fp8": {**FP8, "min_dimension": 64}}),
+        ((1, 2, 1), V_SCHEDULE, "none", {"num_hidden_layers": 4}),
+        ((2, 1, 1), V_SCHEDULE, "none", {"num_hidden_layers": 4, "fp8": None}),
+        ((2, 1, 1), V_SCHEDULE, "none", {"num_hidden_layers": 4}),
     ],
     ids=str,
 )
 def test_compiled_layers_send_in_fp8_what_uncompiled_ones_do(pool, axes, pipeline, mode, sections):
-    ranks = pool.run(2, train_uncompiled_and_compiled, axes, pipeline, mode, sections, PARTITION_ONLY, 1)
+    size = MeshShape(*axes).size * (pipeline or {}).get("stages", 1)
+    ranks = pool.run(size, train_uncompiled_and_compiled, axes, pipeline, mode, sections, PARTITION_ONLY, 1)
     for (loss, _, sent, _, _), (other_loss, _, other_sent, graphs, _) in ranks:
         assert sum(sent.values()) > 0
         assert other_sent == sent_by_graphs(sent, axes, mode, sections.get("weight_gather", "layer"))
