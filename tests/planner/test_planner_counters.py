@@ -24,21 +24,21 @@ from cuboid.planner.description import kept as kept_module
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.fake_mode import LightFakeMode
 from cuboid.planner.description.kept import (
-    _ALWAYS,
-    _COLUMNS,
-    _SEGMENTS,
-    _SHORT,
-    _WHOLE,
+    ALWAYS,
+    COLUMNS,
+    SEGMENTS,
+    SHORT_WINDOW,
+    WHOLE,
     CountedAs,
     KeptBytes,
+    LayerSample,
+    SampleKey,
     _count,
     _fit,
-    _Key,
     _most_others,
-    _one,
-    _Sample,
     _Saved,
     count_kept,
+    unit_sizes,
 )
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
@@ -259,8 +259,8 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
     described, window = description_of(small(name)), 96
     windows = [kind.attention.window is not None for kind in described.kinds]
     rank = CountedAs(mesh and MeshShape.parse(mesh), segmented=True)
-    key = _Key(described.config, described.kind_of_layers, described.verdict)
-    sample = _Sample(key, described.kinds, window, rank)
+    key = SampleKey(described.config, described.kind_of_layers, described.verdict)
+    sample = LayerSample(key, described.kinds, window, rank)
     unit = sample.run(3, [192, 320])[-1]
     assert (unit.rows, unit.length, unit.start) == (3, 320, 192)
     count = count_kept(described, rank)
@@ -273,30 +273,32 @@ def test_counts_hold_for_units_of_other_sizes(name, mesh):
 
 def points(segmented, window):
     """Rows, tokens and keys of the units that are run, in blocks; ``window`` is None or one that all end beyond."""
-    for rows, lengths in _SEGMENTS if segmented else _WHOLE:
+    for rows, lengths in SEGMENTS if segmented else WHOLE:
         for length, stop in zip(lengths, accumulate(lengths), strict=True):
             assert window is None or stop > window
             yield rows, length, length + (stop - length if window is None else min(stop - length, window))
 
 
 @pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("window", [None, _SHORT])
+@pytest.mark.parametrize("window", [None, SHORT_WINDOW])
 def test_units_tell_all_coefficients_that_are_looked_for_apart(segmented, window):
-    others = [name for name in _COLUMNS if name not in _ALWAYS and (segmented or name != "key")]
+    others = [name for name in COLUMNS if name not in ALWAYS and (segmented or name != "key")]
     units = list(points(segmented, window))
-    for number in range(len(_ALWAYS) + 1, len(units) + 1):
+    for number in range(len(ALWAYS) + 1, len(units) + 1):
         most = min(len(others), _most_others(number))
         # One candidate more, which the others may not stand for.
         for some in combinations(others, min(len(others), most + (most < 2))):
-            columns = [name for name in _COLUMNS if name in _ALWAYS or name in some]
-            table = np.array([[getattr(_one(*unit), name) for name in columns] for unit in units[:number]], dtype=float)
+            columns = [name for name in COLUMNS if name in ALWAYS or name in some]
+            table = np.array(
+                [[getattr(unit_sizes(*unit), name) for name in columns] for unit in units[:number]], dtype=float
+            )
             assert np.linalg.matrix_rank(table / table.max(axis=0), tol=1e-3) == len(columns), columns
     assert _most_others(len(units)) >= 4
 
 
 def test_the_fewest_coefficients_that_reproduce_counts_are_found():
     units = [(rows, 64 * length, 64 * keys) for rows, length, keys in points(True, None)]
-    columns = [name for name in _COLUMNS if name != "row"]
+    columns = [name for name in COLUMNS if name != "row"]
     for truth, needed in (
         (KeptBytes(), 0),
         (KeptBytes(token=1e6, fixed=48), 3),
@@ -316,8 +318,8 @@ def test_one_row_is_counted_as_one_where_attention_is_no_kernel(name, segmented)
     described, lengths, kept = description_of(small(name, num_key_value_heads=1)), [192, 320], {}
     for alone in (False, True):
         rank = CountedAs(MeshShape(), segmented=segmented, alone=alone)
-        key = _Key(described.config, described.kind_of_layers, described.verdict)
-        unit = _Sample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[-1]
+        key = SampleKey(described.config, described.kind_of_layers, described.verdict)
+        unit = LayerSample(key, described.kinds, 1 << 20, rank).run(1, lengths if segmented else lengths[1:])[-1]
         fitted = count_kept(described, rank).layers[-1].kept.of(1, 320, 320 + unit.start)
         kept[alone] = fitted, unit.kept[len(key.kinds) - 1]
     assert kept[True][0] == pytest.approx(kept[True][1], rel=1e-6)
@@ -430,7 +432,7 @@ def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch, fault
 
 def key_of(**sizes):
     described = description_of(small("llama", **sizes))
-    return _Key(described.config, described.kind_of_layers, described.verdict)
+    return SampleKey(described.config, described.kind_of_layers, described.verdict)
 
 
 def test_models_that_differ_in_the_number_of_layers_alone_share_a_count():

@@ -1,10 +1,15 @@
 """Counts the memory of tensors as an allocator would see it."""
 
+import functools
 import weakref
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from cuboid.distributed.thread_ranks import ThreadGroup
 
 
 class LiveBytes(TorchDispatchMode):
@@ -28,3 +33,24 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, size):
         self.now -= size
+
+
+@contextmanager
+def uncounted_exchanges():
+    """What ranks that are threads copy for each other isn't counted: a backend has no such tensors."""
+    names = ("allreduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    names += ("_allgather_base", "alltoall_base")
+
+    def without_modes(method):
+        @functools.wraps(method)
+        def run(*arguments):
+            with _disable_current_modes():
+                return method(*arguments)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in names:
+            method = without_modes(getattr(ThreadGroup, name))
+            stack.enter_context(mock.patch.object(ThreadGroup, name, method))
+        yield

@@ -17,6 +17,7 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import CPU, Cluster
 from cuboid.planner.description.kept import CountedAs, LayerCount, ModelCount, count_kept
 from cuboid.planner.description.model import Layer
+from cuboid.planner.description.peak import ModelPeak, PeakOf, count_peak, is_long
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
 from cuboid.seq1f1b.schedule.unit_costs import ends_of
@@ -193,22 +194,31 @@ class _Stage:
         """What layers keep on a rank, by their own code; empty if only the formulas apply."""
         if not self.software.counted or self.model.config is None:
             return ModelCount()
+        return count_kept(self.model, self._counted_as)
+
+    @property
+    def _counted_as(self) -> CountedAs:
         # Stages without a mesh have Hugging Face's own modules.
         mesh = self.layout.mesh if self.layout.mesh.size > 1 or self.layout.stages == 1 else None
         alone = self._units.tokens(1) == 1
-        return count_kept(self.model, CountedAs(mesh, segmented=self._is_cut, alone=alone, splits=self.cost.splits))
+        return CountedAs(mesh, segmented=self._is_cut, alone=alone, splits=self.cost.splits)
 
     @property
     def _is_cut(self) -> bool:
         return len(self.cost.lengths) > 1
 
-    def _layer_count(self, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
-        """The count of a kind of layer, and a segment's sizes: rows, tokens, and keys that these see."""
+    def _sizes(self, kind: int, segment: int) -> tuple[tuple[float, int, int], bool]:
+        """A segment's rows, tokens, and keys that these see in a kind of layer; whether these end beyond its window."""
         length, window = self.cost.lengths[segment], self.model.kinds[kind].attention.window
         stop = sum(self.cost.lengths[: segment + 1])
         reached = window is not None and stop > window
         keys = min(stop, length + window - 1) if reached and window and self._is_cut else stop
-        return (self.count.windowed if reached else self.count.layers)[kind], (self._units.tokens(1), length, keys)
+        return (self._units.tokens(1), length, keys), reached
+
+    def _layer_count(self, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
+        """The count of a kind of layer, and a segment's sizes: rows, tokens, and keys that these see."""
+        sizes, reached = self._sizes(kind, segment)
+        return (self.count.windowed if reached else self.count.layers)[kind], sizes
 
     def _kept(self, kind: int, segment: int) -> float:
         """Bytes that a layer of one of the model's kinds saves of a segment, without what segments share."""
@@ -421,9 +431,10 @@ class _Stage:
         input of the one that is computed is among what its recomputation keeps.
         """
         layers = min(len(self.layers), 2 if self.layout.stages == 1 and not self._is_cut else 3)
-        kinds = {kind for part in self.parts.values() for kind in part}
         segments = range(len(self.cost.lengths))
-        largest = max(self._unit(Counter([kind]), segment) for kind in kinds for segment in segments)
+        largest = max(self._unit(Counter([kind]), segment) for kind in self._kinds for segment in segments)
+        if self.peak.layers:
+            return layers * largest
         return layers * largest - self._units.layer_input(max(map(self._units.tokens, self.cost.lengths)))
 
     # --- while it runs ------------------------------------------------------------------------------------------
@@ -450,7 +461,37 @@ class _Stage:
         return tokens * (self.model.outputs / self.layout.stages + self.model.hidden) / self._ranks * _ELEMENT
 
     def _working(self) -> float:
-        """Bytes of the layer in backward: gradients inside the MLP; with checkpointing also all that it recomputes."""
+        """Bytes that are alive in the layer that runs, beside what is kept and gathered."""
+        if self.peak.layers:
+            return max(
+                self._peak_of(kind, segment) for kind in self._kinds for segment in range(len(self.cost.lengths))
+            )
+        return self._working_by_formula()
+
+    @property
+    def _kinds(self) -> set[int]:
+        return {kind for kinds in self.parts.values() for kind in kinds}
+
+    @cached_property
+    def peak(self) -> ModelPeak:
+        """What is alive while a layer runs on a rank, by its own code; empty if only the formula applies."""
+        rank, checkpointing = self._counted_as, self.layout.checkpointing
+        if not self.count.layers or checkpointing not in ("none", "layers", "attention"):
+            return ModelPeak()
+        tokens = max(map(self._units.tokens, self.cost.lengths))
+        is_late = is_long(self.model.hidden, self.model.kinds, rank, tokens)
+        return count_peak(self.model, PeakOf(rank, checkpointing, is_late))
+
+    def _peak_of(self, kind: int, segment: int) -> float:
+        """Bytes at the fullest moment of a layer, beside what is kept and what :meth:`_gathered` has."""
+        sizes, reached = self._sizes(kind, segment)
+        peak = (self.peak.windowed if reached else self.peak.layers)[kind]
+        if self.layout.mesh.batch == 1 or self.layout.weight_gather == "step":
+            return peak.of(*sizes, with_gathered=False)
+        return max(0.0, peak.of(*sizes, with_gathered=True) - self._gathered())
+
+    def _working_by_formula(self) -> float:
+        """Gradients inside the MLP; with checkpointing also all that a layer recomputes."""
         tokens = max(self._units.tokens(length) for length in self.cost.lengths)
         working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
         if self.layout.mesh.batch > 1:
@@ -459,11 +500,7 @@ class _Stage:
         if self.layout.recomputes:
             longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
             # Attention that is kept isn't computed a second time.
-            working += max(
-                self._kept(kind, longest) - self._kept_attention(kind, longest)
-                for kinds in self.parts.values()
-                for kind in kinds
-            )
+            working += max(self._kept(kind, longest) - self._kept_attention(kind, longest) for kind in self._kinds)
         return working
 
     def _features_at_work(self, layer: Layer) -> float:

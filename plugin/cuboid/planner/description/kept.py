@@ -15,14 +15,14 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, combinations
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -58,14 +58,16 @@ from cuboid.tensor3d.layers.whole_block import LateSplit
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
 
+T = TypeVar("T")
+
 #: Micro-batches that are run one after the other until they determine all coefficients: rows, and lengths of their
 #: segments in multiples of :data:`_BLOCK`. None has a single block: a scan of one block doesn't save the states between
 #: blocks. None has a single row, of which products of attention's scores keep views where they keep copies of several.
-_SEGMENTS = ((2, (4, 8)), (3, (4, 2)), (4, (8, 2, 4)), (2, (8, 4, 12)))
-_WHOLE = ((2, (4,)), (3, (8,)), (2, (12,)), (4, (2,)), (4, (4,)), (3, (12,)), (5, (8,)), (5, (4,)))
+SEGMENTS = ((2, (4, 8)), (3, (4, 2)), (4, (8, 2, 4)), (2, (8, 4, 12)))
+WHOLE = ((2, (4,)), (3, (8,)), (2, (12,)), (4, (2,)), (4, (4,)), (3, (12,)), (5, (8,)), (5, (4,)))
 _FEW_UNITS = 4
 #: Coefficients of bytes of which a row has a number that isn't that of its tokens.
-_OF_ROWS = frozenset(("position", "mask", "row"))
+OF_ROWS = frozenset(("position", "mask", "row"))
 #: Tokens; scans and convolutions have blocks that divide it, or those that configs name.
 _BLOCK = 64
 _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
@@ -73,9 +75,9 @@ _SCAN_BLOCKS = ("chunk_size", "mamba_chunk_size")
 _KERNELS = ("mamba_ssm", "fla", "causal_conv1d")
 #: Blocks of a window that all counted units end beyond. Of segments those behind the first ones also begin beyond it,
 #: so that what grows with the keys that a unit sees is told from what grows with its rows.
-_SHORT = 1
+SHORT_WINDOW = 1
 #: A window that no counted unit exceeds.
-_LONG = 1 << 20
+LONG_WINDOW = 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 #: Raised by operations whose result, or its shape, depends on values.
 _NEED_VALUES = (
@@ -86,14 +88,14 @@ _NEED_VALUES = (
 #: Most ranks of an axis that are counted, if it has enough divisors.
 _MOST = 4
 #: Coefficients of :class:`KeptBytes`, and those that are always looked for: gathered weights have one size.
-_COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
-_ALWAYS = ("token", "fixed")
+COLUMNS = ("token", "key", "score", "position", "mask", "row", "fixed")
+ALWAYS = ("token", "fixed")
 #: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
 #: Methods by which torch calls its modes.
 _OF_MODES = ("__torch_function__", "__torch_dispatch__")
 #: Largest error of a fit, relative to the largest count: with some coefficients, and with all of them.
-_EXACT, _TOLERANCE = 1e-9, 0.002
+EXACT, _TOLERANCE = 1e-9, 0.002
 #: Share of the largest count that rounding may make of nothing.
 _ROUNDING = 1e-11
 
@@ -188,9 +190,19 @@ def count_kept(model: ModelDescription, rank: CountedAs) -> ModelCount:
     Raises:
         Exception: a bug in Cuboid's own code, of any type.
     """
+    counted = without_values(model, lambda key: _on_mesh(key, model.kinds, rank))
+    return ModelCount(obstacle=counted) if isinstance(counted, str) else counted
+
+
+def without_values(model: ModelDescription, count: Callable[[SampleKey], T]) -> T | str:
+    """What ``count`` returns of a model's first layers, or why their code can't run without values.
+
+    Raises:
+        Exception: a bug in Cuboid's own code, of any type.
+    """
     kernels = [name for name in _KERNELS if find_spec(name) is not None]
     if kernels and any(kind.attention.query == 0 for kind in model.kinds):
-        return ModelCount(obstacle=f"layers without attention run kernels of {kernels[0]}, which keep other things")
+        return f"layers without attention run kernels of {kernels[0]}, which keep other things"
     log = logging.getLogger(FakeTensor.__module__)  # which also logs the exceptions that it raises
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -198,38 +210,23 @@ def count_kept(model: ModelDescription, rank: CountedAs) -> ModelCount:
         # While a model is being loaded, the default device is meta, whose tensors can't be mixed with these.
         with torch.device("cpu"), torch.enable_grad():
             # Equal configs share one cached count, even if they are different objects.
-            key = _Key(model.config, model.kind_of_layers, model.verdict)
-            return _on_mesh(key, model.kinds, rank)
+            return count(SampleKey(model.config, model.kind_of_layers, model.verdict))
     except Exception as error:
         if not _is_obstacle(error):
             raise
-        return ModelCount(obstacle=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     finally:
         log.setLevel(level)
 
 
-def _on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
+def _on_mesh(key: SampleKey, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
     """Count on the mesh itself if it is small, and else infer the bytes from smaller ones.
 
     Along an axis every tensor is either divided or not, so for one size of the other axis bytes are A + B / ranks, and
     two sizes give A and B. That isn't so where several ranks have the same heads of keys and values, or where each rank
     has a single head, whose copies are views.
     """
-    mesh = rank.mesh
-    if mesh is None or mesh.size == 1:
-        return _count(key, kinds, rank)
-    # Rows are divided over `batch`, and are a rank's here. What depends on it is whether weights are gathered, which
-    # autograd saves where a product isn't Cuboid's (routers); of its size, only their padding does.
-    inner = mesh.of("sequence", "hidden")
-    batch = min(mesh.batch, 2)
-    heads = [kind.attention.key_value_heads for kind in kinds if kind.splits_heads]
-    if any(count <= inner or count % inner for count in heads):
-        return _count(key, kinds, replace(rank, mesh=MeshShape(batch, mesh.sequence, mesh.hidden)))
-    parts = []
-    for sequence, of_sequence in _inferred_from(mesh.sequence):
-        for hidden, of_hidden in _inferred_from(mesh.hidden):
-            small = replace(rank, mesh=MeshShape(batch, sequence, hidden))
-            parts.append((of_sequence * of_hidden, _count(key, kinds, small)))
+    parts = [(share, _count(key, kinds, small)) for share, small in inferred_parts(kinds, rank)]
     if len(parts) == 1:
         return parts[0][1]
     return ModelCount(
@@ -237,6 +234,25 @@ def _on_mesh(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount
         _inferred([(share, count.windowed) for share, count in parts]),
         _summed([(share, count.end) for share, count in parts]),
     )
+
+
+def inferred_parts(kinds: tuple[Layer, ...], rank: CountedAs) -> list[tuple[float, CountedAs]]:
+    """The ranks to count in place of ``rank``, and the share of each: bytes are sums of these shares of their bytes."""
+    mesh = rank.mesh
+    if mesh is None or mesh.size == 1:
+        return [(1.0, rank)]
+    # Rows are divided over `batch`, and are a rank's here. What depends on it is whether weights are gathered, which
+    # autograd saves where a product isn't Cuboid's (routers); of its size, only their padding does.
+    inner = mesh.of("sequence", "hidden")
+    batch = min(mesh.batch, 2)
+    heads = [kind.attention.key_value_heads for kind in kinds if kind.splits_heads]
+    if any(count <= inner or count % inner for count in heads):
+        return [(1.0, replace(rank, mesh=MeshShape(batch, mesh.sequence, mesh.hidden)))]
+    return [
+        (of_sequence * of_hidden, replace(rank, mesh=MeshShape(batch, sequence, hidden)))
+        for sequence, of_sequence in _inferred_from(mesh.sequence)
+        for hidden, of_hidden in _inferred_from(mesh.hidden)
+    ]
 
 
 def _inferred_from(ranks: int) -> list[tuple[int, float]]:
@@ -282,7 +298,7 @@ def _is_obstacle(error: Exception) -> bool:
     return [package for package in packages if package not in _LIBRARIES][-1] != "cuboid"
 
 
-class _Key:
+class SampleKey:
     """The config of a model's first layers, their kinds, and the verdict on meshes, compared by value.
 
     Models of more layers, but of the same kinds, are equal.
@@ -295,21 +311,21 @@ class _Key:
         self._said = json.dumps(said, sort_keys=True, default=str), self.kinds
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._said == other._said
+        return isinstance(other, SampleKey) and self._said == other._said
 
     def __hash__(self) -> int:
         return hash(self._said)
 
 
 @lru_cache(maxsize=1024)
-def _count(key: _Key, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
-    sample = _Sample(key, kinds, _LONG, rank)
+def _count(key: SampleKey, kinds: tuple[Layer, ...], rank: CountedAs) -> ModelCount:
+    sample = LayerSample(key, kinds, LONG_WINDOW, rank)
     if rank.alone and sample.is_fused:
         return _count(key, kinds, replace(rank, alone=False))
     plain, end = _fitted(sample)
     if not any(kind.attention.window is not None for kind in kinds):
         return ModelCount(plain, plain, end)
-    return ModelCount(plain, _fitted(_Sample(key, kinds, _SHORT * sample.block, rank))[0], end)
+    return ModelCount(plain, _fitted(LayerSample(key, kinds, SHORT_WINDOW * sample.block, rank))[0], end)
 
 
 @dataclass(frozen=True)
@@ -331,7 +347,7 @@ class _UnitCount:
     waiting: dict[int, int]
 
 
-class _Sample:
+class LayerSample:
     """The first few layers of a model, without values; each kind is there twice if the model has it twice.
 
     Args:
@@ -339,9 +355,12 @@ class _Sample:
         kinds: the model's kinds of layers.
         window: window of the layers that have one.
         rank: see :func:`count_kept`.
+        mode: that its tensors are made in; None for one that does nothing else.
     """
 
-    def __init__(self, key: _Key, kinds: tuple[Layer, ...], window: int, rank: CountedAs) -> None:
+    def __init__(
+        self, key: SampleKey, kinds: tuple[Layer, ...], window: int, rank: CountedAs, mode: LightFakeMode | None = None
+    ) -> None:
         self.kinds, self.window, self.rank = key.kinds, window, rank
         self.windows = [kind.attention.window is not None for kind in kinds]
         #: Of each kind, its first and its last layer.
@@ -350,7 +369,8 @@ class _Sample:
         ]
         self._shape = MeshShape() if rank.mesh is None else rank.mesh
         config = _countable(key.config, window)
-        self._mode, self._slot, self.waiting = LightFakeMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
+        self._mode = mode or LightFakeMode(allow_non_fake_inputs=True)
+        self._slot, self.waiting = UnitSlot(), self.make_store()
         self._inputs = key.verdict.inputs
         # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = None if rank.mesh is None else _plan_of(config, self._shape, key.verdict)
@@ -386,9 +406,13 @@ class _Sample:
         if rank.splits:
             defer_weight_gradients(layers.values(), self.waiting)
 
+    def make_store(self) -> WeightGradientStore:
+        """The store of weight gradients that a split backward leaves for later."""
+        return _Waiting()
+
     def micro_batches(self) -> Iterator[list[_UnitCount]]:
         """Run micro-batches until the caller has enough of them; what the units of each keep."""
-        for rows, lengths in _SEGMENTS if self.rank.segmented else _WHOLE:
+        for rows, lengths in SEGMENTS if self.rank.segmented else WHOLE:
             yield self.run(1 if self.rank.alone else rows, [blocks * self.block for blocks in lengths])
 
     def run(self, rows: int, lengths: Sequence[int]) -> list[_UnitCount]:
@@ -400,7 +424,7 @@ class _Sample:
         stops = list(accumulate(lengths))
         # No segment is the last one, so that all cache their keys and values.
         total = stops[-1] + (lengths[-1] if self.rank.segmented else 0)
-        pool = _PoolByPlace(self._saved)
+        pool = PoolByPlace(self._saved)
         cache = KVCache(total, pool)
         units = [Unit(cache, stop - length, stop, total) for stop, length in zip(stops, lengths, strict=True)]
         hidden, places, counts = [], [], []
@@ -425,6 +449,7 @@ class _Sample:
         self, unit: Unit, hidden: torch.Tensor, places: dict[int, tuple[int, torch.UntypedStorage]]
     ) -> dict[int, int]:
         """Run the first half of a unit's backward; bytes that wait for the second, by layer."""
+        assert isinstance(self.waiting, _Waiting)
         self.waiting.products.clear()
         with self._mode, self._slot.running(unit), self.waiting.filling(unit.start):
             hidden.backward(torch.empty_like(hidden))
@@ -434,7 +459,7 @@ class _Sample:
     def _running(self, unit: Unit) -> Iterator[None]:
         lengths = None if self._is_causal else Lengths(unit.length, unit.length)
         packing = Packing(None, None)
-        with self._slot.running(unit), knowing(packing=packing, lengths=lengths), _WithoutValues():
+        with self._slot.running(unit), knowing(packing=packing, lengths=lengths), WithoutValues():
             yield
 
     def _forward(self, rows: int, unit: Unit) -> torch.Tensor:
@@ -600,7 +625,7 @@ class _Saved:
         return sizes
 
 
-class _PoolByPlace(MeteredPool):
+class PoolByPlace(MeteredPool):
     """A pool of buffers of a KV cache, which knows which layer took them."""
 
     def __init__(self, saved: _Saved) -> None:
@@ -615,7 +640,7 @@ class _PoolByPlace(MeteredPool):
         return buffer
 
 
-class _WithoutValues(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
     """Replaces attention by one that saves what fused GPU kernels save, and what the host would read of generators."""
 
     def __torch_function__(
@@ -636,32 +661,43 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@torch.library.custom_op("planned_flash_attn::fwd", mutates_args=())
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What fused kernels compute; an operator, so that checkpointing that keeps attention knows it for one."""
+    raise NotImplementedError("attention of tensors without values was given some")
+
+
+@_flash.register_fake
+def _flash_shapes(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, length = query.shape[:3]
+    # Fused kernels return a result with the query's memory layout.
+    out = query.new_empty((rows, length, heads, value.shape[-1])).transpose(1, 2)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.empty_like(query)
+    return out, query.new_empty((rows, heads, length), dtype=torch.float32)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
-        rows, heads, length, _ = query.shape
-        # Fused kernels return a result with the query's memory layout.
-        out = query.new_empty((rows, length, heads, value.shape[-1])).transpose(1, 2)
-        if query.shape[-1] == value.shape[-1]:
-            out = torch.empty_like(query)
-        log_sums = query.new_empty((rows, heads, length), dtype=torch.float32)
+        out, log_sums = torch.ops.planned_flash_attn.fwd.default(query, key, value)
         ctx.save_for_backward(query, key, value, mask, out, log_sums)
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
 
 
-def _fitted(sample: _Sample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+def _fitted(sample: LayerSample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     """Coefficients of each kind of layer, and of what is saved after the last layer.
 
     Raises:
         UnsupportedModelError: there are none that reproduce what was counted.
     """
     # Whole sequences have as many keys as tokens, and of one row everything is a row's.
-    columns = [name for name in _COLUMNS if name != "key" or sample.rank.segmented]
-    columns = [name for name in columns if name not in _OF_ROWS or not sample.rank.alone]
+    columns = [name for name in COLUMNS if name != "key" or sample.rank.segmented]
+    columns = [name for name in columns if name not in OF_ROWS or not sample.rank.alone]
     counts: list[_UnitCount] = []
     for more in sample.micro_batches():
         counts += more
@@ -689,10 +725,10 @@ def _fitted(sample: _Sample) -> tuple[tuple[LayerCount, ...], KeptBytes]:
 _Points = list[tuple[int, int, int]]
 
 
-def _to_fit(sample: _Sample, counts: list[_UnitCount]) -> Iterator[tuple[_Points, list[int]]]:
+def _to_fit(sample: LayerSample, counts: list[_UnitCount]) -> Iterator[tuple[_Points, list[int]]]:
     """Sizes of the units, and their bytes: for each kind of layer kept, shared and waiting; last those at the end."""
     for (first, last), has_window in zip(sample.places, sample.windows, strict=True):
-        most = sample.window if has_window and sample.rank.segmented else _LONG
+        most = sample.window if has_window and sample.rank.segmented else LONG_WINDOW
         points = [(count.rows, count.length, count.length + min(count.start, most - 1)) for count in counts]
         # Storages that layers share count for the layer that saves them first: the last layer of a kind has only its
         # own, the first one also the shared ones. What waits is found in backward's order, so there the first layer has
@@ -714,10 +750,10 @@ def _fit(points: _Points, sizes: list[int], columns: Sequence[str]) -> KeptBytes
     """
     if not any(sizes):
         return KeptBytes()
-    others = [name for name in columns if name not in _ALWAYS]
+    others = [name for name in columns if name not in ALWAYS]
     for count in range(min(len(others), _most_others(len(set(points)))) + 1):
         for some in combinations(others, count):
-            fit = _fit_by(points, sizes, [name for name in columns if name in _ALWAYS or name in some], _EXACT)
+            fit = _fit_by(points, sizes, [name for name in columns if name in ALWAYS or name in some], EXACT)
             # Bytes don't fall with sizes: such coefficients stand for others.
             if fit is not None and min(getattr(fit, name) for name in columns) >= 0:
                 return fit
@@ -725,13 +761,13 @@ def _fit(points: _Points, sizes: list[int], columns: Sequence[str]) -> KeptBytes
 
 
 def _most_others(units: int) -> int:
-    """How many coefficients besides those of :data:`_ALWAYS` a number of units tells from others, and checks."""
-    return units - len(_ALWAYS) - (1 if units <= _FEW_UNITS else 2)
+    """How many coefficients besides those of :data:`ALWAYS` a number of units tells from others, and checks."""
+    return units - len(ALWAYS) - (1 if units <= _FEW_UNITS else 2)
 
 
 def _fit_by(points: _Points, sizes: list[int], columns: Sequence[str], tolerance: float) -> KeptBytes | None:
     """Fit coefficients by least squares; None if they don't reproduce every count."""
-    table = np.array([[getattr(_one(*point), name) for name in columns] for point in points])
+    table = np.array([[getattr(unit_sizes(*point), name) for name in columns] for point in points])
     scale = table.max(axis=0)
     solved = np.linalg.lstsq(table / scale, np.array(sizes, dtype=float), rcond=1e-9)[0]
     largest = max(map(abs, sizes))
@@ -741,6 +777,6 @@ def _fit_by(points: _Points, sizes: list[int], columns: Sequence[str], tolerance
     return KeptBytes(**dict(zip(columns, (solved / scale).round(6).tolist(), strict=True)))
 
 
-def _one(rows: int, length: int, keys: int) -> KeptBytes:
+def unit_sizes(rows: int, length: int, keys: int) -> KeptBytes:
     """What each coefficient is multiplied by for a unit."""
     return KeptBytes(rows * length, rows * keys, rows * length * keys, length, length * keys, rows, 1)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 _aten: Any = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,6 +61,8 @@ def choose_kernel(
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
         return CpuFlash()
+    if isinstance(query, FakeTensor):
+        return FusedShapes()
     # On AMD GPUs these operators define the log-sum-exp differently.
     if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
         cuda = torch.backends.cuda
@@ -272,6 +275,36 @@ class CudaEfficient:
             grad, query, key, value, None, out, lse, no_random, no_random, 0.0, needs_grad, causal, scale=scale
         )
         return dq, dk, dv
+
+
+class FusedShapes:
+    """What a fused kernel allocates, for tensors without values, on CPUs that have no such kernel for them."""
+
+    knows_groups: ClassVar[bool] = True
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        del key, causal, scale
+        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        return query.new_empty((*query.shape[:3], value.shape[-1])), lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        del grad, out, lse, causal, scale
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 class ChunkedMath:

@@ -57,7 +57,7 @@ _PARTS, _PART_BYTES = 4, 512 << 10
 #: Maximum bytes of a gathered input that the previous backward starts to gather. A longer one would be there while the
 #: previous product's tensors, of as many tokens, are still needed. Its gather hides behind little: such rows compute
 #: attention most of the time.
-_EARLY_BYTES = 2 << 30
+EARLY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -522,7 +522,7 @@ def _start_backward(ctx: Any) -> _StartedBackward:
 def _start_next_backward(next_backward: weakref.ref[Node] | None) -> None:
     """Start the gathers of the next product's backward, if the running backward pass includes it and they are short."""
     node: Any = None if next_backward is None else next_backward()
-    if node is not None and node.gathered_bytes <= _EARLY_BYTES and torch._C._will_engine_execute_node(node):
+    if node is not None and node.gathered_bytes <= EARLY_BYTES and torch._C._will_engine_execute_node(node):
         _start_backward(node)
 
 
