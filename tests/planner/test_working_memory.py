@@ -42,7 +42,7 @@ def most_alive(config, verdict, mesh, checkpointing):
             contexts = {"context_fn": keeping_attention(None)} if checkpointing == "attention" else {}
             checkpoint_activations(rank, {"use_reentrant": False, **contexts})
         for _ in range(2):  # In the second one there are gradients, to which others are added.
-            with LiveBytes() as live:
+            with LiveBytes([*rank.parameters(), *rank.buffers()]) as live:
                 loss = rank(input_ids=ids, labels=ids, use_cache=False).loss
                 live.most = live.now
                 loss.backward()

@@ -13,12 +13,16 @@ from cuboid.distributed.thread_ranks import ThreadGroup
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors made inside, now and at most."""
+    """Bytes of the storages of all tensors made inside, now and at most.
 
-    def __init__(self):
+    Args:
+        before: tensors that were there before, of which operators return views.
+    """
+
+    def __init__(self, before=()):
         super().__init__()
         self.now = self.most = 0
-        self._seen = weakref.WeakSet()
+        self._seen = weakref.WeakSet(x.untyped_storage() for x in before)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))

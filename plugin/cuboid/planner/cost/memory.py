@@ -463,32 +463,44 @@ class _Stage:
     def _working(self) -> float:
         """Bytes that are alive in the layer that runs, beside what is kept and gathered."""
         if self.peak.layers:
-            return max(
-                self._peak_of(kind, segment) for kind in self._kinds for segment in range(len(self.cost.lengths))
-            )
+            segments = range(len(self.cost.lengths))
+            layers = max(self._peak_of(kind, segment) for kind in self._kinds for segment in segments)
+            return max(layers, max(map(self._peak_of_end, segments)) if self.is_last else 0.0)
         return self._working_by_formula()
 
     @property
     def _kinds(self) -> set[int]:
         return {kind for kinds in self.parts.values() for kind in kinds}
 
-    @cached_property
+    @property
     def peak(self) -> ModelPeak:
         """What is alive while a layer runs on a rank, by its own code; empty if only the formula applies."""
+        return self._peak_in(0)
+
+    def _peak_in(self, segment: int) -> ModelPeak:
         rank, checkpointing = self._counted_as, self.layout.checkpointing
         if not self.count.layers or checkpointing not in ("none", "layers", "attention"):
             return ModelPeak()
-        tokens = max(map(self._units.tokens, self.cost.lengths))
-        is_late = is_long(self.model.hidden, self.model.kinds, rank, tokens)
+        is_late = is_long(self.model.hidden, self.model.kinds, rank, self._units.tokens(self.cost.lengths[segment]))
         return count_peak(self.model, PeakOf(rank, checkpointing, is_late))
 
     def _peak_of(self, kind: int, segment: int) -> float:
         """Bytes at the fullest moment of a layer, beside what is kept and what :meth:`_gathered` has."""
-        sizes, reached = self._sizes(kind, segment)
-        peak = (self.peak.windowed if reached else self.peak.layers)[kind]
-        if self.layout.mesh.batch == 1 or self.layout.weight_gather == "step":
+        counted, (sizes, reached) = self._peak_in(segment), self._sizes(kind, segment)
+        peak = (counted.windowed if reached else counted.layers)[kind]
+        mesh, weights = self.layout.mesh, self._units.block_weights(self.model.kinds[kind]) * _ELEMENT
+        if mesh.batch == 1:
             return peak.of(*sizes, with_gathered=False)
-        return max(0.0, peak.of(*sizes, with_gathered=True) - self._gathered())
+        # Ranks of one node exchange slices of gradients and sum them, instead of a reduction by the backend.
+        exchanged = weights if mesh.batch > 2 and mesh.size <= self.cost.cluster.gpus_per_node else 0.0
+        if self.layout.weight_gather == "step":
+            return peak.of(*sizes, with_gathered=False) + exchanged
+        return max(0.0, peak.of(*sizes, with_gathered=True) + exchanged - self._gathered())
+
+    def _peak_of_end(self, segment: int) -> float:
+        """The same of what runs after the last layer."""
+        rows, length = self._units.tokens(1), self.cost.lengths[segment]
+        return self._peak_in(segment).end.of(rows, length, length, with_gathered=False)
 
     def _working_by_formula(self) -> float:
         """Gradients inside the MLP; with checkpointing also all that a layer recomputes."""

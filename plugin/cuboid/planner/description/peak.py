@@ -91,6 +91,8 @@ class ModelPeak:
 
     layers: tuple[LayerPeak, ...] = ()
     windowed: tuple[LayerPeak, ...] = ()
+    #: Of what runs after the last layer, before the head; beside the gradient of the head's input, too.
+    end: LayerPeak = LayerPeak()
     obstacle: str = ""
 
 
@@ -144,10 +146,11 @@ def _on_mesh(key: SampleKey, kinds: tuple[Layer, ...], of: PeakOf) -> ModelPeak:
         small = replace(of.rank.mesh, batch=min(of.rank.mesh.batch, 2))
         summed = _count(key, kinds, replace(of, rank=replace(of.rank, mesh=small)))
     plain, windowed = summed
-    return ModelPeak(tuple(map(_fullest, plain)), tuple(map(_fullest, windowed)))
+    *layers, end = map(_fullest, plain)
+    return ModelPeak(tuple(layers), tuple(map(_fullest, windowed[:-1])), end)
 
 
-#: For each kind of layer ``[moments, coefficients]``: those of COLUMNS, and the gathered bytes.
+#: For each kind of layer, and for the end, ``[moments, coefficients]``: those of COLUMNS, and the gathered bytes.
 _Moments = tuple[np.ndarray, ...]
 
 
@@ -193,7 +196,7 @@ def _count(key: SampleKey, kinds: tuple[Layer, ...], of: PeakOf) -> tuple[_Momen
 
 @dataclass(frozen=True)
 class _UnitMoments:
-    """What one unit has alive: for each kind of layer ``[moments, 2]``, beside what is kept, and gathered weights."""
+    """What one unit has alive: for each kind of layer, and for the end, beside what is kept, and gathered weights."""
 
     rows: int
     length: int
@@ -281,9 +284,12 @@ class _WorkingSample(LayerSample):
             of_others.append(self._live.gathered_bytes)
             self._gathered_for_others, self._moments = of_others[-1], {}
             with self._mode, self._running(unit), self._deferring():
-                roots.append(_HiddenGradient.apply(self._forward(rows, unit)))
+                hidden = self._forward(rows, unit)
+                gradient_bytes = hidden.untyped_storage().nbytes()
+                roots.append(_HiddenGradient.apply(hidden))
+                del hidden
             self._at = None
-            kept_after.append(list(self._kept_after))
+            kept_after.append([*self._kept_after[: len(self.kinds)], self._now[0] + gradient_bytes])
             forwards.append(self._moments)
         counted = []
         # The first segment's backward, the last to run, isn't counted.
@@ -292,6 +298,7 @@ class _WorkingSample(LayerSample):
             self._gathered_for_others = of_others.pop()
             in_forward, self._moments = self._beside_kept(self._moments), {}
             filling = self.waiting.filling(unit.start) if self.rank.splits else nullcontext()
+            self._at = len(self.kinds), True
             with self._mode, self._slot.running(unit), filling:
                 roots.pop().backward()
             moments = [first + then for first, then in zip(in_forward, self._beside_kept(self._moments), strict=True)]
@@ -311,11 +318,12 @@ class _WorkingSample(LayerSample):
         return [(live - kept, gathered) for live, gathered in self._moments.get((0, True), [])]
 
     def _beside_kept(self, moments: dict[tuple[int, bool], list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-        """By kind of layer, the moments of all its layers, beside what was kept after their forwards."""
-        of_kinds: list[list[tuple[int, int]]] = [[] for _ in self.places]
+        """By kind of layer, the moments of all its layers, beside what was kept after their forwards; then the end's."""
+        of_kinds: list[list[tuple[int, int]]] = [[] for _ in range(len(self.places) + 1)]
         for (index, _), of_layer in moments.items():
             kept = self._kept_after[index]
-            of_kinds[self.kinds[index]] += [(live - kept, gathered) for live, gathered in of_layer]
+            kind = self.kinds[index] if index < len(self.kinds) else -1
+            of_kinds[kind] += [(live - kept, gathered) for live, gathered in of_layer]
         return of_kinds
 
     def runs(self) -> Iterator[list[_UnitMoments]]:
@@ -357,7 +365,7 @@ def _fitted(sample: _WorkingSample) -> _Moments:
     units: list[_UnitMoments] = []
     for more in sample.runs():
         units += more
-        fits = [_fit(sample, kind, units, columns) for kind in range(len(sample.places))]
+        fits = [_fit(sample, kind, units, columns) for kind in range(len(sample.places) + 1)]
         if all(fit is not None for fit in fits):
             break
     moments = []
@@ -386,7 +394,7 @@ def _fit(
         return None
     live = np.stack([count[:, 0] for count in counts])
     gathered = np.stack([count[:, 1] for count in counts])
-    if (gathered != gathered[0]).any():
+    if not live.size or (gathered != gathered[0]).any():
         return None
     others = [name for name in columns if name not in ALWAYS]
     for count in range(min(len(others), len(units) - len(ALWAYS) - 1) + 1):
@@ -422,6 +430,7 @@ def _bound(kind: int, units: list[_UnitMoments]) -> np.ndarray:
 
 def _sizes(sample: _WorkingSample, kind: int, units: list[_UnitMoments]) -> np.ndarray:
     """What each coefficient of COLUMNS is multiplied by, for each unit."""
-    most = sample.window if sample.windows[kind] and sample.rank.segmented else LONG_WINDOW
+    has_window = kind < len(sample.windows) and sample.windows[kind]
+    most = sample.window if has_window and sample.rank.segmented else LONG_WINDOW
     sizes = (unit_sizes(unit.rows, unit.length, unit.length + min(unit.start, most - 1)) for unit in units)
     return np.array([[getattr(size, name) for name in COLUMNS] for size in sizes], dtype=float)
