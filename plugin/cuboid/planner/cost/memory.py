@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import ceil, floor
 
@@ -32,6 +32,8 @@ _OPTIMIZER_BYTES = 12
 _HOST_OPTIMIZER_BYTES = _OPTIMIZER_BYTES + 6
 _ELEMENT = 2
 _STATISTIC = 4
+#: What recomputes as Cuboid does.
+_COUNTED = ("none", "layers", "attention")
 #: Bytes of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
 _ROUTED = 4 * 8 + _STATISTIC
 
@@ -84,11 +86,14 @@ def stage_memory(cost: StepCost) -> list[Memory]:
 def uncounted(cost: StepCost) -> str:
     """What the estimate of a step leaves out, in words; "" if nothing."""
     left_out = [cost.model.uncounted] if cost.model.uncounted else []
-    count = _Stage(cost, 0).count
+    stage = _Stage(cost, 0)
+    count = stage.count
     if not count.layers and cost.model.uncounted_by_formulas:
         left_out.append(cost.model.uncounted_by_formulas)
     if count.obstacle:
         left_out.append(f"what its layers keep by their own code, instead of which formulas stand ({count.obstacle})")
+    if stage.peak.obstacle:
+        left_out.append(f"what is alive while a layer runs, of which a formula stands ({stage.peak.obstacle})")
     if count.layers and any(layer.attention.query == 0 for layer in cost.model.kinds):
         left_out.append("what kernels for layers without attention would keep in place of what torch's operations keep")
     return "; ".join(left_out)
@@ -111,9 +116,14 @@ def states_bytes(cost: StepCost) -> float:
     return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES
 
 
-def ends_memory(cost: StepCost) -> float:
-    """Bytes of the fuller one of the first and the last stage, which are the fullest if stages are balanced."""
-    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.rank_of[-1]})
+def ends_fit(cost: StepCost) -> bool:
+    """Whether the first and the last stage fit, which are the fullest if stages are balanced."""
+    usable = usable_bytes(cost.cluster)
+    ends = [_Stage(cost, stage) for stage in {0, cost.layout.rank_of[-1]}]
+    # What is alive while layers run takes the longest to count, and most layouts don't fit without it.
+    return all(stage.beside_layers.total <= usable for stage in ends) and all(
+        stage.memory().total <= usable for stage in ends
+    )
 
 
 def fullest(cost: StepCost) -> Memory:
@@ -144,6 +154,13 @@ class _Stage:
         self._ranks = self.layout.mesh.of("sequence", "hidden")
 
     def memory(self) -> Memory:
+        # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
+        beside = self.beside_layers
+        return replace(beside, working=beside.working + max(0.0, self._working() - beside.logits))
+
+    @cached_property
+    def beside_layers(self) -> Memory:
+        """Without what is alive while a layer runs."""
         layout, software = self.layout, self.software
         dense, experts = self.cost.own_parameters[self.stage]
         shared = layout.replicas * layout.context
@@ -152,22 +169,17 @@ class _Stage:
         weights = (dense + experts) / (layout.context if software.shards_over_context else 1)
         gradients = weights * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store, on_host = self._activations()
-        logits = self._logits() if self.is_last or layout.head_ranks else 0.0
-        units = {
-            "gathered": self._gathered(),
-            "activations": activations,
-            "key_value_store": store,
-            "logits": logits,
-            # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
-            "working": self._buffers() + max(0.0, self._working() - logits),
-            "messages": self._messages(),
-        }
         on_device = 0.0 if layout.optimizer_on_host else optimizer
         return Memory(
             parameters=weights * _ELEMENT,
             gradients=gradients,
             optimizer=on_device * _OPTIMIZER_BYTES,
-            **units,
+            gathered=self._gathered(),
+            activations=activations,
+            key_value_store=store,
+            logits=self._logits() if self.is_last or layout.head_ranks else 0.0,
+            working=self._buffers(),
+            messages=self._messages(),
             framework=software.own_bytes,
             on_host=on_host + (optimizer - on_device) * _HOST_OPTIMIZER_BYTES,
         )
@@ -433,7 +445,7 @@ class _Stage:
         layers = min(len(self.layers), 2 if self.layout.stages == 1 and not self._is_cut else 3)
         segments = range(len(self.cost.lengths))
         largest = max(self._unit(Counter([kind]), segment) for kind in self._kinds for segment in segments)
-        if self.peak.layers:
+        if self.count.layers and self.layout.checkpointing in _COUNTED:
             return layers * largest
         return layers * largest - self._units.layer_input(max(map(self._units.tokens, self.cost.lengths)))
 
@@ -479,7 +491,7 @@ class _Stage:
 
     def _peak_in(self, segment: int) -> ModelPeak:
         rank, checkpointing = self._counted_as, self.layout.checkpointing
-        if not self.count.layers or checkpointing not in ("none", "layers", "attention"):
+        if not self.count.layers or checkpointing not in _COUNTED:
             return ModelPeak()
         is_late = is_long(self.model.hidden, self.model.kinds, rank, self._units.tokens(self.cost.lengths[segment]))
         return count_peak(self.model, PeakOf(rank, checkpointing, is_late))

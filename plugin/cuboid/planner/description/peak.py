@@ -318,7 +318,7 @@ class _WorkingSample(LayerSample):
         return [(live - kept, gathered) for live, gathered in self._moments.get((0, True), [])]
 
     def _beside_kept(self, moments: dict[tuple[int, bool], list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-        """By kind of layer, the moments of all its layers, beside what was kept after their forwards; then the end's."""
+        """By kind of layer, moments of all its layers beside what was kept after their forwards; then the end's."""
         of_kinds: list[list[tuple[int, int]]] = [[] for _ in range(len(self.places) + 1)]
         for (index, _), of_layer in moments.items():
             kept = self._kept_after[index]
