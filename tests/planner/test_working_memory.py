@@ -53,7 +53,7 @@ def most_alive(config, verdict, mesh, checkpointing):
         return threaded.run(step)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", ["none", "layers", "attention"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
