@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.models.attention.forward_context import Unit
 from cuboid.models.attention.kept_attention import keeping_attention
@@ -241,8 +242,8 @@ class _WorkingSample(LayerSample):
         if is_recomputing():
             return
         self._at = index, False
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if index == 0 and hidden.requires_grad:
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if index == 0 and hidden is not None and hidden.requires_grad:
             hidden.register_hook(functools.partial(self._begin_backward, None))
 
     def _after(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -299,8 +300,12 @@ class _WorkingSample(LayerSample):
             in_forward, self._moments = self._beside_kept(self._moments), {}
             filling = self.waiting.filling(unit.start) if self.rank.splits else nullcontext()
             self._at = len(self.kinds), True
-            with self._mode, self._slot.running(unit), filling:
-                roots.pop().backward()
+            try:
+                with self._mode, self._slot.running(unit), filling:
+                    roots.pop().backward()
+            except RuntimeError as error:
+                # Of the autograd engine, whose errors don't say whose code they are in.
+                raise UnsupportedModelError(f"its backward doesn't run without values: {error}") from error
             moments = [first + then for first, then in zip(in_forward, self._beside_kept(self._moments), strict=True)]
             if self.rank.splits:
                 of_weights = self._of_weights(unit)
