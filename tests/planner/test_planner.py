@@ -22,7 +22,7 @@ from cuboid.config.schema import require_config, split_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError
 from cuboid.planner.cost.layout import Layout
-from cuboid.planner.cost.memory import USABLE, _Stage, ends_fit, fullest
+from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.meta_model import describe
@@ -394,7 +394,7 @@ def test_what_the_smallest_layout_needs_is_more_than_can_be_used():
     most = fullest(cost).total
     # Room for the first stage and the last one, but not for the second.
     cost.cluster = replace(cost.cluster, gpu=replace(cost.cluster.gpu, memory_bytes=int((most - 2**30) / USABLE)))
-    assert ends_fit(cost)
+    assert ends_memory(cost) < USABLE * cost.cluster.gpu.memory_bytes
     with pytest.raises(ConfigError, match=f"needs {most / 2**30:.1f} GiB a GPU, and {most / 2**30 - 1:.1f} can"):
         best_of([cost], "this")
 
@@ -817,6 +817,7 @@ def test_recipes_are_accepted_and_fit(path):
     (case,) = (case for case in choosing.cases() if case.path == path)
     planned = case.read()
     assert planned.fits
+    assert planned.counted_bytes <= planned.limit_bytes
     assert planned.layout.rows == case.rows
     assert (planned.cost.length, config.ranks * planned.layout.replicas) == (choosing.LENGTHS[case.length], gpus)
 

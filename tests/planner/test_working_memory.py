@@ -65,7 +65,7 @@ def test_a_step_has_no_more_alive_than_predicted(name, mesh, checkpointing):
     stage = _Stage(StepCost(described, layout, cluster, LENGTH, cuboid_software(layout)), 0)
     assert not stage.peak.obstacle
     memory = stage.memory()
-    predicted = memory.gathered + memory.activations + memory.logits + memory.working
+    predicted = stage.counted_bytes() - memory.parameters - memory.gradients - memory.optimizer - memory.framework
     alive = max(most_alive(config, described.verdict, mesh, checkpointing))
     has_experts = any(kind.experts is not None for kind in described.kinds)
     assert LEAST < alive / predicted < (MOST_OF_EXPERTS if has_experts else MOST)

@@ -18,7 +18,7 @@ from cuboid.models.pipeline.staging_plan import assumed_length_of
 from cuboid.models.stages.stage_cut import ASSUMED_LENGTH, plan_stages
 from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, CheckpointingMode, Layout, Software
-from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
+from cuboid.planner.cost.memory import Memory, counted_bytes, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.halves import halves_of, sizes_with_halves
@@ -63,6 +63,14 @@ class Estimate:
     def memory_bytes(self) -> float:
         """Peak memory of the fullest rank, in bytes."""
         return max(stage.total for stage in self.stages)
+
+    @cached_property
+    def counted_bytes(self) -> float | None:
+        """:attr:`memory_bytes`, with what is alive while a layer runs counted by running it, which takes seconds.
+
+        None where it can't be run without values.
+        """
+        return counted_bytes(self.cost)
 
     @property
     def limit_bytes(self) -> float:

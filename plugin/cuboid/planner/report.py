@@ -91,7 +91,7 @@ def _verdict(estimate: Estimate) -> str:
     spare = estimate.limit_bytes - estimate.memory_bytes
     limit = f"{estimate.limit_bytes / _GIB:.1f} GiB that tensors can have of {estimate.cost.cluster.gpu.name}"
     if spare >= 0:
-        return f"It fits: {spare / _GIB:.1f} GiB are left of the {limit}."
+        return f"It fits: {spare / _GIB:.1f} GiB are left of the {limit}.{_counted(estimate)}"
     lines = [f"It does not fit: {-spare / _GIB:.1f} GiB more than the {limit}."]
     for name, changed in remedies(estimate)[:4]:
         lines.append(
@@ -100,6 +100,15 @@ def _verdict(estimate: Estimate) -> str:
     if len(lines) == 1:
         lines.append("  No single change makes it fit; `cuboid plan` looks for another layout.")
     return "\n".join(lines)
+
+
+def _counted(estimate: Estimate) -> str:
+    """What a count of all that is alive in a layer says of a layout that fits."""
+    counted = estimate.counted_bytes
+    if counted is None:
+        return ""
+    found = f"With all that is alive while a layer runs, counted in its own code, it takes {counted / _GIB:.1f} GiB"
+    return f"\n{found}." if counted <= estimate.limit_bytes else f"\nWarning: {found[0].lower()}{found[1:]}: more."
 
 
 def print_profile(cluster: Cluster, console: Any) -> None:

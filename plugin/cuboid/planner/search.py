@@ -16,7 +16,7 @@ from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.stages.stage_cut import plan_stages
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
-from cuboid.planner.cost.memory import ends_fit, fullest, states_bytes, usable_bytes
+from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.halves import sizes_with_halves
@@ -188,7 +188,7 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
         if len(chosen) == _PIPELINES:
             break
         # Of the variants of one pipeline, the fastest may keep more than there is memory for.
-        if ends_fit(cost):
+        if ends_memory(cost) <= usable_bytes(cost.cluster):
             choose(cost.layout)
     return list(chosen.values())
 
@@ -288,7 +288,7 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
         # Candidates are sorted by their bounds: no later one can be among the best.
         if len(fitting) >= count and bound > _value(fitting[count - 1], goal):
             break
-        if ends_fit(cost):
+        if ends_memory(cost) <= usable_bytes(cost.cluster):
             one = Estimate.of(cost)
             if one.fits:
                 fitting = _with(fitting, one, goal)

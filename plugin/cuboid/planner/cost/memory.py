@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import ceil, floor
 
@@ -32,8 +32,6 @@ _OPTIMIZER_BYTES = 12
 _HOST_OPTIMIZER_BYTES = _OPTIMIZER_BYTES + 6
 _ELEMENT = 2
 _STATISTIC = 4
-#: What recomputes as Cuboid does.
-_COUNTED = ("none", "layers", "attention")
 #: Bytes of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
 _ROUTED = 4 * 8 + _STATISTIC
 
@@ -86,14 +84,11 @@ def stage_memory(cost: StepCost) -> list[Memory]:
 def uncounted(cost: StepCost) -> str:
     """What the estimate of a step leaves out, in words; "" if nothing."""
     left_out = [cost.model.uncounted] if cost.model.uncounted else []
-    stage = _Stage(cost, 0)
-    count = stage.count
+    count = _Stage(cost, 0).count
     if not count.layers and cost.model.uncounted_by_formulas:
         left_out.append(cost.model.uncounted_by_formulas)
     if count.obstacle:
         left_out.append(f"what its layers keep by their own code, instead of which formulas stand ({count.obstacle})")
-    if stage.peak.obstacle:
-        left_out.append(f"what is alive while a layer runs, of which a formula stands ({stage.peak.obstacle})")
     if count.layers and any(layer.attention.query == 0 for layer in cost.model.kinds):
         left_out.append("what kernels for layers without attention would keep in place of what torch's operations keep")
     return "; ".join(left_out)
@@ -116,19 +111,26 @@ def states_bytes(cost: StepCost) -> float:
     return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES
 
 
-def ends_fit(cost: StepCost) -> bool:
-    """Whether the first and the last stage fit, which are the fullest if stages are balanced."""
-    usable = usable_bytes(cost.cluster)
-    ends = [_Stage(cost, stage) for stage in {0, cost.layout.rank_of[-1]}]
-    # What is alive while layers run takes the longest to count, and most layouts don't fit without it.
-    return all(stage.beside_layers.total <= usable for stage in ends) and all(
-        stage.memory().total <= usable for stage in ends
-    )
+def ends_memory(cost: StepCost) -> float:
+    """Bytes of the fuller one of the first and the last stage, which are the fullest if stages are balanced."""
+    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.rank_of[-1]})
 
 
 def fullest(cost: StepCost) -> Memory:
     """Memory of the fullest rank."""
     return max(stage_memory(cost), key=lambda memory: memory.total)
+
+
+def counted_bytes(cost: StepCost) -> float | None:
+    """Bytes of the fullest rank, with what is alive while a layer runs counted by running it.
+
+    Returns:
+        None if the layers' code can't be run without values, or isn't Cuboid's.
+    """
+    stages = [_Stage(cost, stage) for stage in range(cost.layout.stages)]
+    if not stages[0].peak.layers:
+        return None
+    return max(stage.counted_bytes() for stage in stages)
 
 
 class _Stage:
@@ -154,13 +156,6 @@ class _Stage:
         self._ranks = self.layout.mesh.of("sequence", "hidden")
 
     def memory(self) -> Memory:
-        # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
-        beside = self.beside_layers
-        return replace(beside, working=beside.working + max(0.0, self._working() - beside.logits))
-
-    @cached_property
-    def beside_layers(self) -> Memory:
-        """Without what is alive while a layer runs."""
         layout, software = self.layout, self.software
         dense, experts = self.cost.own_parameters[self.stage]
         shared = layout.replicas * layout.context
@@ -169,17 +164,22 @@ class _Stage:
         weights = (dense + experts) / (layout.context if software.shards_over_context else 1)
         gradients = weights * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store, on_host = self._activations()
+        logits = self._logits() if self.is_last or layout.head_ranks else 0.0
+        units = {
+            "gathered": self._gathered(),
+            "activations": activations,
+            "key_value_store": store,
+            "logits": logits,
+            # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
+            "working": self._buffers() + max(0.0, self._working() - logits),
+            "messages": self._messages(),
+        }
         on_device = 0.0 if layout.optimizer_on_host else optimizer
         return Memory(
             parameters=weights * _ELEMENT,
             gradients=gradients,
             optimizer=on_device * _OPTIMIZER_BYTES,
-            gathered=self._gathered(),
-            activations=activations,
-            key_value_store=store,
-            logits=self._logits() if self.is_last or layout.head_ranks else 0.0,
-            working=self._buffers(),
-            messages=self._messages(),
+            **units,
             framework=software.own_bytes,
             on_host=on_host + (optimizer - on_device) * _HOST_OPTIMIZER_BYTES,
         )
@@ -443,10 +443,9 @@ class _Stage:
         input of the one that is computed is among what its recomputation keeps.
         """
         layers = min(len(self.layers), 2 if self.layout.stages == 1 and not self._is_cut else 3)
+        kinds = {kind for part in self.parts.values() for kind in part}
         segments = range(len(self.cost.lengths))
-        largest = max(self._unit(Counter([kind]), segment) for kind in self._kinds for segment in segments)
-        if self.count.layers and self.layout.checkpointing in _COUNTED:
-            return layers * largest
+        largest = max(self._unit(Counter([kind]), segment) for kind in kinds for segment in segments)
         return layers * largest - self._units.layer_input(max(map(self._units.tokens, self.cost.lengths)))
 
     # --- while it runs ------------------------------------------------------------------------------------------
@@ -473,25 +472,44 @@ class _Stage:
         return tokens * (self.model.outputs / self.layout.stages + self.model.hidden) / self._ranks * _ELEMENT
 
     def _working(self) -> float:
-        """Bytes that are alive in the layer that runs, beside what is kept and gathered."""
-        if self.peak.layers:
-            segments = range(len(self.cost.lengths))
-            layers = max(self._peak_of(kind, segment) for kind in self._kinds for segment in segments)
-            return max(layers, max(map(self._peak_of_end, segments)) if self.is_last else 0.0)
-        return self._working_by_formula()
+        """Bytes of the layer in backward: gradients inside the MLP; with checkpointing also all that it recomputes."""
+        tokens = max(self._units.tokens(length) for length in self.cost.lengths)
+        working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
+        if self.layout.mesh.batch > 1:
+            # The gradient of a block before its reduce-scatter.
+            working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
+        if self.layout.recomputes:
+            longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
+            # Attention that is kept isn't computed a second time.
+            working += max(
+                self._kept(kind, longest) - self._kept_attention(kind, longest)
+                for kinds in self.parts.values()
+                for kind in kinds
+            )
+        return working
 
-    @property
-    def _kinds(self) -> set[int]:
-        return {kind for kinds in self.parts.values() for kind in kinds}
+    # --- while it runs, counted -----------------------------------------------------------------------------------
+
+    def counted_bytes(self) -> float:
+        """All bytes, with those that are alive while a layer runs counted in its own code."""
+        memory, segments = self.memory(), range(len(self.cost.lengths))
+        kinds = {kind for kinds in self.parts.values() for kind in kinds}
+        alive = max(self._peak_of(kind, segment) for kind in kinds for segment in segments)
+        if self.is_last:
+            alive = max(alive, *map(self._peak_of_end, segments))
+        if self.layout.moves:
+            # The input of the layer that runs, which the formula of `_working` has and these counts don't.
+            alive += self._units.layer_input(max(map(self._units.tokens, self.cost.lengths)))
+        return memory.total - memory.working + self._buffers() + max(0.0, alive - memory.logits)
 
     @property
     def peak(self) -> ModelPeak:
-        """What is alive while a layer runs on a rank, by its own code; empty if only the formula applies."""
+        """What is alive while a layer runs on a rank, by its own code; empty if that can't be run."""
         return self._peak_in(0)
 
     def _peak_in(self, segment: int) -> ModelPeak:
         rank, checkpointing = self._counted_as, self.layout.checkpointing
-        if not self.count.layers or checkpointing not in _COUNTED:
+        if not self.count.layers or checkpointing not in ("none", "layers", "attention"):
             return ModelPeak()
         is_late = is_long(self.model.hidden, self.model.kinds, rank, self._units.tokens(self.cost.lengths[segment]))
         return count_peak(self.model, PeakOf(rank, checkpointing, is_late))
@@ -513,19 +531,6 @@ class _Stage:
         """The same of what runs after the last layer."""
         rows, length = self._units.tokens(1), self.cost.lengths[segment]
         return self._peak_in(segment).end.of(rows, length, length, with_gathered=False)
-
-    def _working_by_formula(self) -> float:
-        """Gradients inside the MLP; with checkpointing also all that a layer recomputes."""
-        tokens = max(self._units.tokens(length) for length in self.cost.lengths)
-        working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
-        if self.layout.mesh.batch > 1:
-            # The gradient of a block before its reduce-scatter.
-            working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
-        if self.layout.recomputes:
-            longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
-            # Attention that is kept isn't computed a second time.
-            working += max(self._kept(kind, longest) - self._kept_attention(kind, longest) for kind in self._kinds)
-        return working
 
     def _features_at_work(self, layer: Layer) -> float:
         """Features of a token: inside the MLP; for experts on a mesh also gradients of their input and output rows."""
