@@ -107,8 +107,8 @@ def _counted(estimate: Estimate) -> str:
     counted = estimate.counted_bytes
     if counted is None:
         return ""
-    found = f"With all that is alive while a layer runs, counted in its own code, it takes {counted / _GIB:.1f} GiB"
-    return f"\n{found}." if counted <= estimate.limit_bytes else f"\nWarning: {found[0].lower()}{found[1:]}: more."
+    takes = f"all that is alive while a layer runs, counted in its own code, it takes {counted / _GIB:.1f} GiB"
+    return f"\nWith {takes}." if counted <= estimate.limit_bytes else f"\nWarning: with {takes}, which is more."
 
 
 def print_profile(cluster: Cluster, console: Any) -> None:
