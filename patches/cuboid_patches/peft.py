@@ -221,12 +221,12 @@ def _hotswap_adapter(original: Any) -> Any:
 def _count_parameters(original: Any) -> Any:
     @functools.wraps(original)
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
-        inner = unwrap(self)
-        if not isinstance(inner, ShardedModel):
+        if not isinstance(unwrap(self), ShardedModel):
             counted: tuple[int, int] = original(self)
             return counted
-        # Of the whole model, not of this rank's shards.
-        return inner.num_parameters(only_trainable=True), inner.num_parameters()
+        from cuboid.integrations.peft.counting import trained_and_all
+
+        return trained_and_all(self, original)
 
     return get_nb_trainable_parameters
 

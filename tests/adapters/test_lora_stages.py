@@ -43,7 +43,7 @@ from threaded import step_of
 from training import ROWS, VOCABULARY, ranks_of, settings, small_checkpoint
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 
 class Staged:
@@ -98,6 +98,39 @@ class Staged:
                 full = full_tensors.setdefault(name, value.new_zeros(specs[name].shape))
                 put_shard(full, value, specs[name], mesh.shape, mesh.coordinate)
         return full_tensors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"layers_to_transform": [0, 1], "use_dora": True, "rank_pattern": {"q_proj": 5}},
+        {"trainable_token_indices": [3, 5], "bias": "lora_only"},
+    ],
+    ids=str,
+)
+def test_each_stage_counts_the_whole_models_parameters_as_plain_peft_does(options):
+    """``print_trainable_parameters``, which every script calls, and ``disable_adapter``, which asks for them."""
+    model = built("qwen2")
+
+    def counts(stage_or_plain):
+        peft_model = adapted(stage_or_plain, **options)
+        both = [peft_model.get_nb_trainable_parameters()]
+        with peft_model.disable_adapter():
+            both.append(peft_model.get_nb_trainable_parameters())
+        peft_model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+        peft_model.set_adapter("second")
+        return [*both, peft_model.get_nb_trainable_parameters()]
+
+    expected = counts(copy.deepcopy(model))
+    for stage in Staged(model).models:
+        assert counts(stage) == expected
+
+
+def test_a_stage_counts_a_prompt_that_only_the_first_one_has():
+    model, config = built("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    counts = [get_peft_model(x, config).get_nb_trainable_parameters() for x in (*Staged(model).models, model)]
+    assert counts == [counts[-1]] * 3
 
 
 def assert_as_plain(model, plain, staged, micro_batch, lengths, folder, as_in_files=as_they_are):

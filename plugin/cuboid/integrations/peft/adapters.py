@@ -28,6 +28,7 @@ from cuboid.distributed.mesh import Mesh, WeightSeed
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
+from cuboid.integrations.peft.counting import asked_targets
 from cuboid.integrations.peft.embedding_layer import EmbeddingLora, on_mesh
 from cuboid.integrations.peft.experts_layer import ParamWrapper, lora_of_router
 from cuboid.integrations.peft.lora_layer import SeededLoraLinear, ShardedLoraLinear
@@ -74,6 +75,8 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
+    if isinstance(config.target_modules, str):
+        asked_targets(tuner)[adapter_name] = config.target_modules
     with _giving_head(model):
         prepared = _prepared(tuner, model, config)
     of_experts = getattr(prepared, "target_parameters", None)
