@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from cuboid_patches import accelerate, deepspeed, gradients, interpreter, peft, transformers, trl
+from cuboid_patches import accelerate, deepspeed, interpreter, peft, torch_loops, transformers, trl
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SharedMemoryBuild
+from cuboid_patches.torch_loops import StepCheck
 
-PATCHES: list[Patch | SharedMemoryBuild] = [
+PATCHES: list[Patch | SharedMemoryBuild | StepCheck] = [
     *transformers.PATCHES,
     *accelerate.PATCHES,
     *peft.PATCHES,
     *trl.PATCHES,
     *deepspeed.PATCHES,
-    *gradients.PATCHES,
+    *torch_loops.PATCHES,
     *interpreter.PATCHES,
 ]

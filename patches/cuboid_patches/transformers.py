@@ -22,6 +22,7 @@ from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
 from cuboid.integrations.trainer_engine import (
     GivenOptimizer,
+    check_has_engine,
     check_trainer,
     config_of_trainer,
     evaluating_without_engine,
@@ -103,6 +104,8 @@ def _trainer(original: Any) -> Any:
         original(self, *args, **kwargs)
         # Also where it is the model alone that is sharded.
         is_sharded = config is not None or isinstance(unwrap(self.model), ShardedModel)
+        if config is None and is_sharded:
+            check_has_engine(self)
         if self.args.use_liger_kernel and is_sharded:
             why = why_refused(self.args.liger_kernel_config)
             raise UnsupportedModelError(f"TrainingArguments.use_liger_kernel has no rule for a sharded model: {why}")

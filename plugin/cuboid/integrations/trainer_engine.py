@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError
 from cuboid.integrations.handoff import adopt_model, check_schedule
 from cuboid.models.kinds.registry import check_unadapted
-from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
+from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 
 #: Of a trainer: its :class:`GivenOptimizer`.
 _GIVEN = "cuboid_given_optimizer"
@@ -90,6 +91,22 @@ def check_trainer(trainer: Any, config: CuboidConfig) -> None:
         raise ConfigError(
             "TrainingArguments.neftune_noise_alpha can't be combined with tensor_parallel.mode 3d_tensor: its noise "
             "depends on the sizes of the whole embeddings, of which a rank has a part; leave it out"
+        )
+
+
+def check_has_engine(trainer: Any) -> None:
+    """Check that a Trainer that was given a sharded model, without a config, can train it.
+
+    Raises:
+        ConfigError: it trains shards without DeepSpeed, whose states it would save of rank 0 alone.
+    """
+    mesh = mesh_of(trainer.model)
+    uses_deepspeed = trainer.accelerator.distributed_type is DistributedType.DEEPSPEED
+    if len(mesh.copy_ranks) > 1 and trainer.train_dataset is not None and not uses_deepspeed:
+        raise ConfigError(
+            f"the Trainer is given a model that is sharded over {len(mesh.copy_ranks)} ranks, and no DeepSpeed config: "
+            "its checkpoints would have the optimizer's states of one rank. Give TrainingArguments(deepspeed=…) a "
+            "config, best the one that shards the model; ZeRO 0 will do"
         )
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ _NAMED = {
     "muon": "works on whole matrices",
 }
 
+#: Those that :func:`check_optimizer` has accepted.
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 _WORKING = "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
 _STEPS = 24
 #: Shapes of a trial's tensors by their number of dims. They are above the usual thresholds of optimizers (Adafactor
@@ -125,13 +128,17 @@ def check_optimizer(
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     rule = _PER_TENSOR.get(name)
     _check_kind(optimizer, owned, wraps=rule is not None)
-    if name in _ELEMENTWISE:
-        return None
-    if rule is None:
+    if rule is None and name not in _ELEMENTWISE:
         rule = _try(optimizer, owned, parameters)
     if rule is not None and owned.fixed:
         raise _needs_whole(type(optimizer).__name__, "needs whole tensors", owned)
+    _checked.add(optimizer)
     return rule
+
+
+def is_checked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`check_optimizer` has accepted this optimizer."""
+    return optimizer in _checked
 
 
 def is_muon(section: Any) -> bool:

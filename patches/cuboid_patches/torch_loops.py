@@ -1,0 +1,109 @@
+"""Patches of torch that make its own training utilities right for sharded models."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from cuboid.integrations.gradient_norm import norm_over_ranks
+from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
+from cuboid_patches.base import Patch
+
+
+def _total_norm(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        norm = norm_over_ranks(gradients, float(norm_type), lambda x: original(x, norm_type, foreach=foreach))
+        if norm is None:
+            norm = original(gradients, norm_type, error_if_nonfinite, foreach)
+        elif error_if_nonfinite and not norm.isfinite():
+            # Torch's own words, of a norm that isn't finite.
+            original([norm], norm_type, error_if_nonfinite=True)
+        return norm
+
+    return get_total_norm
+
+
+def _averaging_replicas(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        group = replicas_of(bound.arguments["module"], bound.arguments.get("process_group"))
+        if group is not None:
+            bound.arguments["process_group"] = group
+        original(*bound.args, **bound.kwargs)
+
+    return init
+
+
+def _unscale(original: Any) -> Any:
+    @functools.wraps(original)
+    def _unscale_grads_(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found_inf: dict[torch.device, torch.Tensor] = original(self, optimizer, *args, **kwargs)
+        found_on_any_rank(optimizer, found_inf)
+        return found_inf
+
+    return _unscale_grads_
+
+
+class StepCheck:
+    """A hook of torch before the steps of all optimizers, which looks at each optimizer once."""
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = None
+
+    def apply(self) -> None:
+        """Register the hook, unless it is."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: check_step(optimizer))
+
+    def revert(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+PATCHES: list[Patch | StepCheck] = [
+    StepCheck(),
+    Patch(
+        target="torch.nn.parallel.distributed:DistributedDataParallel.__init__",
+        package="torch",
+        reason="average the gradients of replicas, not those of ranks that have different shards",
+        parameters=("module", "process_group"),
+        replace=_averaging_replicas,
+    ),
+    Patch(
+        target="torch.amp.grad_scaler:GradScaler._unscale_grads_",
+        package="torch",
+        reason="skip a step on all ranks if a gradient isn't finite on one, of which others have other shards",
+        parameters=("optimizer",),
+        replace=_unscale,
+    ),
+    *(
+        Patch(
+            # clip_grad_norm_, from wherever a script has it, looks the first one up when it is called.
+            target=target,
+            package="torch",
+            reason="take the norm of whole gradients where a rank has shards of them, or ranks would clip by other "
+            "norms",
+            parameters=("tensors", "norm_type", "error_if_nonfinite", "foreach"),
+            replace=_total_norm,
+        )
+        for target in ("torch.nn.utils.clip_grad:_get_total_norm", "torch.nn.utils:get_total_norm")
+    ),
+]
