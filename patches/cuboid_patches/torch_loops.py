@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from cuboid.integrations.gradient_norm import norm_over_ranks
 from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
+from cuboid.optim.elementwise import CHECKED
+from cuboid.optim.piecewise_step import MAY_REPEAT
 from cuboid_patches.base import Patch
 
 
@@ -60,6 +62,15 @@ def _unscale(original: Any) -> Any:
     return _unscale_grads_
 
 
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Every step of every optimizer comes here.
+    if optimizer not in CHECKED:
+        check_step(optimizer)
+
+
+setattr(_check_step, MAY_REPEAT, True)
+
+
 class StepCheck:
     """A hook of torch before the steps of all optimizers, which looks at each optimizer once."""
 
@@ -69,7 +80,7 @@ class StepCheck:
     def apply(self) -> None:
         """Register the hook, unless it is."""
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: check_step(optimizer))
+            self._handle = register_optimizer_step_pre_hook(_check_step)
 
     def revert(self) -> None:
         """Remove the hook."""

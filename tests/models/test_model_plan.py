@@ -89,7 +89,7 @@ def test_a_plan_changes_nothing_and_is_never_changed(layout):
 
 
 #: Of a load on a mesh of 1×2×2 in a process that has loaded before. Each further one is a place that a reader passes.
-MOST_FUNCTIONS = 256
+MOST_FUNCTIONS = 257
 
 
 def test_a_load_passes_few_functions_and_reads_the_config_twice_at_most(monkeypatch, tmp_path):

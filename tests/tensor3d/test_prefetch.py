@@ -18,6 +18,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.optim.elementwise import CHECKED
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
@@ -131,7 +132,10 @@ def outdated(path, axes):
             for parameter in parameters:
                 parameter.data.mul_(0.5)
 
-    Flat().step()
+    optimizer = Flat()
+    # It can't be tried on other tensors.
+    CHECKED.add(optimizer)
+    optimizer.step()
     after = float(model(input_ids=tokens(), labels=tokens()).loss.detach())
     fresh = sharded(path, axes)
     for parameter, changed in zip(fresh.parameters(), parameters, strict=True):
@@ -273,10 +277,10 @@ def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket
 # --- inputs that are gathered again -------------------------------------------------------------------------------
 
 
-def gathers_and_ways_out(path, axes, wanted, early_bytes=linear_op._EARLY_BYTES):
+def gathers_and_ways_out(path, axes, wanted, early_bytes=linear_op.EARLY_BYTES):
     """In backward: the gathers of the sequence, and the gradients at the ways out of attention and MLP, in order."""
     seen = []
-    linear_op._EARLY_BYTES = early_bytes
+    linear_op.EARLY_BYTES = early_bytes
     start = input_gather.GatherSequence.start
 
     def noted(self, x, **how):
@@ -318,7 +322,7 @@ def test_a_long_input_is_gathered_again_when_it_is_needed(pool, path):
 
 def peak_of_a_backward(early_bytes, monkeypatch):
     """Bytes of a checkpointed MLP's backward at most, on a rank of 1×4×1 without the others, of 4,096 tokens."""
-    monkeypatch.setattr(linear_op, "_EARLY_BYTES", early_bytes)
+    monkeypatch.setattr(linear_op, "EARLY_BYTES", early_bytes)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
     llama = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
     plan, mesh = make_parallel_plan(llama, MeshShape(1, 4, 1), MeshVerdict()), lone_rank(MeshShape(1, 4, 1))

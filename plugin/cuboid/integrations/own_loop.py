@@ -18,7 +18,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, sharded_models
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.optim.elementwise import OwnedShards, check_optimizer, is_checked
+from cuboid.optim.elementwise import OwnedShards, check_optimizer
 
 #: By optimizer, the models and parameters that were there when it was last looked at.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -64,13 +64,14 @@ def replicas_of(module: nn.Module, group: dist.ProcessGroup | None) -> dist.Proc
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Check, before an optimizer's first step, that it may be given the shards that it has, if it has some.
 
-    Frameworks, and :func:`cuboid.prepare_optimizer`, have checked theirs when they took them.
+    Not needed of those that have been checked (:data:`cuboid.optim.elementwise.CHECKED`), as frameworks and
+    :func:`cuboid.prepare_optimizer` do when they take theirs.
 
     Raises:
         OptimizerError: it needs whole tensors, can't be tried, or has parameters from before a model was sharded.
     """
     models = sharded_models()
-    if not models or is_checked(optimizer):
+    if not models:
         return
     groups = [group["params"] for group in optimizer.param_groups]
     seen = (*map(id, models), *map(len, groups))

@@ -61,7 +61,7 @@ _NAMED = {
 }
 
 #: Those that :func:`check_optimizer` has accepted.
-_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
 _WORKING = "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
 _STEPS = 24
 #: Shapes of a trial's tensors by their number of dims. They are above the usual thresholds of optimizers (Adafactor
@@ -132,13 +132,8 @@ def check_optimizer(
         rule = _try(optimizer, owned, parameters)
     if rule is not None and owned.fixed:
         raise _needs_whole(type(optimizer).__name__, "needs whole tensors", owned)
-    _checked.add(optimizer)
+    CHECKED.add(optimizer)
     return rule
-
-
-def is_checked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether :func:`check_optimizer` has accepted this optimizer."""
-    return optimizer in _checked
 
 
 def is_muon(section: Any) -> bool:

@@ -16,6 +16,8 @@ from torch.optim import optimizer as global_hooks
 
 #: Elements of a piece: a multiple of what a vector instruction takes, so that the same elements are in one.
 PIECE = 1 << 24
+#: Attribute of a hook of all optimizers' steps that may run once for each piece.
+MAY_REPEAT = "cuboid_may_repeat"
 #: Gives a parameter's gradient ``[stop - start]``, in its dtype, from ``start`` and ``stop``. Called in order.
 GradientPieces = Callable[[int, int], torch.Tensor]
 
@@ -51,7 +53,7 @@ class PiecewiseStep:
         """Whether there are hooks of steps, which run once for a whole one."""
         hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         others = global_hooks._global_optimizer_pre_hooks, global_hooks._global_optimizer_post_hooks
-        return any(hooks) or any(others)
+        return any(hooks) or any(not hasattr(hook, MAY_REPEAT) for by_id in others for hook in by_id.values())
 
     def _run(self) -> None:
         groups = self._optimizer.param_groups

@@ -49,7 +49,11 @@ def without_logits(output: ModelOutput) -> ModelOutput:
 
     Of an entry that was set to None, transformers' class keeps the former value, a rank's part, among its items.
     """
-    entries = {name: x for name, x in output.items() if getattr(output, name) is not None}
+    entries = {}
+    # Every step comes here, and a comprehension would be a call.
+    for name, entry in output.items():
+        if getattr(output, name) is not None:
+            entries[name] = entry
     output = type(output)(**entries)
     vars(output).pop("logits", None)
     output.__class__ = _class_of(type(output))  # type: ignore[arg-type]
