@@ -267,7 +267,7 @@ if way == "the next load":
     time.sleep({0: 2, 2: 2}.get(rank, 0))
     model = cuboid.from_pretrained(path, config)
 if way == "an engine":
-    optimizer = {"optimizer": {"type": "Adam", "params": {}}, "train_micro_batch_size_per_gpu": 1}
+    optimizer = {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "train_micro_batch_size_per_gpu": 1}
     deepspeed.initialize(model=model, config={**config, **optimizer})
     # The process group has a store of its own.
     dist.barrier()

@@ -151,8 +151,10 @@ def test_schedules_of_a_fixed_order_are_refused_and_auto_leaves_them_out():
 
 @pytest.mark.parametrize(
     ("shape", "most_idle", "idle_whole"),
-    [((8, 8, 8, 2.0, 2), 0.05, 0.17), ((8, 8, 16, 2.0, 2), 0.03, 0.16)],
-    ids=["k8", "k16"],
+    [
+        pytest.param((8, 8, 8, 2.0, 2), 0.05, 0.17, id="k8"),
+        pytest.param((8, 8, 16, 2.0, 2), 0.03, 0.16, id="k16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_real_vocabulary_leaves_little_idle(shape, most_idle, idle_whole):
     assert choose("zero_bubble-interleaved", *shape).timeline.bubble <= most_idle
