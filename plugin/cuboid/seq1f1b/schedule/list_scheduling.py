@@ -274,11 +274,12 @@ _Choice = tuple[Op, int, int]
 
 @dataclass(frozen=True)
 class _Found:
-    """A schedule that was found, with the time at which its last rank finishes."""
+    """A schedule that was found."""
 
     tables: _Tables
     rule: _Rule
     schedule: Schedule
+    #: When the last rank finishes; with a head that is spread, if what comes from all ranks is late.
     end_s: float
 
     def score(self) -> float:
