@@ -34,10 +34,13 @@ def _changes_structure(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.model, ShardedModel):
             return original(self, *args, **kwargs)
-        from cuboid.integrations.peft.adapters import structure_changes
+        from cuboid.integrations.peft.adapters import check_unloaded, structure_changes
 
+        deletes = original.__name__ == "delete_adapter"
+        if not deletes:
+            check_unloaded(self, self.model)
         # After the last adapter is deleted, or all are unloaded, there are none.
-        with structure_changes(self.model, lambda: original.__name__ == "delete_adapter" and bool(self.peft_config)):
+        with structure_changes(self.model, lambda: deletes and bool(self.peft_config)):
             return original(self, *args, **kwargs)
 
     return method

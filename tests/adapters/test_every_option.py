@@ -72,7 +72,7 @@ def test_every_other_kind_of_adapter_is_refused_by_name(model):
         ({"monteclora_config": {}}, "monteclora_config"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"use_dora": True, "lora_dropout": 0.1}, "lora_dropout"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["o_proj"]}, "modules_to_save"),
         ({"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters"),
         ({"trainable_token_indices": {"q_proj": [1]}}, "trainable_token_indices"),
         ({"target_modules": ["input_layernorm"]}, "input_layernorm"),

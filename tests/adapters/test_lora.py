@@ -427,15 +427,6 @@ def test_a_head_that_is_trained_whole_is_in_pefts_folder(pool, tmp_path):
         torch.testing.assert_close(read, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "q_proj"])
-def test_other_modules_that_are_trained_whole_are_refused_by_name(name):
-    threaded = Threaded(built("llama", kv_heads=2), "1x2x1")
-    before = [name for name, _ in threaded.models[0].named_modules()]
-    with pytest.raises(UnsupportedModelError, match=rf"modules_to_save=\['{name}'\]: .*{name}"):
-        adapted(threaded.models[0], modules_to_save=[name], target_modules=["v_proj"])
-    assert [name for name, _ in threaded.models[0].named_modules()] == before
-
-
 def test_other_kinds_of_adapters_are_refused_by_name():
     from peft import LoHaConfig, PrefixTuningConfig
 

@@ -97,14 +97,14 @@ def test_ends_are_switched_disabled_merged_and_unloaded():
     assert not [name for name, _ in threaded.models[0].named_parameters() if "lora" in name or "base_layer" in name]
 
 
-def test_logits_tokens_and_the_whole_head_have_the_update():
-    model = ended().eval()
-    plain, threaded = adapted(copy.deepcopy(model), target_modules=ENDS), Adapted(model, "2x2x1", target_modules=ENDS)
+def assert_outputs(plain, threaded, change=lambda _: None):
+    """After a change, logits, generated tokens, and what scripts compute with the head are plain PEFT's."""
     ids = batch(vocabulary=101)["input_ids"]
-    hidden = torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64)
+    hidden = torch.randn(2, 3, plain.config.hidden_size, dtype=torch.float64)
 
     def outputs(peft_model):
         with torch.no_grad():
+            change(peft_model)
             tokens = peft_model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
             inner = peft_model.get_base_model()
             return peft_model(input_ids=ids).logits, tokens, inner.get_output_embeddings()(hidden)
@@ -115,6 +115,11 @@ def test_logits_tokens_and_the_whole_head_have_the_update():
         torch.testing.assert_close(rank_logits, logits, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(rank_tokens, tokens)
         torch.testing.assert_close(rank_of_head, of_head, rtol=1e-9, atol=1e-9)
+
+
+def test_logits_tokens_and_the_whole_head_have_the_update():
+    model = ended().eval()
+    assert_outputs(adapted(copy.deepcopy(model), target_modules=ENDS), Adapted(model, "2x2x1", target_modules=ENDS))
 
 
 def test_in_float16_backward_drops_out_what_forward_has():

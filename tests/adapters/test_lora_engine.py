@@ -154,6 +154,11 @@ CASES = [
     # One of the stages has no adapter.
     ("1x1x1", 2, 1, 1, None, ("1x2x1", None), {"target_modules": ("lm_head",)}),
     ("1x1x1", 2, 0, 1, None, ("2x1x1", None), {"target_modules": ("embed_tokens",)}),
+    ("1x1x1", 2, 1, 1, None, ("1x2x1", None), {"modules_to_save": ("embed_tokens", "lm_head", "norm")}),
+    pytest.param(
+        *("1x1x2", None, 1, 1, None, ("1x1x1", 2), {"modules_to_save": ("embed_tokens", "lm_head", "norm")}),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -182,6 +187,7 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
         assert saved.keys() == {name for name in written if not name.endswith("base_layer.weight")}
         for name, value in state.items():
             key = name.replace("vector.default.weight", "vector").replace(".default", "")
+            key = key.replace(".modules_to_save", "")
             # AdamW divides by the gradient's own size, and so enlarges the rounding of one that is almost zero.
             torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=1e-5, msg=name)
         assert not list(folder.glob("model*.safetensors"))

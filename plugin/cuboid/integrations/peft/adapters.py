@@ -35,9 +35,11 @@ from cuboid.integrations.peft.lora_layer import SeededLoraLinear, ShardedLoraLin
 from cuboid.integrations.peft.scaled_layer import ShardedIA3Linear
 from cuboid.integrations.peft.seeding import is_loading, seeded_by
 from cuboid.integrations.peft.whole_layer import WholeLoraLinear
+from cuboid.models.architectures.norm_formula import may_normalize
 from cuboid.models.kinds.sharding import Sharding
+from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.customizations import guard_hooks
-from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
+from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel, plain_class
 from cuboid.models.stages.placeholders import PlaceholderBranch, PlaceholderModule
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.compiled.forms import CompiledWhole
@@ -106,10 +108,12 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             structure_changes(model, lambda: True),
             seeded_by(seed_of),
             on_mesh(model.cuboid.mesh),
-            _targeting(config, is_here, tokens),
+            _targeting(config, is_here, tokens, _saved_here(model, config.modules_to_save)),
             _scaling_shards(tuner),
         ):
             result = action()
+    for name in _absent(model) if config.modules_to_save else ():
+        tuner.model.get_submodule(name).register_load_state_dict_pre_hook(_leave_copies)
     _load_whole_tensors(model, biases=getattr(config, "bias", "none") != "none")
     _note_ties(model)
     return result
@@ -136,15 +140,17 @@ def _scaling_shards(tuner: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _targeting(config: Any, is_here: bool, tokens: Any) -> Iterator[None]:
+def _targeting(config: Any, is_here: bool, tokens: Any, saved: Any) -> Iterator[None]:
     """In the ``with`` block, PEFT doesn't miss layers of the adapter that other stages have.
 
     Args:
         config: the adapter's.
         is_here: whether this stage has any of its ``target_modules``.
         tokens: its ``trainable_token_indices`` on this stage.
+        saved: its ``modules_to_save`` there.
     """
     targets, all_tokens = config.target_modules, getattr(config, "trainable_token_indices", None)
+    all_saved, config.modules_to_save = config.modules_to_save, saved
     if all_tokens is not None:
         config.trainable_token_indices = tokens
     if not is_here:
@@ -152,10 +158,20 @@ def _targeting(config: Any, is_here: bool, tokens: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        config.modules_to_save = all_saved
         if all_tokens is not None:
             config.trainable_token_indices = all_tokens
         if not is_here:
             config.target_modules = targets
+
+
+def _leave_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before PEFT's files are loaded, of a module whose copy another stage trains.
+
+    Files have the copy under the module's own name, and the last stage has the table that its head is tied to.
+    """
+    for name in module._parameters if is_loading.get() else ():
+        state.pop(f"{prefix}{name}", None)
 
 
 def _load_whole_tensors(model: Any, *, biases: bool) -> None:
@@ -178,15 +194,17 @@ def _is_end(module: ShardedModule) -> bool:
 
 def _note_ties(model: Any) -> None:
     """Tell the adapters of embeddings and heads whose weight is tied what that is tied to; they can't be merged."""
-    ties = model.staging.plan.outline.tied if isinstance(model, StageModel) else model.all_tied_weights_keys
-    modules = {name.rpartition(".")[0]: other.rpartition(".")[0] for name, other in ties.items()}
-    for name, other in {**{other: name for name, other in modules.items()}, **modules}.items():
-        try:
-            layer = model.get_submodule(name)
-        except AttributeError:
-            continue
+    for name, other in _tied_modules(model).items():
+        layer = _module_here(model, name)
         if isinstance(layer, AdaptedLayer):
             layer.tied_to = other
+
+
+def _tied_modules(model: Any) -> dict[str, str]:
+    """Names of modules with a tied weight, and of another one that has it."""
+    ties = model.staging.plan.outline.tied if isinstance(model, StageModel) else model.all_tied_weights_keys
+    modules = {name.rpartition(".")[0]: other.rpartition(".")[0] for name, other in ties.items()}
+    return {**{other: name for name, other in modules.items()}, **modules}
 
 
 def _connect_for_norms(mesh: Mesh) -> None:
@@ -470,25 +488,77 @@ def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
     Raises:
         UnsupportedModelError: names one that has no rule.
     """
-    for name in _names_ending(model, names or ()):
-        what = f"modules_to_save={names}: {name}"
-        if isinstance(model, StageModel):
-            outline = model.staging.plan.outline
-            if not outline.runs_own_head or name not in outline.head:
-                raise UnsupportedModelError(
-                    f"{what} has no rule in a pipeline; of a model's modules, the heads of classifiers are trained "
-                    "whole, on the last stage"
-                )
+    if not names:
+        return
+    all_modules: Any = model
+    if isinstance(model, StageModel):
+        # Each stage checks all modules, so that all raise the same error; others' are placeholders here.
+        with plain_construction(), torch.device("meta"):
+            all_modules = plain_class(type(model))(model.config)
+    is_compiled = model.cuboid.state.compiled is not None
+    for name in _names_ending(model, names):
+        module = all_modules.get_submodule(name)
+        if _is_trained_whole(model, all_modules, name, module) and not (is_compiled and may_normalize(module)):
             continue
-        module = model.get_submodule(name)
-        if name.startswith(f"{model.base_model_prefix}.") or module in (
-            model.base_model,
-            model.get_output_embeddings(),
-        ):
-            raise UnsupportedModelError(
-                f"{what} ({type(module).__name__}) has no rule on a mesh; of a model's modules, those around the base "
-                "model with few outputs, such as a classifier's head, are trained whole"
-            )
+        raise UnsupportedModelError(
+            f"modules_to_save={names}: {name} ({type(module).__name__}) has no rule on a mesh or in a pipeline; of a "
+            "model's modules, embeddings, the head, and norms outside of compiled layers and of blocks computed whole "
+            "are trained whole; name linear layers in target_modules"
+        )
+
+
+def _is_trained_whole(model: Any, all_modules: Any, name: str, module: Any) -> bool:
+    """Whether an adapter may train its own copy of a module.
+
+    Args:
+        model: sharded.
+        all_modules: the same model, or for a stage the plain one, which has the other stages' modules too.
+        name, module: of it.
+    """
+    outline = model.staging.plan.outline if isinstance(model, StageModel) else None
+    is_outside = outline.runs_own_head and name in outline.head if outline else module is not model.base_model
+    if is_outside and not name.startswith(f"{model.base_model_prefix}."):
+        return True
+    if module is (all_modules.get_output_embeddings() if outline else _head_of(model)):
+        return True
+    # A block that is computed whole gathers the parameters that it had when it was made.
+    is_in_block = isinstance(_module_here(model, name), KeptWhole)
+    return not is_in_block and (isinstance(module, nn.Embedding) or may_normalize(module))
+
+
+def _module_here(model: Any, name: str) -> nn.Module | None:
+    """A module of this stage; None if only others have it."""
+    try:
+        module: nn.Module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return module
+
+
+def _saved_here(model: Any, names: Sequence[str] | None) -> Any:
+    """``modules_to_save`` for this stage: by their whole names, those that aren't another stage's to train."""
+    if not isinstance(model, StageModel) or not names:
+        return names
+    absent = _absent(model)
+    return [
+        name for name in _names_ending(model, names) if name not in absent and _module_here(model, name) is not None
+    ] or None
+
+
+def check_unloaded(tuner: Any, model: Any) -> None:
+    """Check that modules that an adapter has trained whole may replace the model's own.
+
+    Raises:
+        UnsupportedModelError: they have a weight that is tied.
+    """
+    for config in tuner.peft_config.values():
+        for name, other in _tied_modules(model).items():
+            if any(name.endswith(key) for key in getattr(config, "modules_to_save", None) or ()):
+                raise UnsupportedModelError(
+                    f"modules_to_save={config.modules_to_save}: {name} shares its weight with {other} "
+                    "(config.tie_word_embeddings), and its copy can't replace it; keep the adapter beside the model, "
+                    "or train it on a checkpoint that was saved with tie_word_embeddings=False"
+                )
 
 
 def _check_tokens(indices: Sequence[int], name: str, base: Any) -> None:

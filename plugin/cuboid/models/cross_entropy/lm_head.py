@@ -104,4 +104,26 @@ class Head:
         # An adapter of a head that is tied to the embedding has the embedding's module, under two names.
         named = self.model.named_modules(remove_duplicate=False)
         outside = [module for name, module in named if name != base and not name.startswith(f"{base}.")]
-        return list(dict.fromkeys(outside))
+        wrappers = [module for module in outside if "modules_to_save" in module._modules]
+        if not wrappers:
+            return list(dict.fromkeys(outside))
+        idle = {part for wrapper in wrappers for copy in _idle_copies(wrapper) for part in copy.modules()}
+        return [module for module in dict.fromkeys(outside) if module not in idle]
+
+
+def running_module(module: nn.Module) -> nn.Module:
+    """The module that a wrapper of PEFT's ``modules_to_save`` calls, an adapter's copy or the model's own; or itself."""
+    if "modules_to_save" not in module._modules:
+        return module
+    wrapper: Any = module
+    names = [] if wrapper.disable_adapters else wrapper.active_adapters[:1]
+    running: nn.Module = next(
+        (wrapper.modules_to_save[name] for name in names if name in wrapper.modules_to_save), wrapper.original_module
+    )
+    return running
+
+
+def _idle_copies(wrapper: Any) -> list[nn.Module]:
+    """The modules in a wrapper of PEFT's ``modules_to_save`` that it doesn't call now."""
+    running = running_module(wrapper)
+    return [module for module in (wrapper.original_module, *wrapper.modules_to_save.values()) if module is not running]

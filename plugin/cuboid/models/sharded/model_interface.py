@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.batch.rank_cache import RankCache, cache_obstacle
+from cuboid.models.cross_entropy.lm_head import running_module
 from cuboid.models.sharded.activation_checkpointing import keeping
 from cuboid.models.sharded.compilation import compile_later
 from cuboid.tensor3d.layers.linear import ShardedLinear
@@ -90,8 +91,11 @@ class WholeInterface:
     def get_output_embeddings(self) -> nn.Module | None:
         """The head, with the whole model's weight. Its computation isn't sharded: each rank does all of it."""
         head: nn.Module | None = super().get_output_embeddings()  # type: ignore[misc]
-        if head is None or isinstance(head, ShardedLinear):
-            return None if head is None else WholeHead(head)
+        if head is None:
+            return None
+        head = running_module(head)
+        if isinstance(head, ShardedLinear):
+            return WholeHead(head)
         # An adapter around it adds to what it computes.
         linear = next((module for module in head.modules() if isinstance(module, ShardedLinear)), None)
         adapted = next((module for module in head.modules() if hasattr(type(module), "whole_update")), None)
