@@ -104,15 +104,17 @@ class Head:
         # An adapter of a head that is tied to the embedding has the embedding's module, under two names.
         named = self.model.named_modules(remove_duplicate=False)
         outside = [module for name, module in named if name != base and not name.startswith(f"{base}.")]
-        wrappers = [module for module in outside if "modules_to_save" in module._modules]
-        if not wrappers:
-            return list(dict.fromkeys(outside))
-        idle = {part for wrapper in wrappers for copy in _idle_copies(wrapper) for part in copy.modules()}
-        return [module for module in dict.fromkeys(outside) if module not in idle]
+        modules = dict.fromkeys(outside)
+        for module in outside:
+            if "modules_to_save" in module._modules:
+                for copy in _idle_copies(module):
+                    for part in copy.modules():
+                        modules.pop(part, None)
+        return list(modules)
 
 
 def running_module(module: nn.Module) -> nn.Module:
-    """The module that a wrapper of PEFT's ``modules_to_save`` calls, an adapter's copy or the model's own; or itself."""
+    """What a wrapper of PEFT's ``modules_to_save`` calls, a copy or the model's own; any other module itself."""
     if "modules_to_save" not in module._modules:
         return module
     wrapper: Any = module
