@@ -29,16 +29,9 @@ from cuboid.planner.description.meta_model import describe
 from cuboid.planner.estimate import cuboid_software, estimate, layout_of_config, remedies, segment_counts
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
+from cuboid.planner.ranking import SearchResult, best_of
 from cuboid.planner.report import print_plan
-from cuboid.planner.search import (
-    SearchResult,
-    _with_other_stages,
-    best_of,
-    config_of,
-    layouts,
-    parse_layout,
-    search,
-)
+from cuboid.planner.search import _with_other_stages, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, description_of, small
 
@@ -220,7 +213,8 @@ def test_the_optimizer_is_planned_in_host_memory_where_nothing_else_fits():
 def test_more_segments_are_tried_for_the_bubble_of_few_micro_batches_of_long_rows():
     layout = Layout(MeshShape(4, 16, 1), 16, 4)
     assert segment_counts(layout, 2**20) == [1, 2, 4, 8, 16, 32, 64]
-    assert segment_counts(replace(layout, micro_batches=2), 2**20) == [1, 2, 4, 8, 16, 32]
+    assert segment_counts(replace(layout, micro_batches=2), 2**20) == [1, 2, 4, 8, 16, 32, 64]
+    assert segment_counts(replace(layout, micro_batches=4), 2**20) == [1, 2, 4, 8, 16, 32]
     assert segment_counts(replace(layout, micro_batches=8), 2**20) == [1, 2, 4, 8, 16]
     # Segments of 4,096 tokens at least.
     assert segment_counts(layout, 2**17) == [1, 2, 4, 8, 16, 32]
@@ -396,7 +390,7 @@ def test_what_the_smallest_layout_needs_is_more_than_can_be_used():
     cost.cluster = replace(cost.cluster, gpu=replace(cost.cluster.gpu, memory_bytes=int((most - 2**30) / USABLE)))
     assert ends_memory(cost) < USABLE * cost.cluster.gpu.memory_bytes
     with pytest.raises(ConfigError, match=f"needs {most / 2**30:.1f} GiB a GPU, and {most / 2**30 - 1:.1f} can"):
-        best_of([cost], "this")
+        best_of([[cost]], "this")
 
 
 @functools.cache

@@ -32,7 +32,8 @@ from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import seen_cluster
 from cuboid.planner.estimate import Estimate, best_segments, cuboid_software, segment_counts, with_pipeline
-from cuboid.planner.search import best_of, checkpointing_section, reason
+from cuboid.planner.ranking import best_of
+from cuboid.planner.search import checkpointing_section, reason
 
 _logger = logging.getLogger(__name__)
 
@@ -279,18 +280,15 @@ def _fastest(
             padded = max(padded, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
             yield StepCost(model, one, cluster, padded, cuboid_software(one), known=known)
 
-    if mode is not None:
-        return best_of(costs(mode), what).best
-    try:
-        return best_of(costs("none"), what).best
-    except ConfigError:
-        pass
-    on_device = [*costs("attention"), *costs("layers")]
-    try:
-        return best_of(on_device, what).best
-    except ConfigError:
-        on_host = itertools.chain(costs("attention", on_host=True), costs("layers", on_host=True))
-        return best_of([*on_device, *on_host], what).best
+    def sets() -> Iterator[Iterator[StepCost]]:
+        if mode is not None:
+            yield costs(mode)
+            return
+        yield costs("none")
+        yield itertools.chain(costs("attention"), costs("layers"))
+        yield itertools.chain(costs("attention", on_host=True), costs("layers", on_host=True))
+
+    return best_of(sets(), what).best
 
 
 def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:

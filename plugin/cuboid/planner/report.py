@@ -10,7 +10,8 @@ from typing import Any
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
-from cuboid.planner.search import SearchResult, reason, terms
+from cuboid.planner.ranking import SearchResult
+from cuboid.planner.search import reason, terms
 from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes, save_picture
 
 _GIB = 2**30
@@ -158,6 +159,9 @@ def print_plan(plan: SearchResult, console: Any) -> None:
             reason(estimate, best),
         )
     console.print(table)
+    if plan.refused:
+        counted = "with all that is alive while a layer runs, counted in its own code, not"
+        console.print(f"Before the first came {plan.refused} that fit by formulas, but {counted}.", highlight=False)
 
 
 def print_comparison(first: Estimate, second: Estimate, console: Any) -> None:

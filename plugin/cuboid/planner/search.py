@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,12 +16,13 @@ from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.stages.stage_cut import plan_stages
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
-from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usable_bytes
+from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.halves import sizes_with_halves
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import MANY, Estimate, check_fp8, cuboid_software, segment_counts
+from cuboid.planner.ranking import Goal, SearchResult, best_of, improved
 from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
@@ -34,6 +35,8 @@ _SCHEDULES = (
 )
 #: How many pipelines the first is tried on: of those that are the fastest under a fixed schedule, and in all.
 _GOOD_PIPELINES, _PIPELINES = 3, 6
+#: How many of the latter may be looked at that don't fit by their counts.
+_REFUSED_PIPELINES = 20
 #: How many the others are tried on, and roughly the fraction of a bubble that they leave.
 _FASTEST_PIPELINES, _BUBBLE_LEFT = 2, 0.3
 #: The least bubble of the fastest layout, as a fraction of its step, for which other stages are tried.
@@ -47,22 +50,11 @@ _CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layer
 _ALONE = Layout(MeshShape())
 #: The config's own default of ``tensor_parallel.fp8.min_dimension``.
 _FP8_MIN_DIMENSION: int = Fp8Config.model_fields["min_dimension"].default
-#: How many layouts are compared to name the smallest one when nothing fits.
-_COMPARED = 32
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
-Goal = Literal["fastest", "smallest", "fewest"]
 #: A placeholder in the config of a plan: the planner doesn't choose the learning rate.
 LEARNING_RATE = 3e-4
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best layouts, the best one first, and the number of layouts that divide model, batch and cluster."""
-
-    best: tuple[Estimate, ...]
-    considered: int
 
 
 def search(
@@ -111,7 +103,12 @@ def search(
     costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch, like)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     try:
-        result = _on_device_or_host(costs, cost_of, what, goal, count if goal == "smallest" else max(count, _FOUND))
+        result = best_of(
+            _on_device_or_host(costs, cost_of),
+            what,
+            goal=goal,
+            count=count if goal == "smallest" else max(count, _FOUND),
+        )
     except ConfigError as error:
         refused = "; ".join(model.limits.refused(cluster.gpus))
         if not refused:
@@ -120,27 +117,22 @@ def search(
     if goal == "smallest":
         return result
     more = _with_less_bubble(_pipelines(result.best, costs), model, cost_of, result.best[:count][-1].time)
-    best = _improved(result.best, more, count)
+    best = improved(result.best, more, count)
     moved = _with_other_stages(best[0], cost_of)
-    return SearchResult(tuple(_improved(best, moved, count)), result.considered + len(more) + len(moved))
+    considered = result.considered + len(more) + len(moved)
+    return SearchResult(tuple(improved(best, moved, count)), considered, result.refused)
 
 
 def _on_device_or_host(
-    costs: list[StepCost], cost_of: Callable[[Layout], StepCost], what: str, goal: Goal, count: int
-) -> SearchResult:
-    """The best layouts; if none fits, of those with what layers keep, then the optimizer, in host memory."""
-    tried = list(costs)
-    try:
-        return best_of(tried, what, goal=goal, count=count)
-    except ConfigError:
-        tried += [cost_of(replace(cost.layout, on_host=True)) for cost in costs if cost.layout.recomputes]
-    try:
-        return best_of(tried, what, goal=goal, count=count)
-    except ConfigError:
-        # DeepSpeed's ZeRO moves the optimizer, and stages have none.
-        movable = [cost.layout for cost in tried if cost.layout.stages == 1 and cost.layout.zero_stage]
-        tried += [cost_of(replace(layout, optimizer_on_host=True)) for layout in movable]
-        return best_of(tried, what, goal=goal, count=count)
+    costs: Sequence[StepCost], cost_of: Callable[[Layout], StepCost]
+) -> Iterator[Sequence[StepCost]]:
+    """The layouts; if none fits, those with what layers keep, then the optimizer, in host memory."""
+    yield costs
+    on_host = [cost_of(replace(cost.layout, on_host=True)) for cost in costs if cost.layout.recomputes]
+    yield on_host
+    # DeepSpeed's ZeRO moves the optimizer, and stages have none.
+    movable = [cost.layout for cost in (*costs, *on_host) if cost.layout.stages == 1 and cost.layout.zero_stage]
+    yield [cost_of(replace(layout, optimizer_on_host=True)) for layout in movable]
 
 
 def _with_less_bubble(
@@ -169,14 +161,14 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
     Of those that differ in how ranks are divided among `batch` and replicas, and in what doesn't change the order of
     units, there is one.
     """
-    chosen: dict[Any, Layout] = {}
+    chosen: dict[tuple[int, int, int], Layout] = {}
 
-    def choose(layout: Layout) -> None:
-        chosen.setdefault((layout.stages, layout.mesh.sequence, layout.mesh.hidden), layout)
+    def key_of(layout: Layout) -> tuple[int, int, int]:
+        return layout.stages, layout.mesh.sequence, layout.mesh.hidden
 
     for estimate in best:
-        if estimate.layout.stages > 1 and len(chosen) < _GOOD_PIPELINES:
-            choose(estimate.layout)
+        if estimate.layout.stages > 1 and len(chosen) < _GOOD_PIPELINES and estimate.fits_counted:
+            chosen.setdefault(key_of(estimate.layout), estimate.layout)
     limit_s = best[-1].time.total_s
     by_time: list[tuple[float, int, StepCost]] = []
     for number, cost in enumerate(costs):
@@ -184,12 +176,16 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
             about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * cost.least_bubble_s
             if about_s < limit_s:
                 by_time.append((about_s, number, cost))
+    refused = 0
     for _, _, cost in sorted(by_time):
-        if len(chosen) == _PIPELINES:
+        if len(chosen) == _PIPELINES or refused == _REFUSED_PIPELINES:
             break
         # Of the variants of one pipeline, the fastest may keep more than there is memory for.
-        if ends_memory(cost) <= usable_bytes(cost.cluster):
-            choose(cost.layout)
+        if key_of(cost.layout) not in chosen and ends_memory(cost) <= usable_bytes(cost.cluster):
+            if Estimate.of(cost).fits_counted:
+                chosen[key_of(cost.layout)] = cost.layout
+            else:
+                refused += 1
     return list(chosen.values())
 
 
@@ -235,15 +231,6 @@ def _with_other_stages(fastest: Estimate, cost_of: Callable[[Layout], StepCost])
     return [estimate for one in costs if (estimate := Estimate.of(one)).time.total_s < limit_s]
 
 
-def _improved(estimates: Iterable[Estimate], more: Iterable[Estimate], count: int) -> list[Estimate]:
-    """The best ``count`` of some estimates, sorted, that fit, and of further ones."""
-    best = list(estimates)
-    for one in more:
-        if one.fits:
-            best = _with(best, one, "fastest")
-    return best[:count]
-
-
 def _on_fewest(
     model: ModelDescription,
     cluster: Cluster,
@@ -264,80 +251,6 @@ def _on_fewest(
             continue
     # The whole cluster: if nothing fits here either, its error is the one to raise.
     return search(model, parts[-1], length, global_batch, count=count, compiled=compiled, fp8=fp8)
-
-
-def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> SearchResult:
-    """The best of one model's layouts on one cluster that fit in memory.
-
-    Args:
-        costs: one for each layout; comparing them is fast if they share ``known`` layer times.
-        what: names model, work and cluster in error messages.
-        goal, count: as in :func:`search`.
-
-    Raises:
-        ConfigError: there are no layouts, or none fits.
-    """
-    every, candidates = list(costs), []
-    for number, cost in enumerate(every):
-        least = states_bytes(cost)
-        if least <= usable_bytes(cost.cluster):
-            candidates.append((least if goal == "smallest" else cost.least_s(), number, cost))
-    candidates.sort(key=lambda candidate: candidate[:2])
-    fitting: list[Estimate] = []
-    for bound, _, cost in candidates:
-        # Candidates are sorted by their bounds: no later one can be among the best.
-        if len(fitting) >= count and bound > _value(fitting[count - 1], goal):
-            break
-        if ends_memory(cost) <= usable_bytes(cost.cluster):
-            one = Estimate.of(cost)
-            if one.fits:
-                fitting = _with(fitting, one, goal)
-    if not fitting:
-        raise ConfigError(_nothing_fits(what, every))
-    return SearchResult(tuple(fitting[:count]), len(every))
-
-
-def _with(estimates: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
-    """Add an estimate and sort; of layouts with the same mesh, stages, replicas and segments only the best stays."""
-    best: dict[Any, Estimate] = {}
-    for estimate in sorted([*estimates, one], key=lambda estimate: _value(estimate, goal)):
-        layout = estimate.layout
-        best.setdefault((layout.mesh, layout.stages, layout.replicas, layout.segments), estimate)
-    return list(best.values())
-
-
-def _value(estimate: Estimate, goal: Goal) -> float:
-    return estimate.memory_bytes if goal == "smallest" else estimate.time.total_s
-
-
-def _nothing_fits(what: str, costs: Sequence[StepCost]) -> str:
-    if not costs:
-        return (
-            f"no layout divides {what}: the batch must be a multiple of the replicas times their rows, and heads and "
-            "features of the mesh; try a global batch with more divisors, or another number of GPUs"
-        )
-    memory, cost = _smallest(costs)
-    return (
-        f"no layout fits {what}: the smallest found, {cost.layout}, needs {memory / 2**30:.1f} GiB a GPU, and "
-        f"{usable_bytes(cost.cluster) / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
-    )
-
-
-def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
-    """The layout that needs the least memory, with this memory, of those that are likely to; the faster one of equals.
-
-    They are those with the smallest states, and of equal ones those that keep the fewest activations.
-    """
-
-    def likely_size(cost: StepCost) -> tuple[float, bool, bool, float, bool, bool]:
-        layout = cost.layout
-        tokens = layout.micro_batch / layout.mesh.size / layout.segments
-        waits = layout.gradient_sync == "step", layout.weight_gather == "step"
-        return states_bytes(cost), layout.checkpointing == "none", not layout.moves, tokens, *waits
-
-    likely = sorted(costs, key=likely_size)[:_COMPARED]
-    memory, _, cost = min(((fullest(cost).total, cost.least_s(), cost) for cost in likely), key=lambda one: one[:2])
-    return memory, cost
 
 
 def layouts(
