@@ -18,7 +18,6 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
 from cuboid.integrations.trainer_engine import (
     GivenOptimizer,
@@ -27,6 +26,7 @@ from cuboid.integrations.trainer_engine import (
     config_of_trainer,
     evaluating_without_engine,
 )
+from cuboid.models.architectures.liger import why_refused
 from cuboid.models.attention.interface import attention_of, mask_of
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction

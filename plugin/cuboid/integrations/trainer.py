@@ -21,10 +21,10 @@ from cuboid.integrations.callbacks.metrics import MetricsCallback
 from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
-from cuboid.integrations.liger import why_refused
 from cuboid.integrations.trainer_classes import trainer_of_trl
 from cuboid.integrations.trainer_engine import config_in_plugin, config_of_trainer
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
+from cuboid.models.architectures.liger import why_refused
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.label_heads import RowClassifier

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures import liger
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
 #: How a pipeline runs a model: in stages only; in stages and segments; or with sequences padded to a multiple of what a
@@ -221,7 +222,8 @@ def words_of_changes(changes: tuple[str, ...]) -> str:
     if not changes:
         return ""
     more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-    return f" (its code was replaced: {', '.join(changes[:_MOST_CHANGES])}{more})"
+    advice = f". {liger.INSTEAD}" if liger.is_among(changes) else ""
+    return f" (its code was replaced: {', '.join(changes[:_MOST_CHANGES])}{more}{advice})"
 
 
 _WORDS: dict[Mode, str] = {

@@ -23,6 +23,7 @@ from filelock import FileLock
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures import liger
 from cuboid.models.architectures.certificate import MODES, BatchKind, Certificate, Mode, Verdict, words_of_changes
 from cuboid.models.architectures.plans import PLANS
 from cuboid.models.architectures.roles import planned_parts
@@ -171,9 +172,10 @@ class CodeCheck:
         # Only what has a name: classes may also remember something of themselves at a first call.
         changes = tuple(sorted(change for change in {*code.changes} ^ self._changes if not _is_of_framework(change)))
         if changes:
+            remedy = "; replace code before the model is sharded, so that it is certified too"
             raise UnsupportedModelError(
                 f"the code of {self._cls.__name__} isn't what was certified when it was sharded"
-                f"{words_of_changes(changes)}; replace code before the model is sharded, so that it is certified too"
+                f"{words_of_changes(changes)}{'' if liger.is_among(changes) else remedy}"
             )
         self.seen = code.seen
 

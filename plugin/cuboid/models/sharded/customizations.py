@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.liger import is_ligers, liger_refused
 from cuboid.models.plain_construction import plain_construction
 
 #: Hooks that run with a module's forward or backward, by the attribute that keeps them.
@@ -99,7 +100,11 @@ def check_as_made(model: PreTrainedModel, reference: PreTrainedModel, *, stages:
     expected = dict(reference.named_modules(remove_duplicate=False))
     present = dict(model.named_modules(remove_duplicate=False))
     for name, module in present.items():
+        _check_not_ligers(name or cls.__name__, module)
         wanted = expected.get(name)
+        if wanted is not None:
+            # Its class was replaced after this model was made.
+            _check_not_ligers(name or cls.__name__, wanted)
         if wanted is None and _is_function(name, module):
             continue
         if wanted is None or (type(module) is not type(wanted) and module is not model):
@@ -121,6 +126,15 @@ def check_as_made(model: PreTrainedModel, reference: PreTrainedModel, *, stages:
         _check_attributes(name or cls.__name__, module, expected[name])
         _check_state_hooks(name or cls.__name__, module, expected[name])
     _check_ties(model, reference)
+
+
+def _check_not_ligers(name: str, module: nn.Module) -> None:
+    """Refuse Liger's modules and methods, of which those of the model itself would be called as any script's."""
+    if is_ligers(type(module)):
+        raise liger_refused(name, type(module))
+    for method in _own_methods(module):
+        if is_ligers(vars(module)[method]):
+            raise liger_refused(f"{name}.{method}", vars(module)[method])
 
 
 def _is_function(name: str, module: nn.Module) -> bool:
@@ -487,6 +501,10 @@ class AsSharded:
                 or (part.stays_causal and attributes.get("is_causal") is not True)
             ):
                 self._check_part(model, module, part)
+        # Also where the forward is a script's and calls the base model: Liger's takes the head's shard for all of it.
+        whole_model = next(iter(self._parts))
+        if "forward" in vars(whole_model):
+            _check_not_ligers(type(whole_model).__name__, whole_model)
         if self.code is not None and self.code.seen is not None and not self.code.seen.is_current():
             self.code.check()
         if not self.is_cut:
@@ -511,6 +529,7 @@ class AsSharded:
             )
 
     def _check_part(self, model: nn.Module, module: nn.Module, part: _CheckedPart) -> None:
+        _check_not_ligers(part.name or type(model).__name__, module)
         if type(module) is not part.cls:
             raise UnsupportedModelError(
                 f"{part.name!r} became a {type(module).__module__}.{type(module).__name__} after it was sharded (as "
