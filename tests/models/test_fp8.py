@@ -33,42 +33,20 @@ from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
+from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES
 from cuboid.tensor3d.compiled import layers as compiled_layers
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.verify import Plan, verify
-from fp8_emulation import FP8, counted_products, distance, rounded
+from fp8_emulation import FP8, EmulatedLinear, Emulation, counted_products, distance
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LAYERS, ROWS, LENGTH = 2, 2, 32
 #: Products in fp8 of a layer's forward: q, k, v and o, gate, up and down.
 PRODUCTS = 7
 NOTHING = MappingProxyType({})
-
-
-# --- an independent emulation of the recipe ------------------------------------------------------------------------
-
-
-class Emulation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return (rounded(x.flatten(0, -2)) @ rounded(weight).T).bfloat16().unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = (saved.detach() for saved in ctx.saved_tensors)
-        dy = dy.flatten(0, -2)
-        dx = (rounded(dy) @ rounded(weight.T).T).bfloat16().view(x.shape)
-        return dx, (dy.double().T @ x.flatten(0, -2).double()).bfloat16()
-
-
-class EmulatedLinear(nn.Linear):
-    def forward(self, x):
-        y = Emulation.apply(x, self.weight)
-        return y if self.bias is None else y + self.bias
 
 
 # --- products ------------------------------------------------------------------------------------------------------
@@ -667,6 +645,39 @@ def test_compiled_layers_send_in_fp8_what_uncompiled_ones_do(pool, axes, pipelin
     (_, gradients, *_), (_, compiled, *_) = ranks[0]
     # dx of projections that share an input are added up in another order.
     assert distance([compiled[name] for name in gradients], gradients.values()) < 2e-2
+
+
+def options_of(schedule):
+    """The pipeline's section of two stages, or of two on each of two ranks."""
+    chunks = 2 if schedule in CHUNKED else 1
+    segments = 1 if schedule in ("gpipe", "1f1b") else 2
+    return {"segments": segments, "partition": "even", "schedule": schedule, "stages": 2, "chunks": chunks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [FP8, None], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("schedule", "axes", "compiler"),
+    [
+        *((schedule, (1, 1, 1), PARTITION_ONLY) for schedule in NAMES),
+        ("zero_bubble-v", (1, 1, 1), "inductor"),
+        ("zero_bubble-v", (1, 2, 1), "inductor"),
+        ("seq1f1b-interleaved", (2, 1, 1), "inductor"),
+    ],
+    ids=str,
+)
+def test_every_schedule_runs_compiled_layers_as_uncompiled_ones(pool, schedule, axes, compiler, fp8):
+    pipeline, sections = options_of(schedule), {"num_hidden_layers": 4, "fp8": fp8}
+    size, steps = MeshShape(*axes).size * 2, 1 if compiler == PARTITION_ONLY else 3
+    ranks = pool.run(
+        size, train_uncompiled_and_compiled, axes, pipeline, "none", sections, compiler, steps, timeout_s=900
+    )
+    for (loss, _, _, _, _), (other_loss, _, _, graphs, breaks) in ranks:
+        assert (graphs, breaks) == ([1] * steps, 0)
+        torch.testing.assert_close(other_loss, loss, rtol=1e-3, atol=0)
+    (_, gradients, *_), (_, compiled, *_) = ranks[0]
+    assert gradients.keys() == compiled.keys()
+    assert distance([compiled[name] for name in gradients], gradients.values()) < (2e-2 if fp8 is None else 4e-2)
 
 
 @pytest.mark.slow

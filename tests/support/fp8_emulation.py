@@ -5,6 +5,7 @@ import math
 from unittest import mock
 
 import torch
+from torch import nn
 
 from cuboid.tensor3d.fp8 import rowwise
 
@@ -23,6 +24,26 @@ def rounded(x):
     """Each row on the grid of e4m3, scaled by the least power of two by which it fits, in float64."""
     values, scales = _rounded_by(x, x.abs().amax(1, keepdim=True))
     return values.double() * scales.double()
+
+
+class Emulation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (rounded(x.flatten(0, -2)) @ rounded(weight).T).bfloat16().unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = (saved.detach() for saved in ctx.saved_tensors)
+        dy = dy.flatten(0, -2)
+        dx = (rounded(dy) @ rounded(weight.T).T).bfloat16().view(x.shape)
+        return dx, (dy.double().T @ x.flatten(0, -2).double()).bfloat16()
+
+
+class EmulatedLinear(nn.Linear):
+    def forward(self, x):
+        y = Emulation.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 @contextlib.contextmanager
