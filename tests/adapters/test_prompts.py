@@ -211,7 +211,6 @@ def token_rows():
 
 
 def trained_by_engine(start, config, other, root, options):
-    deepspeed.init_distributed()
     engine, batches = engine_of(start, config, options), token_rows()
     losses = [steps_loss(engine, batches) for _ in range(STEPS - 1)]
     engine.save_checkpoint(f"{root}/run")
