@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import typer.main
 import yaml
 from transformers import AutoConfig
 
@@ -29,10 +30,15 @@ SECTIONS = {
 }
 
 
+#: typer builds all commands anew for each command line, which takes it longer than most of what is run here.
+built_once = functools.cache(typer.main.get_command)
+
+
 @pytest.fixture
 def run_command(monkeypatch, capfd):
     """Runs a command line that must print nothing but errors; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
+    monkeypatch.setattr("typer.main.get_command", built_once)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 

@@ -8,8 +8,9 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.models.stages.model_costs import decoder_layers
 from cuboid.planner.description.kept import CountedAs, _Saved, count_kept
 from cuboid.planner.description.meta_model import describe
+from cuboid.planner.description.modules import describe_modules
 from cuboid.seq1f1b.runtime.memory import MeteredPool
-from planning import small
+from planning import on_meta, small
 from threaded import Threaded
 
 ROWS, LENGTH = 4, 128
@@ -91,7 +92,8 @@ def test_a_layer_of_a_mesh_with_long_axes_keeps_what_is_inferred(name, mesh):
 
 
 def test_layers_whose_kernels_are_installed_are_left_to_formulas(monkeypatch):
-    described = describe(small("mamba2", **MODELS["mamba2"]))
+    # Its certificate doesn't matter here, and a probe of one takes seconds.
+    described = describe_modules(on_meta(small("mamba2", **MODELS["mamba2"])))
     monkeypatch.setattr("cuboid.planner.description.kept.find_spec", lambda name: name if name == "mamba_ssm" else None)
     count_kept.cache_clear()
     assert "kernels of mamba_ssm" in count_kept(described, CountedAs(MeshShape())).obstacle

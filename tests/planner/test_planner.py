@@ -183,8 +183,9 @@ def test_a_router_that_needs_more_than_tokens_is_named_as_uncounted():
     assert "what MiniMaxM2TopKRouter saves" in description_of(small("minimax_m2")).uncounted_by_formulas
 
 
-def test_search_finds_what_going_through_all_layouts_finds():
-    model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
+@pytest.mark.parametrize("cluster", ["2xA100-40GB", pytest.param("4xA100-40GB", marks=pytest.mark.slow)])
+def test_search_finds_what_going_through_all_layouts_finds(cluster):
+    model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse(cluster)
     every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 4)]
     fastest = min((estimated for estimated in every if estimated.fits), key=lambda estimated: estimated.time.total_s)
     result = search(model, cluster, 4096, 4)
@@ -446,7 +447,7 @@ def run(*arguments):
 
 def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     config, out = tmp_path / "ds.json", tmp_path / "out.json"
-    output = run("plan", "--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096, "--global-batch", 32,
+    output = run("plan", "--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096, "--global-batch", 16,
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
@@ -455,7 +456,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert chosen == {"mode": best[0]["layout"]["checkpointing"]}
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(row["fits"] for row in best)
-    arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
+    arguments = ["--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096]
     output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
     assert "It fits" in output
     written = json.loads(out.read_text())
@@ -802,8 +803,9 @@ def test_every_recipe_answers_a_question():
     assert len(RECIPES) > 20
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+# The first one, of a small dense model, takes seconds; those of experts take longer.
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("path", RECIPES[::-1], ids=lambda path: path.stem)
 def test_recipes_are_accepted_and_fit(path):
     config, rest = require_config(path)
     gpus = Cluster.parse(config.cluster).gpus

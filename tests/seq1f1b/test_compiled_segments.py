@@ -83,12 +83,12 @@ def plain_gradients(path, padded, attention):
     ("axes", "pipeline", "sections", "compiler", "padded", "attention", "graphs"),
     [
         ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 2, "sdpa", 2),
-        ((1, 2, 1), {"stages": 2}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
         ((1, 1, 1), {"stages": 2, "schedule": "zero_bubble"}, LAYERS_AGAIN, PARTITION_ONLY, 0, "sdpa", 1),
         ((1, 2, 1), {"stages": 2, "schedule": "zero_bubble"}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ((1, 2, 1), {"stages": 2}, NOTHING, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 1, 1), UNEVEN, NOTHING, INDUCTOR, 0, "sdpa", 2),
                 ((1, 1, 1), NOTHING, LAYERS_AGAIN, PARTITION_ONLY, 0, "sdpa", 1),
                 ((1, 1, 1), NOTHING, ATTENTION_ONCE, PARTITION_ONLY, 0, "sdpa", 1),

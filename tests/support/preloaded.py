@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.pipeline.staging_plan import outline_of
 from cuboid.models.sharded.random_code import libraries_drawn_from
 from cuboid.verify import SmallModel
 
@@ -43,6 +44,7 @@ def warm_up():
     for model in made:
         mesh_verdict(type(model), model.config)
         certificate_of(type(model), model.config)
+        outline_of(type(model), model.config)
     for kind in {type(module) for model in made for module in model.modules()}:
         libraries_drawn_from(kind)
 

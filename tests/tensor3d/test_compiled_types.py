@@ -167,7 +167,7 @@ def dropped(path, axes, inductor, sections, options):
     ("architecture", "options", "axes", "inductor", "sections"),
     [
         # In its code, its modules and its attention.
-        ("gpt2", {}, (1, 2, 1), False, {}),
+        ("gpt2", {}, (1, 2, 1), False, LAYERS_AGAIN),
         pytest.param("gpt2", {"attn_implementation": "eager"}, (2, 2, 2), False, {}, marks=pytest.mark.slow),
         # In blocks that all ranks of sequence × hidden compute, which must draw the same.
         ("opt", {"dropout": 0.2, "attention_dropout": 0.2}, (1, 2, 1), False, {}),
@@ -177,7 +177,7 @@ def dropped(path, axes, inductor, sections, options):
         pytest.param("falcon", {"hidden_dropout": 0.2}, (1, 2, 1), False, {}, marks=pytest.mark.slow),
         pytest.param("llama", {"attention_dropout": 0.2}, (2, 1, 1), True, {}, marks=pytest.mark.slow),
         pytest.param("gpt2", {}, (1, 2, 1), True, {}, marks=pytest.mark.slow),
-        ("gpt2", {}, (1, 2, 1), False, LAYERS_AGAIN),
+        pytest.param("gpt2", {}, (1, 2, 1), False, {}, marks=pytest.mark.slow),
         *(
             pytest.param("gpt2", {}, (1, 2, 1), True, sections, marks=pytest.mark.slow)
             for sections in (LAYERS_AGAIN, ATTENTION_ONCE)
@@ -275,8 +275,9 @@ def adapted(path, axes, options, inductor):
 @pytest.mark.parametrize(
     ("architecture", "axes", "options", "inductor"),
     [
-        ("llama", (1, 2, 1), {}, False),
+        # DoRA's layers have LoRA's factors and a magnitude.
         ("qwen2", (1, 2, 1), {"use_dora": True}, False),
+        pytest.param("llama", (1, 2, 1), {}, False, marks=pytest.mark.slow),
         *(
             pytest.param("llama", axes, {"lora_dropout": 0.1}, False, marks=pytest.mark.slow)
             for axes in [(1, 1, 2), (2, 1, 1), (2, 2, 2)]

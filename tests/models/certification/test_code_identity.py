@@ -1,5 +1,6 @@
 """A verdict holds for the code that was probed, whoever replaced what in it."""
 
+import copy
 import functools
 import sys
 
@@ -169,6 +170,17 @@ def test_what_cannot_matter_is_not_taken_for_a_change(monkeypatch):
     chosen = identity(hidden_act="mine").digest
     monkeypatch.setitem(activations.ACT2FN, "mine", nn.SiLU)
     assert identity(hidden_act="mine").digest != chosen
+
+
+def test_a_class_is_the_same_after_a_first_copy_of_an_object(monkeypatch):
+    class Copied(Norm):
+        """Python gives it an attribute then."""
+
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Copied)
+    seen = identity().seen
+    copy.copy(Copied(8))
+    assert "__slotnames__" in vars(Copied)
+    assert seen.is_current()
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma3_text", "jamba", "bert", "gpt2", "mamba2"])

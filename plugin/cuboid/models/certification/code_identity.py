@@ -11,6 +11,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import copyreg
 import enum
 import functools
 import hashlib
@@ -84,7 +85,12 @@ _CONSTANTS = (
     *(PurePath, re.Pattern, torch.memory_format, enum.Enum),
 )
 #: Attributes that Python or a metaclass makes.
-_MADE = frozenset({"__doc__", "__dict__", "__weakref__", "__module__", "__qualname__", "__annotations__", "__slots__"})
+_MADE = frozenset(
+    {
+        *("__doc__", "__dict__", "__weakref__", "__module__", "__qualname__", "__annotations__", "__slots__"),
+        "__slotnames__",
+    }
+)
 _MOST_OBJECTS = 20_000
 
 
@@ -415,6 +421,8 @@ class _Walk:
             if issubclass(base, type | enum.Enum):
                 continue
             done = self._by_name.setdefault(base, set())
+            # A class is given this attribute when one of its objects is copied first; later, it would seem changed.
+            copyreg._slotnames(base)  # type: ignore[attr-defined]
             is_followed = root not in ("torch", *_OURS, "transformers") or (
                 base.__module__.startswith("transformers.models.") and issubclass(base, torch.nn.Module)
             )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.distributed.mesh import Mesh
@@ -15,10 +17,12 @@ from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.local_batch import granule
-from cuboid.models.certification.certificates import certificate_of, naming_changes
+from cuboid.models.certification.certificates import Question, certificate_of, naming_changes
 from cuboid.models.certification.layer_halves import layer_halves
+from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.stages.model_costs import decoder_layers, sizes_of
+from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import (
     ASSUMED_LENGTH,
     LayerHalves,
@@ -61,7 +65,7 @@ def plan_staging(
     _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
     with naming_changes(cls, hf_config):
-        outline = draw_outline(cls, hf_config)
+        outline = outline_of(cls, hf_config)
     certificate = certificate_of(cls, hf_config)
     # Padding of non-causal models on a mesh is covered by the mesh's own certificate.
     is_filled = granule(mesh) > 1 and outline.is_causal
@@ -82,6 +86,35 @@ def plan_staging(
         _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))
     cuts = layout.cuts(mesh.coordinate.pipe)
     return StagePlan(outline, layout, cuts, config, certificate, sizes, segment_choice)
+
+
+def outline_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outline:
+    """The parts of a model, drawn once in a process for the same libraries' code and config.
+
+    Raises:
+        UnsupportedModelError: a pipeline can't cut it; the message names the reason.
+    """
+    try:
+        is_stock = Question.of(cls, config).code.is_current_stock
+    except CannotProbe:
+        is_stock = False
+    if not is_stock:
+        return draw_outline(cls, config)
+    said = config._attn_implementation, json.dumps(config.to_dict(), sort_keys=True, default=str)
+    drawn = _drawn((cls, type(config), said))
+    drawn.outline = drawn.outline or draw_outline(cls, config)
+    return drawn.outline
+
+
+@dataclass
+class _Drawn:
+    """The outline that was drawn for a class and a config as text."""
+
+    key: tuple[Any, ...]
+    outline: Outline | None = None
+
+
+_drawn = functools.lru_cache(maxsize=32)(_Drawn)
 
 
 def assumed_length_of(config: CuboidConfig) -> int:
