@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -11,6 +12,7 @@ from transformers.utils import is_peft_available
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.kinds.sharding import TokensBefore
 from cuboid.models.sharded.sharded_model import ShardedModel, unwrap
+from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid_patches.base import Patch
 
@@ -221,6 +223,33 @@ def _hotswap_adapter(original: Any) -> Any:
     return hotswap_adapter
 
 
+def _layer_status(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_layer_status(model: Any) -> list[Any]:
+        try:
+            layers: list[Any] = original(model)
+        except ValueError:
+            if isinstance(unwrap(model), StageModel):
+                return []
+            raise
+        return layers
+
+    return get_layer_status
+
+
+def _model_status(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_model_status(model: Any) -> Any:
+        status = original(model)
+        if status.num_adapter_layers == 0:
+            # PEFT takes a state that no layer has for one that layers differ in, and ``disable_adapter`` warns of it.
+            is_enabled = not getattr(model, "_adapters_disabled", False)
+            status = dataclasses.replace(status, enabled=is_enabled, quantization_backend=None)
+        return status
+
+    return get_model_status
+
+
 def _count_parameters(original: Any) -> Any:
     @functools.wraps(original)
     def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
@@ -344,6 +373,20 @@ _PATCHES = [
         reason="count the whole model's parameters, not this rank's shards",
         parameters=(),
         replace=_count_parameters,
+    ),
+    Patch(
+        target="peft.peft_model:get_layer_status",
+        package="peft",
+        reason="allow stages of a pipeline on which an adapter has no layers",
+        parameters=("model",),
+        replace=_layer_status,
+    ),
+    Patch(
+        target="peft.peft_model:get_model_status",
+        package="peft",
+        reason="say whether adapters are enabled on a stage that has none of their layers",
+        parameters=("model",),
+        replace=_model_status,
     ),
 ]
 PATCHES = _PATCHES if is_peft_available() else []

@@ -125,6 +125,20 @@ def test_each_stage_counts_the_whole_models_parameters_as_plain_peft_does(option
         assert counts(stage) == expected
 
 
+@pytest.mark.filterwarnings("error:The model contains some adapter layers")
+def test_a_stage_without_adapter_layers_disables_and_unloads_them_as_others_do():
+    for stage in Staged(built("llama")).models:
+        peft_model = adapted(stage, layers_to_transform=[0])
+        has_layers = any(".lora_A." in name for name, _ in peft_model.named_parameters())
+        with peft_model.disable_adapter():
+            assert peft_model.get_model_status().enabled is False
+        status = peft_model.get_model_status()
+        assert (status.enabled, status.num_adapter_layers > 0) == (True, has_layers)
+        peft_model.merge_adapter()
+        peft_model.unmerge_adapter()
+        assert peft_model.merge_and_unload() is unwrap(stage)
+
+
 def test_a_stage_counts_a_prompt_that_only_the_first_one_has():
     model, config = built("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     counts = [get_peft_model(x, config).get_nb_trainable_parameters() for x in (*Staged(model).models, model)]

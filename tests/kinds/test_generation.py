@@ -90,6 +90,7 @@ def test_what_has_no_rule_is_refused_by_name_and_other_models_run_without_a_cach
         ({"past_key_values": filled}, "past_key_values: a DynamicCache with other tokens in it has no rule on a mesh"),
         ({"past_key_values": StaticCache(model.config, 32)}, "past_key_values: a StaticCache has no rule on a mesh"),
         ({"cache_implementation": "static"}, "cache_implementation='static' has no rule on a mesh"),
+        ({"inputs_embeds": torch.ones(3, 4, 48)}, "generate(inputs_embeds=…) has no rule on a sharded model"),
         ({"max_time": 10.0}, "max_time: each rank has its own clock"),
         ({"generation_config": GenerationConfig(max_time=10.0)}, "max_time: each rank has its own clock"),
     ]:

@@ -324,6 +324,11 @@ def _check_alike(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             "max_time: each rank has its own clock, and one that stops alone leaves the others waiting; limit "
             "max_new_tokens"
         )
+    if kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedModelError(
+            "generate(inputs_embeds=…) has no rule on a sharded model, whose ranks look up the ids themselves; give "
+            "input_ids"
+        )
     if kwargs.get("encoder_outputs") is not None:
         raise UnsupportedModelError(
             "encoder_outputs has no rule on a mesh, where the encoder runs in each step; give input_ids"
