@@ -69,8 +69,12 @@ def _accelerator_state(original: Any) -> Any:
                 f"accelerate was asked for the CPU, by Accelerator(cpu=True) or ACCELERATE_USE_CPU, but DeepSpeed runs "
                 f"on {device}; set DS_ACCELERATOR=cpu as well, or don't ask for the CPU"
             )
-        if device == "cpu" and not PartialState._shared_state:
-            # Otherwise accelerate would ignore the other ranks if there is no GPU.
+        if device == "cpu" and not (
+            PartialState._shared_state and PartialState().num_processes == current_world_size()
+        ):
+            # Otherwise accelerate would ignore the other ranks if there is no GPU, as it already does if a Trainer's
+            # arguments have made this state without use_cpu. All instances share what is set here.
+            PartialState._reset_state()
             PartialState(cpu=True, **bound.arguments.get("kwargs", {}))
         # Asked for the CPU, accelerate would ignore DeepSpeed too, and silently leave the model as it is.
         bound.arguments["cpu"] = False

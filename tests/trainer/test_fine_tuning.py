@@ -28,8 +28,10 @@ SCRIPT = """
     root, out, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     draws = torch.Generator().manual_seed(3)
     common = dict(
-        deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=5, save_strategy="no", max_steps=3,
-        per_device_train_batch_size=4, per_device_eval_batch_size=4, logging_steps=1, adam_epsilon=1e-4,
+        # On a host without GPUs, DeepSpeed's device says enough.
+        deepspeed=config, use_cpu=config is None or torch.cuda.is_available(), report_to=[], disable_tqdm=True, seed=5,
+        save_strategy="no", max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4, logging_steps=1,
+        adam_epsilon=1e-4,
     )
     results = {}
 

@@ -67,6 +67,18 @@ def test_an_adapter_is_compared_with_plain_peft(pool, causal, config):
     assert {check.name for check in core.checks if check.kind == "weight"} == set(load_file(f"{adapter}/{TENSORS}"))
 
 
+@pytest.mark.slow
+def test_modules_that_are_trained_whole(pool, tmp_path):
+    names = ["embed_tokens", "lm_head", "norm"]
+    model, adapter = written(tmp_path, AutoModelForCausalLM, "llama", task_type="CAUSAL_LM", modules_to_save=names)
+    plan = Plan(model, batch=4, accumulate=2, adapter=adapter)
+    report = verify(plan, config_of("1x2x1", stages=2, segments=2), pool=pool, timeout_s=TIMEOUT_S)
+    assert report.passed, [compared.first_difference for compared in report.passes]
+    for compared, kind in zip(report.passes, ("gradient", "moment"), strict=True):
+        checked = [check.name for check in compared.checks if check.kind == kind]
+        assert all(any(f"{name}.modules_to_save." in other for other in checked) for name in names)
+
+
 def test_a_classifiers_head_magnitudes_and_the_engine(tmp_path):
     model, adapter = written(tmp_path, AutoModelForSequenceClassification, "llama", task_type="SEQ_CLS", use_dora=True)
     plan = Plan(model, batch=4, accumulate=2, adapter=adapter)
