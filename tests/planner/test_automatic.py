@@ -68,19 +68,19 @@ def test_one_row_leaves_nothing_to_the_batch_axis(model):
 
 
 def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
-    free = config_of({}, train_batch_size=64, gradient_accumulation_steps=2, cluster="8xH100", sequence_length=4096)
-    described, cluster = describe_modules(model), Cluster.parse("8xH100-80GB")
+    free = config_of({}, train_batch_size=32, gradient_accumulation_steps=2, cluster="4xH100", sequence_length=4096)
+    described, cluster = describe_modules(model), Cluster.parse("4xH100-80GB")
     times = {}
-    for size in (1, 2, 4, 8):
-        rows = 64 // (8 // size) // 2
+    for size in (1, 2, 4):
+        rows = 32 // (4 // size) // 2
         for mesh in (mesh for mesh in MeshRules(model).fitting(size) if rows % mesh.batch == 0):
-            layout = Layout(mesh, 1, rows, 2, 8 // size, zero_stage=0)
+            layout = Layout(mesh, 1, rows, 2, 4 // size, zero_stage=0)
             estimated = estimate(described, layout, cluster, 4096)
             times |= {mesh: estimated.time.total_s} if estimated.fits else {}
     assert choose_mesh(model, free) == min(times, key=times.__getitem__)
-    # One replica doesn't fit into a GPU, but eight of them do together.
+    # One replica doesn't fit into a GPU, but four of them do together.
     large = llama(num_hidden_layers=32)
-    assert choose_mesh(large, free.model_copy(update={"cluster": "8xA100-80GB"})).size > 1
+    assert choose_mesh(large, free.model_copy(update={"cluster": "4xH200-141GB"})).size > 1
 
 
 def test_rows_that_are_named_leave_one_size(model):
