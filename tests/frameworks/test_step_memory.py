@@ -49,12 +49,14 @@ def take_steps(engine, mode):
             engine.step()
 
 
-def step_after_the_first(mode, params, zero=1):
+def step_after_the_first(mode, params, zero=1, summed_in=None):
     """Peak bytes of an optimizer step for each parameter, and whether its gradients are all bfloat16 numbers."""
     import deepspeed
 
     config = {**CONFIG, **MODES[mode], "optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True}}}
     config["zero_optimization"] = {"stage": zero}
+    if summed_in is not None:
+        config["data_types"] = {"grad_accum_dtype": summed_in}
     with LiveBytes() as live, mock.patch.object(piecewise_step, "PIECE", 1 << 12):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **SIZES), dtype=torch.bfloat16)
@@ -98,6 +100,18 @@ def test_what_an_optimizer_step_takes(mode, replicas, params):
 def test_what_a_step_takes_by_the_stage_of_zero(zero, wanted):
     with WorkerPool(1) as pool:
         took, _ = pool.run(1, step_after_the_first, "mesh", FOREACH, zero)[0]
+    assert took == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    # On a mesh, the gradient in 16 bits stays beside the sum.
+    ("mode", "summed_in", "wanted"),
+    [("pipeline", "bf16", 16 + 8 * LARGEST), ("mesh", "fp32", 20)],
+)
+def test_what_a_step_takes_by_the_type_that_gradients_are_summed_in(mode, summed_in, wanted):
+    with WorkerPool(1) as pool:
+        took, _ = pool.run(1, step_after_the_first, mode, FOREACH, 1, summed_in)[0]
     assert took == pytest.approx(wanted, rel=0.02)
 
 

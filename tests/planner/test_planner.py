@@ -211,6 +211,27 @@ def test_the_optimizer_is_planned_in_host_memory_where_nothing_else_fits():
     check_framework_config(*require_config(config), 1, is_complete=True)
 
 
+def test_gradients_take_what_the_config_accumulates_them_in():
+    model, cluster = replace(description_of(LLAMA_8B), config=None), Cluster.parse("4xH100")
+    layouts_with_default = (Layout(MeshShape(4, 1, 1), micro_batch=4), 2), (Layout(MeshShape(2, 1, 1), 2, 4), 4)
+    for layout, default in layouts_with_default:
+        assert layout_of_config(*split_config(config_of(layout)), model, cluster, 4096) == layout
+        plain = estimate(model, layout, cluster, 4096)
+        for size in (2, 4 if layout.stages > 1 else 6):
+            config = config_of(replace(layout, gradient_bytes=size))
+            read = layout_of_config(*split_config(config), model, cluster, 4096)
+            assert read == replace(layout, gradient_bytes=size)
+            gradients = [stage.gradients for stage in estimate(model, read, cluster, 4096).stages]
+            assert gradients == [stage.gradients * size / default for stage in plain.stages]
+
+
+def test_the_search_tries_meshes_of_four_nodes_for_long_rows_alone():
+    model, cluster = replace(description_of(LLAMA_8B), config=None), Cluster.parse("8x8xH100")
+    for length, most in ((2**17, 16), (2**20, 32)):
+        tried = {layout.mesh.of("sequence", "hidden") for layout in layouts(model, cluster, length, 4)}
+        assert max(tried) == most
+
+
 def test_more_segments_are_tried_for_the_bubble_of_few_micro_batches_of_long_rows():
     layout = Layout(MeshShape(4, 16, 1), 16, 4)
     assert segment_counts(layout, 2**20) == [1, 2, 4, 8, 16, 32, 64]

@@ -1,5 +1,7 @@
 """The memory that the planner says a rank's step takes, against the tensors that are alive in steps of small models."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,6 +15,7 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.meta_model import describe
 from cuboid.planner.estimate import cuboid_software
+from cuboid.tensor3d.sharding import bucketing
 from live_bytes import LiveBytes, uncounted_exchanges
 from planning import small
 from threaded import Threaded
@@ -26,8 +29,9 @@ MODELS = {
     "deepseek_v3": {"num_key_value_heads": 12, "v_head_dim": 12},
 }
 MESHES = ["1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x2x2", "2x2x1", "1x4x1", "1x1x4"]
-#: How much of what is predicted may be alive. With experts more than predicted is, for CPUs lack their kernels.
-LEAST, MOST, MOST_OF_EXPERTS = 0.85, 1.02, 1.1
+#: How much of what is predicted may be alive. Where gradients of experts are reduced over `batch`, it is more: a block
+#: whose reduction is on its way isn't counted.
+LEAST, MOST, MOST_OF_EXPERTS = 0.85, 1.02, 1.05
 
 
 def most_alive(config, verdict, mesh, checkpointing):
@@ -41,15 +45,18 @@ def most_alive(config, verdict, mesh, checkpointing):
         if checkpointing != "none":
             contexts = {"context_fn": keeping_attention(None)} if checkpointing == "attention" else {}
             checkpoint_activations(rank, {"use_reentrant": False, **contexts})
-        for _ in range(2):  # In the second one there are gradients, to which others are added.
-            with LiveBytes([*rank.parameters(), *rank.buffers()]) as live:
+        for _ in range(2):
+            # In the second one there are gradients, to which others are added in place.
+            gradients = [parameter.grad for parameter in rank.parameters() if parameter.grad is not None]
+            with LiveBytes([*rank.parameters(), *rank.buffers(), *gradients]) as live:
                 loss = rank(input_ids=ids, labels=ids, use_cache=False).loss
                 live.most = live.now
                 loss.backward()
                 del loss
         return live.most
 
-    with uncounted_exchanges():
+    # Weights of small models share messages, whose copies those of large ones don't have.
+    with uncounted_exchanges(), mock.patch.object(bucketing, "_BUCKET_BYTES", 0):
         return threaded.run(step)
 
 
@@ -68,4 +75,4 @@ def test_a_step_has_no_more_alive_than_predicted(name, mesh, checkpointing):
     predicted = stage.counted_bytes() - memory.parameters - memory.gradients - memory.optimizer - memory.framework
     alive = max(most_alive(config, described.verdict, mesh, checkpointing))
     has_experts = any(kind.experts is not None for kind in described.kinds)
-    assert LEAST < alive / predicted < (MOST_OF_EXPERTS if has_experts else MOST)
+    assert LEAST < alive / predicted < (MOST_OF_EXPERTS if has_experts and layout.mesh.batch > 1 else MOST)

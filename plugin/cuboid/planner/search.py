@@ -50,8 +50,9 @@ _CHECKPOINTING: dict[str, CheckpointingMode] = {"none": "none", "layers": "layer
 _ALONE = Layout(MeshShape())
 #: The config's own default of ``tensor_parallel.fp8.min_dimension``.
 _FP8_MIN_DIMENSION: int = Fp8Config.model_fields["min_dimension"].default
-#: A mesh whose sequence × hidden axes span more nodes than these is never fast.
-_MOST_NODES_OF_MESH = 2
+#: A mesh whose sequence × hidden axes span more nodes than these is never fast; except for rows of so many tokens, of
+#: which attention is most of the work, which no other axis divides.
+_MOST_NODES_OF_MESH, _LONG_ROW, _MOST_NODES_OF_LONG_ROWS = 2, 2**19, 4
 
 #: A placeholder in the config of a plan: the planner doesn't choose the learning rate.
 LEARNING_RATE = 3e-4
@@ -274,8 +275,9 @@ def layouts(
 
 def _is_worth_it(mesh: MeshShape, cluster: Cluster, length: int) -> bool:
     """Whether a mesh cuts the sequence evenly, and its ranks of sequence × hidden are on few nodes."""
-    inner = mesh.of("sequence", "hidden")
-    return inner <= _MOST_NODES_OF_MESH * cluster.gpus_per_node and length % math.lcm(mesh.sequence, mesh.hidden) == 0
+    nodes = _MOST_NODES_OF_MESH if length < _LONG_ROW else _MOST_NODES_OF_LONG_ROWS
+    is_near = mesh.of("sequence", "hidden") <= nodes * cluster.gpus_per_node
+    return is_near and length % math.lcm(mesh.sequence, mesh.hidden) == 0
 
 
 def _variants(base: Layout, rows_of_replica: int, length: int) -> Iterator[Layout]:
@@ -354,6 +356,8 @@ def config_of(layout: Layout) -> dict[str, Any]:
             **({} if layout.fp8_min_dimension is None else {"fp8": fp8_section(layout.fp8_min_dimension)}),
         },
     }
+    if layout.gradient_bytes is not None:
+        config["data_types"] = {"grad_accum_dtype": "bf16" if layout.gradient_bytes == 2 else "fp32"}
     if layout.recomputes:
         config["activation_checkpointing"] = checkpointing_section(layout)
     if layout.stages > 1:

@@ -36,6 +36,7 @@ class Layout:
         stage_layers: layers of each of :attr:`parts`, in order, of which two may share one; () for a balanced cut.
         lengths: tokens of each segment; () for a cut by cost.
         key_value_gradient_bytes: size of a number in which segments accumulate gradients of keys and values.
+        gradient_bytes: bytes of a weight's gradient, with the sum over units; None for the framework's default.
         zero_stage: ZeRO stage over the replicas.
         checkpointing: what is recomputed.
         weight_gather, gradient_sync: how long gathered weights are kept, and when a stage's gradients are reduced over
@@ -63,6 +64,7 @@ class Layout:
     stage_layers: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
     key_value_gradient_bytes: int = 4
+    gradient_bytes: int | None = None
     zero_stage: int = 1
     checkpointing: CheckpointingMode = "none"
     weight_gather: Literal["layer", "step"] = "layer"
