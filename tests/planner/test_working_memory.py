@@ -26,7 +26,8 @@ SIZES = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 8, "moe_interm
 SIZES |= {"n_embd": 96, "n_inner": 384, "attn_pdrop": 0.0, "n_positions": 1024, "max_position_embeddings": 1024}
 MODELS = {
     **{name: {} for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen3_moe")},
-    "deepseek_v3": {"num_key_value_heads": 12, "v_head_dim": 12},
+    # Its `head_dim` is that of the part with positions.
+    "deepseek_v3": {"num_key_value_heads": 12, "v_head_dim": 12, "head_dim": 4},
 }
 MESHES = ["1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x2x2", "2x2x1", "1x4x1", "1x1x4"]
 #: How much of what is predicted may be alive. Where gradients of experts are reduced over `batch`, it is more: a block
@@ -70,6 +71,7 @@ def test_a_step_has_no_more_alive_than_predicted(name, mesh, checkpointing):
     layout = Layout(MeshShape.parse(mesh), micro_batch=ROWS, checkpointing=checkpointing)
     cluster = Cluster.parse(f"{layout.ranks}xH100")
     stage = _Stage(StepCost(described, layout, cluster, LENGTH, cuboid_software(layout)), 0)
+    assert not stage.count.obstacle
     assert not stage.peak.obstacle
     memory = stage.memory()
     predicted = stage.counted_bytes() - memory.parameters - memory.gradients - memory.optimizer - memory.framework
