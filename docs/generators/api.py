@@ -19,7 +19,7 @@ GROUPS = {
         *("from_pretrained", "from_config", "shard", "scope", "save_pretrained", "full_state_dict", "full_gradients"),
         *("mesh_of", "local_hook"),
     ),
-    "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin", "prepare_optimizer"),
+    "Training": ("CuboidTrainer", "Pipeline", "CuboidPlugin", "prepare_optimizer", "sum_over_shards"),
     "Callbacks of the Trainer": (
         "InterruptCallback",
         "MetricsCallback",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from packaging.version import Version
 from wrapt import register_post_import_hook
 
 from cuboid.errors import CuboidError
@@ -28,6 +29,8 @@ class Patch:
         reason: why this is needed.
         parameters: names of the target's parameters that the replacement relies on.
         replace: makes the replacement from the original.
+        since: the first version of the package that has the target, if not all supported ones do. In an earlier one
+            there is nothing to patch.
 
     A patch doesn't import its target: the Trainer and PEFT take two seconds, which ranks that don't use them save.
     Calling :meth:`apply` again has no effect. :meth:`revert` restores the identical object.
@@ -38,6 +41,7 @@ class Patch:
     reason: str
     parameters: tuple[str, ...]
     replace: Callable[[Any], Any]
+    since: str = "0"
     _original: Any = field(default=None, init=False, repr=False)
     #: The original that was replaced last, and what was made of it. Put in again it is the same object: for what is
     #: certified, another one would be other code, to be followed anew.
@@ -56,7 +60,7 @@ class Patch:
         register_post_import_hook(self._put_in_place, self._module)
 
     def _put_in_place(self, _: Any) -> None:
-        if self._applied or not self._wanted:
+        if self._applied or not self._wanted or self._installed < Version(self.since):
             return
         owner, name = self._owner()
         if name not in vars(owner):
@@ -82,6 +86,11 @@ class Patch:
     def _module(self) -> str:
         return self.target.partition(":")[0]
 
+    @property
+    def _installed(self) -> Version:
+        (installed,) = versions(self.package).values()
+        return Version(installed)
+
     def _owner(self) -> tuple[Any, str]:
         *classes, name = self.target.partition(":")[2].split(".")
         owner: Any = sys.modules[self._module]
@@ -98,8 +107,7 @@ class Patch:
 
     def _mismatch(self, what: str) -> str:
         supported = {**RANGES, **OPTIONAL}.get(self.package, "")
-        (installed,) = versions(self.package).values()
         return (
-            f"{self.target} of {self.package} {installed} can't be patched: {what}. The patch was written "
+            f"{self.target} of {self.package} {self._installed} can't be patched: {what}. The patch was written "
             f"for {self.package} {supported}, as published; install that. (It is needed to: {self.reason})"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -144,7 +145,10 @@ class _Finder:
             try:
                 execute(module)
             except BaseException as error:
-                self._leave(is_ending=not isinstance(error, Exception))
+                # What failed here is what a reader needs. Patches that fail for the same reason are tried again after
+                # the next import.
+                with contextlib.suppress(Exception):
+                    self._leave(is_ending=not isinstance(error, Exception))
                 raise
             self._leave(is_ending=False)
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cuboid.integrations.gradient_norm import norm_over_ranks
 from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
+from cuboid.integrations.script_loss import check_loss
 from cuboid.optim.elementwise import CHECKED
 from cuboid.optim.piecewise_step import MAY_REPEAT
 from cuboid_patches.base import Patch
@@ -36,6 +37,15 @@ def _total_norm(original: Any) -> Any:
         return norm
 
     return get_total_norm
+
+
+def _checking_loss(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        check_loss(self)
+        original(self, *args, **kwargs)
+
+    return backward
 
 
 def _averaging_replicas(original: Any) -> Any:
@@ -91,6 +101,13 @@ class StepCheck:
 
 PATCHES: list[Patch | StepCheck] = [
     StepCheck(),
+    Patch(
+        target="torch:Tensor.backward",
+        package="torch",
+        reason="refuse a loss that is computed from shards as if they were whole parameters",
+        parameters=("self",),
+        replace=_checking_loss,
+    ),
     Patch(
         target="torch.nn.parallel.distributed:DistributedDataParallel.__init__",
         package="torch",

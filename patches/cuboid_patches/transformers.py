@@ -389,6 +389,7 @@ PATCHES = [
         reason="share rows out among replicas",
         parameters=("effective_batch_size", "dp_size", "rank"),
         replace=_rebalance,
+        since="5.17",
     ),
     Patch(
         target="transformers.trainer:Trainer.save_model",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cuboid.integrations.callbacks.run_folder import RunLockCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
     from cuboid.integrations.handoff import prepare_optimizer
+    from cuboid.integrations.script_loss import sum_over_shards
     from cuboid.integrations.trainer import CuboidTrainer
     from cuboid.models.pipeline.training_pipeline import Pipeline
     from cuboid.models.sharded.customizations import local_hook
@@ -59,6 +60,7 @@ __all__ = [
     "scope",
     "shard",
     "split_config",
+    "sum_over_shards",
     "unregister",
 ]
 
@@ -73,6 +75,7 @@ _NAMES_OF = {
     "cuboid.integrations.callbacks.run_folder": ("RunLockCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
     "cuboid.integrations.handoff": ("prepare_optimizer",),
+    "cuboid.integrations.script_loss": ("sum_over_shards",),
     "cuboid.integrations.trainer": ("CuboidTrainer",),
     "cuboid.models.pipeline.training_pipeline": ("Pipeline",),
     "cuboid.models.sharded.customizations": ("local_hook",),

@@ -13,7 +13,7 @@ PYTHON, TESTED_PYTHON = ">=3.11", "3.11"
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {
     "torch": ">=2.9,<2.15",
-    "transformers": ">=5.21,<5.25",
+    "transformers": ">=5.16,<5.25",
     "deepspeed": ">=0.19.8,<0.20",
     "accelerate": ">=1.10,<1.16",
 }

@@ -143,7 +143,7 @@ def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(
 @pytest.mark.parametrize(
     ("package", "installed", "message"),
     [
-        ("transformers", "5.17.0", "cuboid works with transformers >=5.21,<5.25, but 5.17.0 is installed"),
+        ("transformers", "5.15.0", "cuboid works with transformers >=5.16,<5.25, but 5.15.0 is installed"),
         ("accelerate", "1.9.0", "cuboid works with accelerate >=1.10,<1.16, but 1.9.0 is installed"),
         ("torch", None, "cuboid needs torch >=2.9,<2.15, which is not installed"),
         ("deepspeed", "0.19.9+abc", None),
@@ -179,15 +179,27 @@ def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch,
         requirements.check_version("peft")
 
 
-def test_versions_are_checked_before_anything_that_needs_them_is_imported(tmp_path):
-    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
-    metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
+@pytest.mark.parametrize(
+    ("installed", "source", "message"),
+    [
+        (
+            "5.15.0",
+            "raise SystemExit('imported')",
+            "ImportError: cuboid works with transformers >=5.16,<5.25, but 5.15.0",
+        ),
+        # Not what patches, which can't be imported either, then fail by.
+        ("5.23.0", "from nowhere import everything", "ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_a_package_that_cant_be_used_is_what_the_last_line_is_about(tmp_path, installed, source, message):
+    (tmp_path / "transformers.py").write_text(source)
+    metadata = tmp_path / f"transformers-{installed}.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {installed}\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    status, output = run(sys.executable, "-c", "import cuboid", PYTHONPATH=path)
+    status, output = run(sys.executable, "-c", "import cuboid\nimport transformers", PYTHONPATH=path)
     assert status == 1
-    assert output.splitlines()[-1].startswith("ImportError: cuboid works with transformers >=5.21,<5.25, but 5.17.0")
+    assert output.splitlines()[-1].startswith(message)
 
 
 OTHERS = """

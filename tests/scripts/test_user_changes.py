@@ -1,5 +1,6 @@
 """What a script changes on a model, before or after it is sharded: as in the whole model, or refused."""
 
+import contextlib
 import functools
 
 import pytest
@@ -254,6 +255,72 @@ def test_a_loss_of_ones_own_in_an_encoder_decoder(mesh):
     batch = {**uneven_batch(), "labels": uneven_batch()["labels"][:, :7].clamp(min=3)}
     batch["decoder_input_ids"] = batch["labels"].roll(1, 1)
     assert_as_alone(model, mesh, step_of(batch, set_loss(unshifted)), MeshVerdict(inputs="only ids", splits_late=True))
+
+
+# --- what is added to a loss from parameters themselves ------------------------------------------------------------
+
+
+def squares(name, shard):
+    return 0.01 * shard.square().sum()
+
+
+def exponentials_of_biased(name, shard):
+    """Of some parameters; what pads a shard would count, too."""
+    return (shard - 0.5).abs().exp().sum() if "q_proj" in name or "embed" in name else None
+
+
+def summed(model, function):
+    if isinstance(model, ShardedModel):
+        return cuboid.sum_over_shards(model, function)
+    values = [function(name, parameter) for name, parameter in model.named_parameters()]
+    return sum(value for value in values if value is not None)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "2x3x2"])
+@pytest.mark.parametrize("penalty", [squares, exponentials_of_biased])
+@pytest.mark.parametrize("root", [False, True])
+def test_a_penalty_is_that_of_whole_parameters(mesh, penalty, root):
+    def step(model):
+        value = summed(model, penalty)
+        loss = model(**uneven_batch()).loss + (value.sqrt() if root else value)
+        loss.backward()
+        return loss.detach()
+
+    assert_as_alone(causal(num_attention_heads=6, hidden_size=48, tie_word_embeddings=root), mesh, step)
+
+
+@pytest.mark.parametrize("of", ["some", "all", "the head", "none"])
+def test_a_loss_that_is_computed_from_shards_is_refused(of):
+    threaded = Threaded(causal(), "1x2x2")
+
+    def step(model):
+        loss = model(**uneven_batch()).loss
+        if of in ("some", "all"):
+            parameters = list(model.parameters())
+            loss = loss + sum(map(torch.linalg.vector_norm, parameters if of == "all" else parameters[3:4]))
+        if of == "the head":
+            states = model.base_model(input_ids=uneven_batch()["input_ids"]).last_hidden_state
+            loss = loss + states.mean() * model.lm_head.weight.mean()
+        loss.backward()
+
+    said = {
+        "some": r"computed from model\.layers\.0\.self_attn\.v_proj\.weight itself, of which this rank has a shard",
+        "all": r"computed from model\.embed_tokens\.weight and 20 others itself",
+        "the head": r"computed from lm_head\.weight itself.* by cuboid\.sum_over_shards\(model, function\)",
+    }
+    with contextlib.ExitStack() as stack:
+        if of in said:
+            stack.enter_context(pytest.raises(cuboid.UnsupportedModelError, match=said[of]))
+        threaded.run(step)
+
+
+def test_a_model_that_is_whole_has_penalties_as_it_is():
+    def step(model):
+        loss = model(**uneven_batch()).loss + sum(0.01 * x.square().sum() for x in model.parameters())
+        loss.backward()
+        return loss.detach()
+
+    assert_as_alone(causal(), "1x1x1", step)
 
 
 # --- gradients of gradients ----------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+#: In the metadata of a node that ends the forward of a sharded model.
+_IS_OUTPUT = "cuboid: an output"
+
 
 def graph_of(output: torch.Tensor) -> list[Any]:
     """All nodes of a tensor's graph; those of leaves have the leaf as their ``variable``, and ``None`` is none."""
@@ -21,3 +24,30 @@ def graph_of(output: torch.Tensor) -> list[Any]:
             for following, _ in node.next_functions:
                 left.append(following)
     return nodes
+
+
+def mark_as_output(x: torch.Tensor) -> None:
+    """Mark a tensor that isn't a leaf as what a model hands to a script, at which :func:`leaves_of_script` ends."""
+    node: Any = x.grad_fn
+    node.metadata[_IS_OUTPUT] = True
+
+
+def leaves_of_script(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves from which a script itself has computed a loss.
+
+    They are looked for up to the outputs of sharded models and up to Cuboid's functions, whose gradients are right.
+    """
+    leaves: list[torch.Tensor] = []
+    seen: set[Any] = {None}
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf, function = getattr(node, "variable", None), getattr(node, "_forward_cls", None)
+        if leaf is not None:
+            leaves.append(leaf)
+        elif _IS_OUTPUT not in node.metadata and not (function and function.__module__.startswith("cuboid.")):
+            left.extend(following for following, _ in node.next_functions)
+    return leaves

@@ -25,6 +25,7 @@ from cuboid.models.architectures.roles import layer_names, token_embeddings, tow
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
+from cuboid.models.autograd_graph import mark_as_output
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
@@ -291,7 +292,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             _reject_compiling(self)
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
-            return _differentiable_once(self.cuboid.kind.forward(self, run, arguments), self.cuboid.state.made)
+            return _handed_out(self.cuboid.kind.forward(self, run, arguments), self.cuboid.state.made)
 
     return derived_class(ShardedModel, base, forward)
 
@@ -309,18 +310,20 @@ def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type
         with StepGuard(self.cuboid.mesh, "forward"):
             run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
             self.cuboid.kind.check_base_call(self)
-            return _differentiable_once(forward_of_base(self, run, arguments), self.cuboid.state.made)
+            return _handed_out(forward_of_base(self, run, arguments), self.cuboid.state.made)
 
     return derived_class(mixin, base, forward)
 
 
-def _differentiable_once(output: Any, made: AsSharded) -> Any:
-    """The same output of a forward, whose backward raises an error if it is to be differentiated itself."""
+def _handed_out(output: Any, made: AsSharded) -> Any:
+    """The same output of a forward, whose backward raises an error if it is to be differentiated itself. Where a script
+    goes on from it is marked."""
     if made.is_cut and torch.is_grad_enabled():
         # The hidden states of all layers are a tuple inside the output.
         for x in tree_leaves(tuple(output) if isinstance(output, tuple) else tuple(output.values())):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 x.register_hook(_check_differentiated_once)
+                mark_as_output(x)
     return output
 
 

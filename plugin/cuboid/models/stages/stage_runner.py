@@ -204,7 +204,8 @@ class StageRunner:
         # forwards that activation checkpointing recomputes.
         if pending.root.requires_grad:
             with self._staging.slot.running(self._batches[micro_batch].unit(segment, self._stores[micro_batch])):
-                pending.root.backward()
+                # Not its method, in which a script's loss is checked.
+                torch.autograd.backward(pending.root)
         # Segments run backward in reverse order, so the first one is the last to read the cache.
         if segment == 0:
             self._stores[micro_batch].free()

@@ -101,7 +101,7 @@ def reduce_rest(model: nn.Module) -> None:
     reducing = start_reduce_scatters([param for param, _, _ in leftovers], [total for _, _, total in leftovers])
     for (_, parameter, _), reduced in zip(leftovers, reducing, strict=True):
         # Through autograd, so that the hooks of frameworks see the gradient.
-        parameter.backward(reduced.wait().to(parameter.dtype))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(parameter, reduced.wait().to(parameter.dtype))
 
 
 def _buckets(

@@ -91,7 +91,7 @@ class WeightGradientStore:
             # As in any backward, where grad mode is off.
             with torch.no_grad():
                 for weight, gradient in first.gradients(others):
-                    weight.backward(gradient)  # type: ignore[no-untyped-call]
+                    torch.autograd.backward(weight, gradient)
 
     def check_empty(self) -> None:
         """Check at the end of a step that no unit is left."""
