@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 #: In the metadata of a node that ends the forward of a sharded model.
-_IS_OUTPUT = "cuboid: an output"
+IS_OUTPUT = "cuboid: an output"
 
 
 def graph_of(output: torch.Tensor) -> list[Any]:
@@ -29,7 +29,7 @@ def graph_of(output: torch.Tensor) -> list[Any]:
 def mark_as_output(x: torch.Tensor) -> None:
     """Mark a tensor that isn't a leaf as what a model hands to a script, at which :func:`leaves_of_script` ends."""
     node: Any = x.grad_fn
-    node.metadata[_IS_OUTPUT] = True
+    node.metadata[IS_OUTPUT] = True
 
 
 def leaves_of_script(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -48,6 +48,6 @@ def leaves_of_script(loss: torch.Tensor) -> list[torch.Tensor]:
         leaf, function = getattr(node, "variable", None), getattr(node, "_forward_cls", None)
         if leaf is not None:
             leaves.append(leaf)
-        elif _IS_OUTPUT not in node.metadata and not (function and function.__module__.startswith("cuboid.")):
+        elif IS_OUTPUT not in node.metadata and not (function and function.__module__.startswith("cuboid.")):
             left.extend(following for following, _ in node.next_functions)
     return leaves

@@ -106,7 +106,7 @@ class ChunkedCrossEntropy:
                     f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
                     f"({list(leaf.shape)}), for which there is no rule"
                 )
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         for param in unsharded:
             if param.block.grad is not None:
                 param.add(param.block.grad, alone=alone)
