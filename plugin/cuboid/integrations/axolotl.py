@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from transformers import TrainerCallback, set_seed
 
-from cuboid.config.schema import split_config
+from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError
 from cuboid.weights.api import scope
 
@@ -28,7 +29,7 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
         Raises:
             ConfigError: the DeepSpeed config is invalid, or asks for a pipeline.
         """
-        config = split_config(cfg.deepspeed)[0] if cfg.deepspeed else None
+        config = _config_of(cfg)
         if config is None:
             return
         if config.pipeline is not None and config.pipeline.stages > 1:
@@ -36,10 +37,29 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
                 "pipeline.stages: axolotl's trainers call the model's forward, which stages of a pipeline don't have; "
                 "use tensor_parallel without pipeline, or cuboid.CuboidTrainer in a script"
             )
-        # Each rank loads its shards to its own device.
-        cfg.device_map = None
+        # The Trainer's seed comes after adapters are made, of which each rank makes its own shards.
+        set_seed(cfg.seed or 42)
         self._loading.enter_context(scope(config))
 
-    def post_model_build(self, cfg: Any, model: Any) -> None:
+    def add_callbacks_post_trainer(self, cfg: Any, _: Any) -> list[TrainerCallback]:
+        """What the Trainer tells when it has trained."""
+        return [] if _config_of(cfg) is None else [_SaveTogether(cfg)]
+
+    def post_model_build(self, *_: Any) -> None:
         """End what :meth:`pre_model_load` began: other models of the run are plain."""
         self._loading.close()
+
+
+def _config_of(cfg: Any) -> CuboidConfig | None:
+    return split_config(cfg.deepspeed)[0] if cfg.deepspeed else None
+
+
+class _SaveTogether(TrainerCallback):
+    """Lets all ranks save the trained model, of which each has shards."""
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        # Which ranks save is decided by this number alone, after training.
+        self._cfg.local_rank = 0

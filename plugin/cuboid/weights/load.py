@@ -9,8 +9,9 @@ group is needed: a rank's coordinate comes from the launcher's environment.
 from __future__ import annotations
 
 import functools
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def load_sharded(
 def _load_sharded(
     cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
+    device = own_device(kwargs.get("device_map"))
+    if device is not None:
+        kwargs = {**kwargs, "device_map": None}
     for name in _INCOMPATIBLE:
         if kwargs.get(name) not in (None, False):
             instead = ""
@@ -127,7 +131,23 @@ def _load_sharded(
     has_layers = folder is not None and rank_folder is None and has_config(folder)
     check_loaded(model, info, folder if has_layers else None)
     model.finish_loading()
+    if device is not None:
+        model.to(device)
     return (model, info) if wants_info else model
+
+
+def own_device(device_map: Any) -> torch.device | None:
+    """This rank's own device, if a ``device_map`` puts all of a model there, as do libraries with a process for each
+    device; None for any other map."""
+    place = device_map
+    if isinstance(device_map, Mapping):
+        place = device_map[""] if set(device_map) == {""} else None
+    accelerator = torch.accelerator.current_accelerator()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    own = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local)
+    # Libraries number processes' devices without asking whether there are accelerators.
+    named = {local, str(local), own, str(own)}
+    return own if isinstance(place, int | str | torch.device) and place in named else None
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
