@@ -3,10 +3,12 @@
 import copy
 import functools
 import json
+import os
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -393,6 +395,24 @@ def test_what_a_sharded_model_cant_do_is_refused_with_what_it_can(pool):
     assert "PeftModel.from_pretrained(model, folder" in errors["load_adapter"]
     assert errors["neftune"].startswith("neftune_noise_alpha")
     assert "layers.0.mlp.up_proj" in errors["surgery"]
+
+
+def loaded_to(path, mesh, places):
+    """What is said of each ``device_map``, or the device of the loaded model."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    config, said = {"tensor_parallel": {"mode": "3d_tensor", "mesh": mesh}}, []
+    for place in places:
+        place = dist.get_rank() if place == "own" else place
+        try:
+            said.append(str(cuboid.from_pretrained(path, config, device_map={"": place}).device))
+        except cuboid.UnsupportedModelError as error:
+            said.append(str(error).partition(" can't")[0])
+    return said
+
+
+def test_a_device_map_may_name_the_ranks_own_device(pool, checkpoint):
+    said = pool.run(2, loaded_to, checkpoint(LLAMA), {"sequence": 2}, ["own", "cpu", torch.device("cpu"), 7, "disk"])
+    assert said == [["cpu", "cpu", "cpu", *["from_pretrained(device_map=…)"] * 2]] * 2
 
 
 @pytest.mark.parametrize("stages", [None, 2])

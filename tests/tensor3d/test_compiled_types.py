@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -109,7 +111,11 @@ def train(path, axes, pipeline, inductor, steps):
     ("architecture", "axes", "pipeline", "inductor", "steps"),
     [
         # Latents, routers, experts and a layer without them.
-        ("deepseek_v3", (1, 2, 1), None, False, 3),
+        pytest.param(
+            *("deepseek_v3", (1, 2, 1), None, False, 3),
+            # transformers' experts of before have values in their code that a graph can't have.
+            marks=pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="transformers 5.18"),
+        ),
         # Attention that all ranks compute.
         ("bloom", (2, 1, 1), None, False, 3),
         *(

@@ -144,10 +144,10 @@ def own_device(device_map: Any) -> torch.device | None:
         place = device_map[""] if set(device_map) == {""} else None
     accelerator = torch.accelerator.current_accelerator()
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    own = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local)
+    rank_device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, local)
     # Libraries number processes' devices without asking whether there are accelerators.
-    named = {local, str(local), own, str(own)}
-    return own if isinstance(place, int | str | torch.device) and place in named else None
+    named = {local, str(local), rank_device, str(rank_device)}
+    return rank_device if isinstance(place, int | str | torch.device) and place in named else None
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
