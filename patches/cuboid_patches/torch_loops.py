@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from cuboid.integrations.gradient_norm import norm_over_ranks
 from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
 from cuboid.integrations.script_loss import check_loss
+from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.optim.elementwise import CHECKED
 from cuboid.optim.piecewise_step import MAY_REPEAT
 from cuboid_patches.base import Patch
@@ -41,8 +42,10 @@ def _total_norm(original: Any) -> Any:
 
 def _checking_loss(original: Any) -> Any:
     @functools.wraps(original)
-    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        check_loss(self)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        # In most steps the loss is a model's own.
+        if self.grad_fn is not None and IS_OUTPUT not in self.grad_fn.metadata:
+            check_loss(self)
         original(self, *args, **kwargs)
 
     return backward

@@ -12,21 +12,17 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.autograd_graph import IS_OUTPUT, leaves_of_script
+from cuboid.models.autograd_graph import leaves_of_script
 from cuboid.models.sharded.sharded_model import sharded_models, sharding_of, unwrap
 from cuboid.weights.state_dict_map import sharding_specs
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """Check, before its backward, that a loss isn't computed from shards as if they were parameters.
+    """Check, before its backward, that a loss with a graph isn't computed from shards as if they were parameters.
 
     Raises:
         UnsupportedModelError: it is; names them.
     """
-    # Most losses are a model's own, in each step.
-    node: Any = loss.grad_fn
-    if node is None or IS_OUTPUT in node.metadata:
-        return
     cut = [model for model in sharded_models() if model.cuboid.state.made.is_cut]
     used = set(map(id, leaves_of_script(loss))) if cut else ()
     names = [name for model in cut for name, x in model.named_parameters() if id(x) in used] if used else []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-#: In the metadata of a node that ends the forward of a sharded model.
+#: In the metadata of a node of what a sharded model hands to a script.
 IS_OUTPUT = "cuboid: an output"
 
 
@@ -24,12 +24,6 @@ def graph_of(output: torch.Tensor) -> list[Any]:
             for following, _ in node.next_functions:
                 left.append(following)
     return nodes
-
-
-def mark_as_output(x: torch.Tensor) -> None:
-    """Mark a tensor that isn't a leaf as what a model hands to a script, at which :func:`leaves_of_script` ends."""
-    node: Any = x.grad_fn
-    node.metadata[IS_OUTPUT] = True
 
 
 def leaves_of_script(loss: torch.Tensor) -> list[torch.Tensor]:

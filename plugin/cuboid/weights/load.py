@@ -90,8 +90,8 @@ def load_sharded(
 def _load_sharded(
     cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    device = own_device(kwargs.get("device_map"))
-    if device is not None:
+    device = None
+    if kwargs.get("device_map") is not None and (device := own_device(kwargs["device_map"])) is not None:
         kwargs = {**kwargs, "device_map": None}
     for name in _INCOMPATIBLE:
         if kwargs.get(name) not in (None, False):

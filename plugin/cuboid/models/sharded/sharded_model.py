@@ -25,7 +25,7 @@ from cuboid.models.architectures.roles import layer_names, token_embeddings, tow
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
-from cuboid.models.autograd_graph import mark_as_output
+from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
@@ -323,7 +323,8 @@ def _handed_out(output: Any, made: AsSharded) -> Any:
         for x in tree_leaves(tuple(output) if isinstance(output, tuple) else tuple(output.values())):
             if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 x.register_hook(_check_differentiated_once)
-                mark_as_output(x)
+                node: Any = x.grad_fn
+                node.metadata[IS_OUTPUT] = True
     return output
 
 
