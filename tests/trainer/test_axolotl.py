@@ -108,9 +108,9 @@ def weights(folder):
     return load_file(adapter) if adapter.exists() else LlamaForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("recipe", [{}, LORA], ids=["full", "lora"])
-def test_axolotls_command_trains_on_a_mesh_as_in_one_process(folder, environment, recipe):
-    name = "lora" if recipe else "full"
+@pytest.mark.parametrize("name", ["full", "lora", "packed"])
+def test_axolotls_command_trains_on_a_mesh_as_in_one_process(folder, environment, name):
+    recipe = {"full": {}, "lora": LORA, "packed": {"sample_packing": True, "attn_implementation": "sdpa"}}[name]
     status, output = train(folder, environment, f"{name}_plain", 1, recipe)
     assert status == 0, output
     mesh = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
@@ -120,15 +120,30 @@ def test_axolotls_command_trains_on_a_mesh_as_in_one_process(folder, environment
     assert set(trained) == set(expected)
     for key, tensor in expected.items():
         torch.testing.assert_close(trained[key], tensor, rtol=1e-4, atol=1e-5, msg=lambda text: f"{key}: {text}")  # noqa: B023
-    if recipe:
+    if name == "lora":
         assert all(tensor.any() for key, tensor in trained.items() if "lora_B" in key)
     else:
         start = weights(folder / "model")
         assert not any(torch.equal(start[key], tensor) for key, tensor in trained.items())
 
 
-def test_a_pipeline_is_refused(folder, environment):
-    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2}
-    status, output = train(folder, environment, "stages", 2, {}, pipeline=pipeline)
+@pytest.mark.parametrize(
+    ("recipe", "section", "message"),
+    [
+        (
+            {},
+            {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}},
+            "pipeline.stages: axolotl's trainers call the model's forward",
+        ),
+        (
+            {**LORA, "lora_o_kernel": True},
+            {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}},
+            "lora_o_kernel: these compute with a whole matrix and its adapter",
+        ),
+    ],
+    ids=["stages", "kernels"],
+)
+def test_what_a_mesh_cant_do_is_refused_as_the_model_is_loaded(folder, environment, recipe, section, message):
+    status, output = train(folder, environment, "refused", 2, recipe, **section)
     assert status != 0
-    assert "pipeline.stages: axolotl's trainers call the model's forward" in output
+    assert message in output

@@ -12,6 +12,8 @@ from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError
 from cuboid.weights.api import scope
 
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+
 
 class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
     """Shards the model as axolotl loads it, before it gets adapters, by Cuboid's sections of its DeepSpeed config.
@@ -27,7 +29,8 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
         """Let ``from_pretrained`` shard.
 
         Raises:
-            ConfigError: the DeepSpeed config is invalid, or asks for a pipeline.
+            ConfigError: the DeepSpeed config is invalid, or asks for a pipeline; or the YAML for kernels that have no
+                rule.
         """
         config = _config_of(cfg)
         if config is None:
@@ -36,6 +39,12 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
             raise ConfigError(
                 "pipeline.stages: axolotl's trainers call the model's forward, which stages of a pipeline don't have; "
                 "use tensor_parallel without pipeline, or cuboid.CuboidTrainer in a script"
+            )
+        kernels = [key for key in _LORA_KERNELS if cfg.get(key)]
+        if kernels:
+            raise ConfigError(
+                f"{', '.join(kernels)}: these compute with a whole matrix and its adapter, of which a rank has shards; "
+                "set them to false in axolotl's YAML. Without a line there, axolotl turns them on where it can"
             )
         # The Trainer's seed comes after adapters are made, of which each rank makes its own shards.
         set_seed(cfg.seed or 42)
