@@ -130,6 +130,29 @@ CASES = [
 ]
 
 
+def test_a_penalty_on_factors_is_that_of_whole_ones():
+    model = built("llama", kv_heads=2)
+    plain, threaded = adapted(copy.deepcopy(model)), Adapted(model, "2x1x2")
+
+    def squares(_, factor):
+        return factor.square().sum() if factor.requires_grad else None
+
+    def step(rank_model):
+        if rank_model is plain:
+            penalty = sum(squares(None, x) for x in plain.parameters() if x.requires_grad)
+        else:
+            penalty = cuboid.sum_over_shards(rank_model, squares)
+        loss = rank_model(**batch()).loss + 0.1 * penalty
+        loss.backward()
+        return loss.detach()
+
+    with KeepFloat64():
+        expected = step(plain)
+    for loss in threaded.run(step):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    assert_gradients(plain, threaded.whole(lambda parameter: parameter.grad))
+
+
 @pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
     assert_as_plain(built(architecture, **sizes), mesh, **options)
