@@ -36,7 +36,8 @@ def _changes_structure(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.model, ShardedModel):
             return original(self, *args, **kwargs)
-        from cuboid.integrations.peft.adapters import check_unloaded, structure_changes
+        from cuboid.integrations.peft.adapters import structure_changes
+        from cuboid.integrations.peft.modules_to_save import check_unloaded
 
         deletes = original.__name__ == "delete_adapter"
         if not deletes:
@@ -87,7 +88,8 @@ def _set_trainable(original: Any) -> Any:
         if not isinstance(inner, ShardedModel):
             original(model, *args, **kwargs)
             return
-        from cuboid.integrations.peft.adapters import check_trained_whole, structure_changes
+        from cuboid.integrations.peft.adapters import structure_changes
+        from cuboid.integrations.peft.modules_to_save import check_trained_whole
 
         check_trained_whole(inner, signature.bind(model, *args, **kwargs).arguments["module_names"])
         with structure_changes(inner):
@@ -102,7 +104,7 @@ def _init_token_rows(original: Any) -> Any:
         if not isinstance(self.original_module, ShardedModule):
             original(self, adapter_name, *args, **kwargs)
             return
-        from cuboid.integrations.peft.token_layer import ShardedTokens
+        from cuboid.integrations.peft.layers.token_layer import ShardedTokens
 
         self.token_adapter = ShardedTokens(self.original_module, adapter_name, *args, **kwargs)
 

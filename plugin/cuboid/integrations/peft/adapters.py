@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.p_tuning import PromptEncoderConfig
 from peft.tuners.prompt_tuning import PromptTuningConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils import TrainableTokensWrapper
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import _get_input_embeddings_name
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -26,21 +26,26 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import Mesh, WeightSeed
 from cuboid.errors import MeshError, UnsupportedModelError
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.counting import asked_targets
-from cuboid.integrations.peft.embedding_layer import EmbeddingLora, on_mesh
-from cuboid.integrations.peft.experts_layer import ParamWrapper, lora_of_router
-from cuboid.integrations.peft.lora_layer import SeededLoraLinear, ShardedLoraLinear
-from cuboid.integrations.peft.scaled_layer import ShardedIA3Linear
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.layers.embedding_layer import EmbeddingLora, on_mesh
+from cuboid.integrations.peft.layers.experts_layer import ParamWrapper, lora_of_router
+from cuboid.integrations.peft.layers.lora_layer import SeededLoraLinear, ShardedLoraLinear
+from cuboid.integrations.peft.layers.scaled_layer import ShardedIA3Linear
+from cuboid.integrations.peft.layers.whole_layer import WholeLoraLinear
+from cuboid.integrations.peft.module_names import (
+    absent_modules,
+    head_of,
+    module_here,
+    names_of_all_stages,
+    tied_modules,
+)
+from cuboid.integrations.peft.modules_to_save import check_trained_whole, leave_copies, saved_here
 from cuboid.integrations.peft.seeding import is_loading, seeded_by
-from cuboid.integrations.peft.whole_layer import WholeLoraLinear
-from cuboid.models.architectures.norm_formula import may_normalize
 from cuboid.models.kinds.sharding import Sharding
-from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.customizations import guard_hooks
-from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel, plain_class
-from cuboid.models.stages.placeholders import PlaceholderBranch, PlaceholderModule
+from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.compiled.forms import CompiledWhole
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -85,7 +90,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     if model.cuboid.state.compiled is not None and (of_experts or isinstance(config, IA3Config)):
         what = f"target_parameters={of_experts}" if of_experts else "IA3Config"
         raise UnsupportedModelError(f"{what} has no rule in compiled layers; don't compile them")
-    with _giving_head(model), _skipping(tuner, _absent(model)):
+    with _giving_head(model), _skipping(tuner, absent_modules(model)):
         is_here, tokens = _check_targets(tuner, model, prepared), _checked_tokens(model, config)
         if isinstance(config, LoraConfig):
             config._register_custom_module(
@@ -108,12 +113,12 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             structure_changes(model, lambda: True),
             seeded_by(seed_of),
             on_mesh(model.cuboid.mesh),
-            _targeting(config, is_here, tokens, _saved_here(model, config.modules_to_save)),
+            _targeting(config, is_here, tokens, saved_here(model, config.modules_to_save)),
             _scaling_shards(tuner),
         ):
             result = action()
-    for name in _absent(model) if config.modules_to_save else ():
-        tuner.model.get_submodule(name).register_load_state_dict_pre_hook(_leave_copies)
+    for name in absent_modules(model) if config.modules_to_save else ():
+        tuner.model.get_submodule(name).register_load_state_dict_pre_hook(leave_copies)
     _load_whole_tensors(model, biases=getattr(config, "bias", "none") != "none")
     _note_ties(model)
     return result
@@ -165,15 +170,6 @@ def _targeting(config: Any, is_here: bool, tokens: Any, saved: Any) -> Iterator[
             config.target_modules = targets
 
 
-def _leave_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before PEFT's files are loaded, of a module whose copy another stage trains.
-
-    Files have the copy under the module's own name, and the last stage has the table that its head is tied to.
-    """
-    for name in module._parameters if is_loading.get() else ():
-        state.pop(f"{prefix}{name}", None)
-
-
 def _load_whole_tensors(model: Any, *, biases: bool) -> None:
     """Let the model's own parameters that PEFT's files may have be loaded from them, whole, into the shards.
 
@@ -194,17 +190,10 @@ def _is_end(module: ShardedModule) -> bool:
 
 def _note_ties(model: Any) -> None:
     """Tell the adapters of embeddings and heads whose weight is tied what that is tied to; they can't be merged."""
-    for name, other in _tied_modules(model).items():
-        layer = _module_here(model, name)
+    for name, other in tied_modules(model).items():
+        layer = module_here(model, name)
         if isinstance(layer, AdaptedLayer):
             layer.tied_to = other
-
-
-def _tied_modules(model: Any) -> dict[str, str]:
-    """Names of modules with a tied weight, and of another one that has it."""
-    ties = model.staging.plan.outline.tied if isinstance(model, StageModel) else model.all_tied_weights_keys
-    modules = {name.rpartition(".")[0]: other.rpartition(".")[0] for name, other in ties.items()}
-    return {**{other: name for name, other in modules.items()}, **modules}
 
 
 def _connect_for_norms(mesh: Mesh) -> None:
@@ -238,39 +227,12 @@ def loading() -> Iterator[None]:
 def _giving_head(model: Any) -> Iterator[None]:
     """In the ``with`` block, the model's head is the module itself, whose name PEFT looks up."""
     # Otherwise scripts are given the whole head, or a stand-in on stages that have none.
-    head = _head_of(model)
+    head = head_of(model)
     model.get_output_embeddings = lambda: head
     try:
         yield
     finally:
         del model.get_output_embeddings
-
-
-def _head_of(model: Any) -> nn.Module | None:
-    """The model's own head, as it is in its modules."""
-    try:
-        head: nn.Module | None = model.cuboid.base.get_output_embeddings(model)
-    except AttributeError:
-        # The module that contains it is a placeholder on this stage.
-        return None
-    return head
-
-
-def _absent(model: Any) -> frozenset[str]:
-    """Names of modules that are another stage's to adapt.
-
-    They are placeholders, or what the last stage keeps of the first one for a tied weight.
-    """
-    names = {
-        name for name, module in model.named_modules() if isinstance(module, PlaceholderModule | PlaceholderBranch)
-    }
-    if not isinstance(model, StageModel):
-        return frozenset()
-    outline = model.staging.plan.outline
-    if not any(cut.is_first for cut in model.staging.plan.cuts):
-        sources = {name.rpartition(".")[0] for name in outline.tied.values()}
-        names |= {name for name in sources if any(f"{name}.".startswith(f"{unit}.") for unit in outline.before)}
-    return frozenset(names)
 
 
 @contextmanager
@@ -382,7 +344,7 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
     if here or not isinstance(model, StageModel):
         return True
     # A name that no stage has is left to PEFT's own error.
-    return not any(type(tuner)._check_target_module_exists(config, name) for name in _whole_names(model))
+    return not any(type(tuner)._check_target_module_exists(config, name) for name in names_of_all_stages(model))
 
 
 def _is_in_whole_block(model: Any, name: str, base: nn.Module) -> bool:
@@ -449,7 +411,7 @@ def _checked_tokens(model: Any, config: Any) -> Any:
     tokens = getattr(config, "trainable_token_indices", None)
     if tokens is None:
         return None
-    what, absent = f"trainable_token_indices={tokens}", _absent(model)
+    what, absent = f"trainable_token_indices={tokens}", absent_modules(model)
     stage = model.staging.plan if isinstance(model, StageModel) else None
     if stage is not None and stage.outline.tied:
         raise UnsupportedModelError(
@@ -476,89 +438,12 @@ def _checked_tokens(model: Any, config: Any) -> Any:
                 )
             _check_tokens(indices, name, base)
     # A name that no stage has is left to PEFT's own error.
-    is_elsewhere = stage is not None and any(name.endswith(end) for name in _whole_names(model) for end in tokens)
+    is_elsewhere = stage is not None and any(
+        name.endswith(end) for name in names_of_all_stages(model) for end in tokens
+    )
     if is_elsewhere or not isinstance(config.trainable_token_indices, dict):
         return here or None
     return tokens
-
-
-def check_trained_whole(model: Any, names: Sequence[str] | None) -> None:
-    """Check the modules that an adapter trains whole: ``modules_to_save``, ends of names.
-
-    Raises:
-        UnsupportedModelError: names one that has no rule.
-    """
-    if not names:
-        return
-    all_modules: Any = model
-    if isinstance(model, StageModel):
-        # Each stage checks all modules, so that all raise the same error; others' are placeholders here.
-        with plain_construction(), torch.device("meta"):
-            all_modules = plain_class(type(model))(model.config)
-    is_compiled = model.cuboid.state.compiled is not None
-    for name in _names_ending(model, names):
-        module = all_modules.get_submodule(name)
-        if _is_trained_whole(model, all_modules, name, module) and not (is_compiled and may_normalize(module)):
-            continue
-        raise UnsupportedModelError(
-            f"modules_to_save={names}: {name} ({type(module).__name__}) has no rule on a mesh or in a pipeline; of a "
-            "model's modules, embeddings, the head, and norms outside of compiled layers and of blocks computed whole "
-            "are trained whole; name linear layers in target_modules"
-        )
-
-
-def _is_trained_whole(model: Any, all_modules: Any, name: str, module: Any) -> bool:
-    """Whether an adapter may train its own copy of a module.
-
-    Args:
-        model: sharded.
-        all_modules: the same model, or for a stage the plain one, which has the other stages' modules too.
-        name, module: of it.
-    """
-    outline = model.staging.plan.outline if isinstance(model, StageModel) else None
-    is_outside = outline.runs_own_head and name in outline.head if outline else module is not model.base_model
-    if is_outside and not name.startswith(f"{model.base_model_prefix}."):
-        return True
-    if module is (all_modules.get_output_embeddings() if outline else _head_of(model)):
-        return True
-    # A block that is computed whole gathers the parameters that it had when it was made.
-    is_in_block = isinstance(_module_here(model, name), KeptWhole)
-    return not is_in_block and (isinstance(module, nn.Embedding) or may_normalize(module))
-
-
-def _module_here(model: Any, name: str) -> nn.Module | None:
-    """A module of this stage; None if only others have it."""
-    try:
-        module: nn.Module = model.get_submodule(name)
-    except AttributeError:
-        return None
-    return module
-
-
-def _saved_here(model: Any, names: Sequence[str] | None) -> Any:
-    """``modules_to_save`` for this stage: by their whole names, those that aren't another stage's to train."""
-    if not isinstance(model, StageModel) or not names:
-        return names
-    absent = _absent(model)
-    return [
-        name for name in _names_ending(model, names) if name not in absent and _module_here(model, name) is not None
-    ] or None
-
-
-def check_unloaded(tuner: Any, model: Any) -> None:
-    """Check that modules that an adapter has trained whole may replace the model's own.
-
-    Raises:
-        UnsupportedModelError: they have a weight that is tied.
-    """
-    for config in tuner.peft_config.values():
-        for name, other in _tied_modules(model).items():
-            if any(name.endswith(key) for key in getattr(config, "modules_to_save", None) or ()):
-                raise UnsupportedModelError(
-                    f"modules_to_save={config.modules_to_save}: {name} shares its weight with {other} "
-                    "(config.tie_word_embeddings), and its copy can't replace it; keep the adapter beside the model, "
-                    "or train it on a checkpoint that was saved with tie_word_embeddings=False"
-                )
 
 
 def _check_tokens(indices: Sequence[int], name: str, base: Any) -> None:
@@ -576,29 +461,6 @@ def _check_tokens(indices: Sequence[int], name: str, base: Any) -> None:
             f"trainable_token_indices: the tokens of {name} are 0 to {size - 1}, and {what}; give each token once, and "
             "resize the embeddings for new ones before the model is sharded"
         )
-
-
-def _whole_names(model: Any) -> list[str]:
-    """Names of the modules of all stages, of which a stage has others' as placeholders, or not at all."""
-    # Tied parameters are counted under one of their names.
-    parameters = [*model.cuboid.whole_model.parameters, *model.staging.plan.outline.tied]
-    owners = {name.rpartition(".")[0] for name in parameters}
-    return sorted({".".join(owner.split(".")[:end]) for owner in owners for end in range(1, owner.count(".") + 2)})
-
-
-def _names_ending(model: Any, ends: Sequence[str]) -> list[str]:
-    """Names of the model's modules with one of these ends, as PEFT looks for them, but not those that it has made."""
-    if isinstance(model, StageModel):
-        names = _whole_names(model)
-    else:
-        names = [name for name, module in model.named_modules() if not isinstance(module, ModulesToSaveWrapper)]
-    return [
-        name
-        for name in names
-        if any(name.endswith(key) for key in ends)
-        and ".modules_to_save." not in name
-        and ".original_module" not in name
-    ]
 
 
 @contextmanager
@@ -627,7 +489,7 @@ def structure_changes(model: Any, has_adapters: Callable[[], bool] | None = None
     counts = {name: math.prod(specs[name].shape if name in specs else p.shape) for name, p in model.named_parameters()}
     others = {name: count for name, count in sharding.whole_model.parameters.items() if name not in before}
     whole_model = dataclasses.replace(sharding.whole_model, parameters={**others, **counts})
-    head = None if sharding.head is None else _head_of(model)
+    head = None if sharding.head is None else head_of(model)
     sharding = dataclasses.replace(sharding, whole_model=whole_model, head=head)
     for part in (model, model.base_model):
         if isinstance(part, ShardedModel | ShardedBase):

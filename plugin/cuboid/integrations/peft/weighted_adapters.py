@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraModel
 from torch import nn
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.integrations.peft.experts_layer import ParamWrapper
+from cuboid.integrations.peft.layers.experts_layer import ParamWrapper
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import take_shard

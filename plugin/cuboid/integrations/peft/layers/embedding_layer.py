@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraConfig
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.seeding import seeded_for
 from cuboid.tensor3d.low_rank_embedding import TokenRows, factor_b_spec, low_rank_vectors, row_spec
 from cuboid.tensor3d.sharding.full_params import whole_parameter

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraConfig, layer
 from torch import nn
 
 from cuboid.distributed.axis_collectives import own_slice
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer
-from cuboid.integrations.peft.lora_layer import LoraOfShards
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.layers.lora_layer import LoraOfShards
 from cuboid.integrations.peft.seeding import seeded_for
 from cuboid.tensor3d.experts.expert_update import ExpertFactor, LowRankUpdate
 from cuboid.tensor3d.experts.router import summed_linear

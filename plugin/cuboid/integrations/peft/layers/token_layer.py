@@ -13,7 +13,7 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import MeshError
-from cuboid.integrations.peft.adapted_layer import check_finite
+from cuboid.integrations.peft.layers.adapted_layer import check_finite
 from cuboid.integrations.peft.seeding import is_loading
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_parameters import ShardedParameters

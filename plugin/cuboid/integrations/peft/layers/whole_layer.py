@@ -11,7 +11,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.integrations.peft.lora_layer import LoraOfShards, ShardedDora
+from cuboid.integrations.peft.layers.lora_layer import LoraOfShards, ShardedDora
 from cuboid.tensor3d.layers.whole_block import cut_and_keep_whole
 from cuboid.tensor3d.sharding.sharded_param import take_whole
 

@@ -17,7 +17,7 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
 from cuboid.integrations.peft.seeding import is_loading, seeded_for
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.linear import ShardedLinear

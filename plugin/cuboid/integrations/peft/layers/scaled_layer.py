@@ -9,7 +9,7 @@ from peft.tuners import ia3
 from peft.tuners.ia3 import IA3Config
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
-from cuboid.integrations.peft.adapted_layer import AdaptedLayer, check_finite
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer, check_finite
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.scaling import input_spec, output_spec
 from cuboid.tensor3d.sharding.full_params import whole_parameter
