@@ -12,6 +12,7 @@ from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError
 from cuboid.weights.api import scope
 
+#: Options of axolotl for kernels of its own that compute with a matrix and its adapter.
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 

@@ -12,7 +12,7 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.autograd_graph import leaves_of_script
+from cuboid.models.autograd_graph import graph_of
 from cuboid.models.sharded.sharded_model import sharded_models, sharding_of, unwrap
 from cuboid.weights.state_dict_map import sharding_specs
 
@@ -24,7 +24,8 @@ def check_loss(loss: torch.Tensor) -> None:
         UnsupportedModelError: it is; names them.
     """
     cut = [model for model in sharded_models() if model.cuboid.state.made.is_cut]
-    used = set(map(id, leaves_of_script(loss))) if cut else ()
+    nodes = graph_of(loss, of_script=True) if cut else []
+    used = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     names = [name for model in cut for name, x in model.named_parameters() if id(x) in used] if used else []
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""

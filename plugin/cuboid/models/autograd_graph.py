@@ -10,38 +10,28 @@ import torch
 IS_OUTPUT = "cuboid: an output"
 
 
-def graph_of(output: torch.Tensor) -> list[Any]:
-    """All nodes of a tensor's graph; those of leaves have the leaf as their ``variable``, and ``None`` is none."""
+def graph_of(output: torch.Tensor, *, of_script: bool = False) -> list[Any]:
+    """All nodes of a tensor's graph; those of leaves have the leaf as their ``variable``, and ``None`` is none.
+
+    Args:
+        output: a tensor.
+        of_script: end at the outputs of sharded models and at Cuboid's functions, whose gradients are right: what is
+            before them, a script itself has computed.
+    """
     nodes: list[Any] = []
     seen: set[Any] = {None}
     left: list[Any] = [output.grad_fn]
     while left:
         node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            nodes.append(node)
-            # Not a comprehension, which is a Python call: this runs in each step.
-            for following, _ in node.next_functions:
-                left.append(following)
-    return nodes
-
-
-def leaves_of_script(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves from which a script itself has computed a loss.
-
-    They are looked for up to the outputs of sharded models and up to Cuboid's functions, whose gradients are right.
-    """
-    leaves: list[torch.Tensor] = []
-    seen: set[Any] = {None}
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
         if node in seen:
             continue
         seen.add(node)
-        leaf, function = getattr(node, "variable", None), getattr(node, "_forward_cls", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        elif IS_OUTPUT not in node.metadata and not (function and function.__module__.startswith("cuboid.")):
-            left.extend(following for following, _ in node.next_functions)
-    return leaves
+        nodes.append(node)
+        if of_script:
+            function = getattr(node, "_forward_cls", None)
+            if IS_OUTPUT in node.metadata or (function is not None and function.__module__.startswith("cuboid.")):
+                continue
+        # Not a comprehension, which is a Python call: this runs in each step.
+        for following, _ in node.next_functions:
+            left.append(following)
+    return nodes
