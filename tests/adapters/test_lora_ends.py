@@ -184,13 +184,15 @@ def test_a_name_that_no_stage_has_is_an_error_on_each():
             adapted(stage_model, target_modules=["nothing"])
 
 
-def saved_by_ranks(start, folder, read_from):
+def saved_by_ranks(start, folder, options, *read_from):
+    """After a step on a mesh: logits of its adapter, and on other meshes of it, read again, and of some read from files."""
+
     def on(mesh):
         model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
         return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
 
     micro_batch = batch(vocabulary=101)
-    model, other = adapted(on("1x2x1"), target_modules=ENDS), on("2x1x1")
+    model, other = adapted(on("1x2x1"), **options), on("2x1x1")
     with precision(keep_float64=True):
         model(**micro_batch).loss.backward()
         with torch.no_grad():
@@ -198,7 +200,8 @@ def saved_by_ranks(start, folder, read_from):
                 if parameter.requires_grad:
                     parameter -= parameter.grad
         model.save_pretrained(folder)
-        read = [PeftModel.from_pretrained(other, folder), PeftModel.from_pretrained(on("1x1x2"), read_from)]
+        read = [PeftModel.from_pretrained(other, folder)]
+        read += [PeftModel.from_pretrained(on("1x1x2"), others) for others in read_from]
         return [either(**micro_batch).logits.detach() for either in (model, *read)]
 
 
@@ -209,7 +212,7 @@ def test_they_are_in_pefts_folder(pool, tmp_path):
     # PEFT writes the embedding itself beside its adapter.
     written.save_pretrained(tmp_path / "plain")
     assert "embed_tokens.base_layer.weight" in "".join(load_file(tmp_path / "plain" / "adapter_model.safetensors"))
-    arguments = [tmp_path / name for name in ("start", "adapter", "plain")]
+    arguments = tmp_path / "start", tmp_path / "adapter", {"target_modules": ENDS}, tmp_path / "plain"
     plain = None
     for logits, read, read_of_plain in pool.run(2, saved_by_ranks, *arguments, timeout_s=TIMEOUT_S):
         plain = plain or PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")

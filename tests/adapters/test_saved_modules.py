@@ -6,15 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_lora import Adapted, adapted, assert_losses, assert_step, batch, built, in_both
-from test_lora_ends import assert_outputs, ended
+from test_lora_ends import assert_outputs, ended, saved_by_ranks
 from test_lora_stages import Staged, assert_as_plain, unwrap
-from transformers import AutoModelForCausalLM
 
-import cuboid
-from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.certification.float64 import KeepFloat64
 from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
@@ -132,30 +129,13 @@ def test_other_modules_are_refused_by_name(name):
         assert [name for name, _ in sharded.named_modules()] == before
 
 
-def saved_by_ranks(start, folder):
-    def on(mesh):
-        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
-        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
-
-    micro_batch = batch(vocabulary=101)
-    model, other = adapted(on("1x2x1"), **options_of("llama", [*ENDS, "norm"])), on("2x1x1")
-    with precision(keep_float64=True):
-        model(**micro_batch).loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter -= parameter.grad
-        model.save_pretrained(folder)
-        read = PeftModel.from_pretrained(other, folder)
-        return [either(**micro_batch).logits.detach() for either in (model, read)]
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_they_are_in_pefts_folder(pool, tmp_path, tied):
     model = ended(tied=tied).eval()
     model.save_pretrained(tmp_path / "start")
-    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
-    written = adapted(copy.deepcopy(model), **options_of("llama", [*ENDS, "norm"]))
+    options = options_of("llama", [*ENDS, "norm"])
+    results = pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "adapter", options, timeout_s=TIMEOUT_S)
+    written = adapted(copy.deepcopy(model), **options)
     written.save_pretrained(tmp_path / "plain")
     by_plain, saved = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "adapter"))
     assert {name: x.shape for name, x in saved.items()} == {name: x.shape for name, x in by_plain.items()}
