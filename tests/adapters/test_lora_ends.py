@@ -185,7 +185,7 @@ def test_a_name_that_no_stage_has_is_an_error_on_each():
 
 
 def saved_by_ranks(start, folder, options, *read_from):
-    """After a step on a mesh: logits of its adapter, and on other meshes of it, read again, and of some read from files."""
+    """After a step on a mesh: logits of its adapter, of it read on another mesh, and of adapters read from files."""
 
     def on(mesh):
         model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
