@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import MeshError
+from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights import from_scratch
 from cuboid.weights.state_dict_map import sharding_specs
@@ -67,6 +67,14 @@ def test_a_seed_gives_the_same_weights_on_every_mesh_and_in_every_pipeline(monke
         assert torch.equal(weight, expected[name]), name
     other = made_by_rank(monkeypatch, config, "1x1x1", 1, 0, seed=1)
     assert not torch.equal(other.get_input_embeddings().weight, alone.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", 1), ("1x1x1", 2)])
+def test_chunks_of_positions_are_rejected_by_name(monkeypatch, mesh, stages):
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4}
+    config = AutoConfig.for_model("bert", **sizes, architectures=["BertForMaskedLM"], chunk_size_feed_forward=4)
+    with pytest.raises(UnsupportedModelError, match=r"chunk_size_feed_forward is 4, .* set it to 0"):
+        made_by_rank(monkeypatch, config, mesh, stages, 0)
 
 
 def test_weights_are_distributed_as_those_of_plain_transformers(monkeypatch):

@@ -22,7 +22,7 @@ from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.refusals import check_plain_weights, check_unquantized
-from cuboid.models.attention.interface import check_attention
+from cuboid.models.attention.interface import check_model_options
 from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.kinds.registry import auto_class_of, check_model, kind_of_class
@@ -174,7 +174,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
-    check_attention(model.config)
+    check_model_options(model.config)
     check_unquantized(model.config, f"the config of {type(model).__name__}")
     check_plain_weights(model)
     if parsed.pipeline is not None:

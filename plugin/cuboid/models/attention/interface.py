@@ -46,7 +46,7 @@ def use_sharded_attention(
     """Make a model's attention modules work on a mesh's part of the heads.
 
     Args:
-        implementations: what the model's configs name, which :func:`check_attention` has accepted.
+        implementations: what the model's configs name, which :func:`check_model_options` has accepted.
         modules: the modules that may call the attention function.
         mesh: the mesh that shards their heads; None if heads aren't sharded.
         images: describes how positions were padded, in a model of images.
@@ -55,8 +55,8 @@ def use_sharded_attention(
         hang_record(module, AttentionRecord(mesh, images=images, implementations=implementations))
 
 
-def check_attention(config: PretrainedConfig) -> None:
-    """Make sure that there is a rule for a model's attention implementation.
+def check_model_options(config: PretrainedConfig) -> None:
+    """Make sure that there are rules for a model's attention implementation, and that nothing runs in chunks.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -68,6 +68,12 @@ def check_attention(config: PretrainedConfig) -> None:
         )
     if name == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
+    chunk = getattr(config, "chunk_size_feed_forward", None)
+    if chunk:
+        raise UnsupportedModelError(
+            f"chunk_size_feed_forward is {chunk}, which would have to divide the positions that a rank of a mesh or a "
+            "segment has; set it to 0, which computes the same"
+        )
 
 
 def check_reached() -> None:
@@ -76,7 +82,7 @@ def check_reached() -> None:
     Raises:
         CuboidError: the patch that does this was taken back, so that a sharded model would run plain attention.
     """
-    if ALL_ATTENTION_FUNCTIONS.get_interface("eager", check_attention) is check_attention:
+    if ALL_ATTENTION_FUNCTIONS.get_interface("eager", check_model_options) is check_model_options:
         raise CuboidError(
             "a sharded model's attention runs through a patch of transformers, which cuboid.unregister() has taken "
             "back; call cuboid.register()"

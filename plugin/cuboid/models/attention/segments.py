@@ -85,7 +85,7 @@ def use_segment_attention(
     """Make a stage's attention modules attend to earlier segments too, and optionally with a mesh's part of the heads.
 
     Args:
-        config: the model's config, which stays as it is; its implementation must have passed ``check_attention``.
+        config: the model's config, which stays as it is; its implementation must have passed ``check_model_options``.
         modules: the layers (or attention modules) of this stage, by name. Each shares one record with all modules
             inside it, any of which may call the attention function.
         slot: holds the unit of each forward and backward.

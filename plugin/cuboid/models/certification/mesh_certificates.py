@@ -19,7 +19,7 @@ from cuboid.distributed.mesh import current_rank
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, MeshVerdict, Mode, words_of_changes
-from cuboid.models.attention.interface import check_attention
+from cuboid.models.attention.interface import check_model_options
 from cuboid.models.certification.certificates import KINDS, Question
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.kinds.probe_rows import CannotProbe
@@ -57,7 +57,7 @@ def certified_plan(
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     cls = cls or type(model)
-    check_attention(model.config)
+    check_model_options(model.config)
     verdict = mesh_verdict(cls, model.config)
     mode: Mode | None = None
     if pipeline is not None and mesh.size > 1:

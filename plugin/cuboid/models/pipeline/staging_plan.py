@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.models.attention.interface import check_attention
+from cuboid.models.attention.interface import check_model_options
 from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.local_batch import granule
 from cuboid.models.certification.certificates import Question, certificate_of, naming_changes
@@ -61,7 +61,7 @@ def plan_staging(
     """
     assert config.pipeline is not None
     cls, hf_config = cls or type(model), model.config
-    check_attention(hf_config)
+    check_model_options(hf_config)
     _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
     with naming_changes(cls, hf_config):

@@ -15,7 +15,7 @@ from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import Role, find_roles, token_embeddings
-from cuboid.models.attention.interface import check_attention
+from cuboid.models.attention.interface import check_model_options
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -137,7 +137,7 @@ def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str
     Raises:
         UnsupportedModelError: no mesh can cut the model.
     """
-    check_attention(model.config)
+    check_model_options(model.config)
     if model.config.is_encoder_decoder:
         _check_stacks(model)
     roles = find_roles(model, verdict.whole_blocks, splits_late=verdict.splits_late, head=verdict.head)
