@@ -4,8 +4,11 @@ import gc
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import blocks_computed_whole
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
@@ -40,6 +43,16 @@ def test_norms_over_all_heads(architecture, heads, mesh):
     local_count = sum(p.numel() for name, p in threaded.models[0].named_parameters() if name.endswith("_norm.weight"))
     total_count = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_norm.weight"))
     assert local_count == pytest.approx(total_count / threaded.plan.mesh.size, rel=0.35)
+
+
+def test_sequences_are_not_filled_beyond_the_masks_that_layers_keep():
+    sizes = {"hidden_size": 48, "num_heads": 3, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    config = AutoConfig.for_model("gpt_neo", **sizes, vocab_size=61, window_size=3, max_position_embeddings=8)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    verdict, ids = MeshVerdict(splits_late=True), batch_of()["input_ids"]
+    threaded = assert_as_alone(model, "1x3x1", step_of(input_ids=ids[:, :6], labels=ids[:, :6]), verdict)
+    with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* masks of 8 positions"):
+        threaded.run(step_of(input_ids=ids, labels=ids))
 
 
 @pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])

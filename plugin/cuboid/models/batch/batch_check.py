@@ -63,6 +63,7 @@ class Limits:
         types: rows of the table of token types, if the model takes such ids.
         first_position: the first position, if the model counts positions by itself.
         longest: tokens of the longest sequence that the model is made for, if its config has it.
+        masks: positions of the causal masks that attention modules keep as buffers, if they do.
         shifts_labels: whether the loss compares each position with the next one's label, so that the first label isn't
             used.
         virtual_tokens: number of ids from ``FIRST_ID`` on that an adapter's virtual tokens have.
@@ -76,6 +77,7 @@ class Limits:
     types: int | None = None
     first_position: int = 0
     longest: int | None = None
+    masks: int | None = None
     shifts_labels: bool = False
     virtual_tokens: int = 0
     told: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -100,6 +102,19 @@ class Limits:
                 "(max_position_embeddings): its rotary embeddings compute them, as in plain transformers, but it was "
                 "not made for them",
                 stacklevel=1,
+            )
+
+    def check_filled(self, length: int, filled: int) -> None:
+        """Check that sequences of ``length`` tokens, filled up to what mesh and segments divide, fit into kept masks.
+
+        Raises:
+            CuboidError: they don't.
+        """
+        if self.masks is not None and filled > self.masks:
+            raise CuboidError(
+                f"a micro-batch has sequences of {length} tokens, which are filled up to {filled} for the mesh or "
+                f"segments, but attention keeps masks of {self.masks} positions (max_position_embeddings); give "
+                f"shorter ones, or a mesh whose axes divide {self.masks}"
             )
 
     def warn_of_lost_boundaries(self, mesh: Mesh) -> None:

@@ -179,6 +179,8 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     if around is not None:
         around.batch, around.check = batch, check
     lengths = kind.lengths_of(batch, makes_masks=sharding.makes_masks)
+    if sharding.whole_model.limits.masks is not None:
+        sharding.whole_model.limits.check_filled(lengths.real, lengths.padded)
     if sharding.draws.has_modules:
         positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)
         sharding.draws.begin(

@@ -61,7 +61,11 @@ class WholeModel:
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
-        limits = Limits(kind, tokens, kind.classes, positions, longest=longest_sequence(model.config))
+        longest = longest_sequence(model.config)
+        # GPT-Neo's layers have them; those outside of layers, as GPT-BigCode's, aren't used.
+        buffers = (buffer for name, buffer in model.named_buffers() if any(map(str.isdigit, name.split("."))))
+        squares = (longest for buffer in buffers if buffer.shape[-2:] == (longest, longest))
+        limits = Limits(kind, tokens, kind.classes, positions, longest=longest, masks=next(squares, None))
         return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
 
 
