@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
@@ -51,8 +51,23 @@ def test_sequences_are_not_filled_beyond_the_masks_that_layers_keep():
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     verdict, ids = MeshVerdict(splits_late=True), batch_of()["input_ids"]
     threaded = assert_as_alone(model, "1x3x1", step_of(input_ids=ids[:, :6], labels=ids[:, :6]), verdict)
-    with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* masks of 8 positions"):
+    with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* has masks of 8 positions"):
         threaded.run(step_of(input_ids=ids, labels=ids))
+
+
+def test_sequences_are_not_filled_beyond_a_table_that_the_model_counts_in():
+    # The vocabulary is about as large as the table of positions, and begins behind none of its rows.
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    tokens = {"vocab_size": 13, "pad_token_id": 11, "decoder_start_token_id": 2, "eos_token_id": 3}
+    config = AutoConfig.for_model("bart", **sizes, **heads, **tokens, d_model=48, max_position_embeddings=8)
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
+    verdict, ids = MeshVerdict(inputs="only ids", splits_late=True), batch_of()["input_ids"] % 11
+    step = step_of(input_ids=ids[:, :6], labels=ids[:, :5].contiguous())
+    threaded = assert_as_alone(model, "1x3x1", step, verdict)
+    for source, target in ((8, 6), (6, 8)):
+        with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* has a table of 8 positions"):
+            threaded.run(step_of(input_ids=ids[:, :source], labels=ids[:, :target].contiguous()))
 
 
 @pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])

@@ -104,17 +104,25 @@ class Limits:
                 stacklevel=1,
             )
 
-    def check_filled(self, length: int, filled: int) -> None:
-        """Check that sequences of ``length`` tokens, filled up to what mesh and segments divide, fit into kept masks.
+    def check_filled(self, length: int, filled: int, *, counts: bool) -> None:
+        """Check that sequences of ``length`` tokens, filled up to what mesh and segments divide, have positions.
+
+        Args:
+            length: as given.
+            filled: as the model gets them.
+            counts: whether the model counts positions by itself, those that are filled up too.
 
         Raises:
             CuboidError: they don't.
         """
-        if self.masks is not None and filled > self.masks:
+        # A table that begins behind a padding token's row has that row for what is filled up.
+        table = self.positions if counts and self.first_position == 0 else None
+        most = min((limit for limit in (self.masks, table) if limit is not None), default=filled)
+        if filled > most:
             raise CuboidError(
                 f"a micro-batch has sequences of {length} tokens, which are filled up to {filled} for the mesh or "
-                f"segments, but attention keeps masks of {self.masks} positions (max_position_embeddings); give "
-                f"shorter ones, or a mesh whose axes divide {self.masks}"
+                f"segments, but the model has {'masks' if most == self.masks else 'a table'} of {most} positions "
+                f"(max_position_embeddings); give shorter ones, or a mesh whose axes divide {most}"
             )
 
     def warn_of_lost_boundaries(self, mesh: Mesh) -> None:

@@ -179,8 +179,10 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     if around is not None:
         around.batch, around.check = batch, check
     lengths = kind.lengths_of(batch, makes_masks=sharding.makes_masks)
-    if sharding.whole_model.limits.masks is not None:
-        sharding.whole_model.limits.check_filled(lengths.real, lengths.padded)
+    limits, counts = sharding.whole_model.limits, verdict.inputs == "only ids"
+    if limits.masks is not None or counts:
+        for sequence in (lengths,) if lengths.source is None else (lengths, lengths.source):
+            limits.check_filled(sequence.real, sequence.padded, counts=counts)
     if sharding.draws.has_modules:
         positions = (lengths.padded, 0 if lengths.source is None else lengths.source.padded)
         sharding.draws.begin(

@@ -194,8 +194,10 @@ def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
     except ValueError:  # Composite configs may have several text configs.
         return []
     of_towers = {part for name in tower_names(model) for part in model.get_submodule(name).modules()}
-    others = (m for m in model.modules() if m not in of_towers and m is not model.get_input_embeddings())
-    tables = [m for m in others if isinstance(m, nn.Embedding)]
+    # An encoder's and a decoder's tables of tokens are modules of their own, tied to the model's.
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    others = (module for name, module in model.named_modules() if module not in of_towers and name not in tied)
+    tables = [m for m in others if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     # Some tables have a few rows more than there are positions.
     return [table for table in tables if limit is not None and limit <= table.num_embeddings <= limit + 8]
 
