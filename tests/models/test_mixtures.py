@@ -11,7 +11,6 @@ import cuboid
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
-from cuboid.models.autograd_graph import graph_of
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.planner.comm_formula import layer_bytes
@@ -300,9 +299,5 @@ def kept_bytes(model, batch):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = model(**batch, use_cache=False).loss
-    # An autograd function's own attributes don't pass through the hooks.
-    for product in [node.product for node in graph_of(loss) if hasattr(node, "product")]:
-        for x in (product.dispatch.choices, product.dispatch.places, product.dispatch.experts, product.dispatch.tokens):
-            kept[x.untyped_storage().data_ptr()] = x
+        model(**batch, use_cache=False)
     return sum(x.untyped_storage().nbytes() for x in kept.values())

@@ -58,7 +58,7 @@ def test_products_are_those_of_each_row_by_itself(case):
     by_out = weight.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(multiply_rows(x, by_out, dispatch), expected)
     y = numbers(chosen.numel(), OUTPUTS)
-    of_expert = torch.nn.functional.one_hot(dispatch.experts, count).double()
+    of_expert = torch.nn.functional.one_hot(dispatch.experts.long(), count).double()
     sums = torch.einsum("re,rk,rn->ekn", of_expert, x, y)
     torch.testing.assert_close(multiply_transposed(x, y, dispatch), sums)
 

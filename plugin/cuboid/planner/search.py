@@ -23,22 +23,23 @@ from cuboid.planner.description.halves import sizes_with_halves
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.estimate import MANY, Estimate, check_fp8, cuboid_software, segment_counts
 from cuboid.planner.ranking import Goal, SearchResult, best_of, improved
-from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
+from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks, is_generated
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
 _ROWS = (1, 2, 4, 8)
-#: Schedules that are tried on the best pipelines, with the number of chunks on each rank: the first on all of them, the
-#: others on those that it makes the fastest.
-_SCHEDULES = (
-    ("zero_bubble-interleaved", 2),
-    *(("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 4), ("zero_bubble-v", 2)),
-)
+#: Schedules that are tried on the best pipelines, with the number of chunks on each rank: the first two, of which the
+#: second keeps less, on all of them; the others on those that these make the fastest.
+_FIRST_SCHEDULES = (("zero_bubble-interleaved", 2), ("seq1f1b-interleaved", 2))
+_FURTHER_SCHEDULES = (("zero_bubble", 1), ("zero_bubble-interleaved", 4), ("zero_bubble-v", 2))
 #: How many pipelines the first is tried on: of those that are the fastest under a fixed schedule, and in all.
 _GOOD_PIPELINES, _PIPELINES = 3, 6
-#: How many of the latter may be looked at that don't fit by their counts.
+#: How many of the latter may be looked at that don't fit.
 _REFUSED_PIPELINES = 20
 #: How many the others are tried on, and roughly the fraction of a bubble that they leave.
 _FASTEST_PIPELINES, _BUBBLE_LEFT = 2, 0.3
+#: On how many pipelines that differ from the fastest by their rows and replicas its schedule is tried: one that is
+#: generated, which takes seconds, and one with a closed rule.
+_SIMILAR_IF_GENERATED, _SIMILAR = 8, 200
 #: The least bubble of the fastest layout, as a fraction of its step, for which other stages are tried.
 _BUBBLE_WORTH_STAGES = 0.05
 #: The least that other stages must gain, as a fraction of the step, and the actions that are scheduled to find them.
@@ -119,8 +120,10 @@ def search(
         return result
     more = _with_less_bubble(_pipelines(result.best, costs), model, cost_of, result.best[:count][-1].time)
     best = improved(result.best, more, count)
+    similar = _with_same_schedule(best[0].layout, costs, cost_of, best[0].time)
+    best = improved(best, similar, count)
     moved = _with_other_stages(best[0], cost_of)
-    considered = result.considered + len(more) + len(moved)
+    considered = result.considered + len(more) + len(similar) + len(moved)
     return SearchResult(tuple(improved(best, moved, count)), considered, result.refused)
 
 
@@ -148,11 +151,12 @@ def _with_less_bubble(
     def shortest_s(pipeline: Layout) -> float:
         return min((one.time.total_s for one in of_first[pipeline] if one.fits), default=math.inf)
 
-    of_first = {pipeline: estimates(pipeline, _SCHEDULES[:1]) for pipeline in pipelines}
+    of_first = {pipeline: estimates(pipeline, _FIRST_SCHEDULES) for pipeline in pipelines}
     fastest = sorted(pipelines, key=shortest_s)[:_FASTEST_PIPELINES]
     # So many segments made the bubble of a fixed schedule small; one with less of it may be faster with longer units.
     halved = [replace(pipeline, segments=pipeline.segments // 2) for pipeline in fastest if pipeline.segments > MANY]
-    more = [*(estimates(one, _SCHEDULES[1:]) for one in fastest), *(estimates(one, _SCHEDULES) for one in halved)]
+    more = [estimates(one, _FURTHER_SCHEDULES) for one in fastest]
+    more += [estimates(one, (*_FIRST_SCHEDULES, *_FURTHER_SCHEDULES)) for one in halved]
     return [*chain(*of_first.values()), *chain(*more)]
 
 
@@ -163,13 +167,9 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
     units, there is one.
     """
     chosen: dict[tuple[int, int, int], Layout] = {}
-
-    def key_of(layout: Layout) -> tuple[int, int, int]:
-        return layout.stages, layout.mesh.sequence, layout.mesh.hidden
-
     for estimate in best:
-        if estimate.layout.stages > 1 and len(chosen) < _GOOD_PIPELINES and estimate.fits_counted:
-            chosen.setdefault(key_of(estimate.layout), estimate.layout)
+        if estimate.layout.stages > 1 and len(chosen) < _GOOD_PIPELINES:
+            chosen.setdefault(_pipeline_of(estimate.layout), estimate.layout)
     limit_s = best[-1].time.total_s
     by_time: list[tuple[float, int, StepCost]] = []
     for number, cost in enumerate(costs):
@@ -182,12 +182,38 @@ def _pipelines(best: Sequence[Estimate], costs: Sequence[StepCost]) -> list[Layo
         if len(chosen) == _PIPELINES or refused == _REFUSED_PIPELINES:
             break
         # Of the variants of one pipeline, the fastest may keep more than there is memory for.
-        if key_of(cost.layout) not in chosen and ends_memory(cost) <= usable_bytes(cost.cluster):
-            if Estimate.of(cost).fits_counted:
-                chosen[key_of(cost.layout)] = cost.layout
+        if _pipeline_of(cost.layout) not in chosen and ends_memory(cost) <= usable_bytes(cost.cluster):
+            if Estimate.of(cost).fits:
+                chosen[_pipeline_of(cost.layout)] = cost.layout
             else:
                 refused += 1
     return list(chosen.values())
+
+
+def _pipeline_of(layout: Layout) -> tuple[int, int, int]:
+    """What is the same in layouts whose units are ordered alike."""
+    return layout.stages, layout.mesh.sequence, layout.mesh.hidden
+
+
+def _with_same_schedule(
+    fastest: Layout, costs: Iterable[StepCost], cost_of: Callable[[Layout], StepCost], limit: StepTime
+) -> list[Estimate]:
+    """Estimates of the fastest pipeline's schedule, of those that may take less time than ``limit``.
+
+    They divide its ranks among `batch` and replicas in other ways, and its rows and sequences into other units.
+    """
+    if fastest.schedule == "seq1f1b" and not fastest.spreads_head:
+        return []
+    segments = {fastest.segments // 2, fastest.segments, fastest.segments * 2}
+    like = {name: getattr(fastest, name) for name in ("schedule", "chunks", "spreads_head")}
+    by_time: list[tuple[float, int, StepCost]] = []
+    for number, layout in enumerate(cost.layout for cost in costs):
+        if _pipeline_of(layout) == _pipeline_of(fastest) and layout.segments in segments:
+            cost = cost_of(replace(layout, **like))
+            if cost.least_s() < limit.total_s and ends_memory(cost) <= usable_bytes(cost.cluster):
+                by_time.append((cost.least_s(), number, cost))
+    most = _SIMILAR_IF_GENERATED if is_generated(fastest.schedule) else _SIMILAR
+    return [Estimate.of(cost) for _, _, cost in sorted(by_time)[:most]]
 
 
 def _scheduled(pipeline: Layout, schedules: Iterable[tuple[str, int]], model: ModelDescription) -> Iterator[Layout]:

@@ -32,10 +32,8 @@ _OPTIMIZER_BYTES = 12
 _HOST_OPTIMIZER_BYTES = _OPTIMIZER_BYTES + 6
 _ELEMENT = 2
 _STATISTIC = 4
-#: Bytes of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
-_ROUTED = 4 * 8 + _STATISTIC
-#: Of these, the row, its choice and token, and in 32 bits its expert.
-_ROUTE = 3 * 8 + 4
+#: Bytes of each choice of an expert on a mesh: its row, the row's choice and expert, and its weight.
+_ROUTED = 3 * 4 + _STATISTIC
 
 
 @dataclass(frozen=True)
@@ -329,17 +327,6 @@ class _Stage:
             kept += counted.shared.of(*sizes)
         return kept
 
-    def _routing(self, kinds: Counter[int], segment: int) -> float:
-        """Bytes that a unit's products of experts on a mesh keep of the routing beside what checkpointing drops.
-
-        Autograd doesn't save it, but a product's node has it, from the first forward on.
-        """
-        if not self.layout.recomputes or not self.layout.splits_experts:
-            return 0.0
-        tokens, layers = self._units.tokens(self.cost.lengths[segment]), self.model.kinds
-        choices = sum(count * experts.per_token for kind, count in kinds.items() if (experts := layers[kind].experts))
-        return tokens * choices * _ROUTE
-
     def _waiting(self, kinds: Counter[int], segment: int) -> float:
         """Bytes that a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
         if self.count.layers:
@@ -402,7 +389,6 @@ class _Stage:
             part: [self._waiting(kinds, segment) if self.cost.splits else 0.0 for segment in range(last + 1)]
             for part, kinds in self.parts.items()
         }
-        routing = {part: [self._routing(kinds, i) for i in range(last + 1)] for part, kinds in self.parts.items()}
         stores = {part: self._store_bytes(kinds) for part, kinds in self.parts.items()}
         ends = {part: [0.0] * (last + 1) for part in kept}
         if self.is_last and self.software.loss == "chunked":
@@ -423,7 +409,7 @@ class _Stage:
                     most = now, sum(opened.values())
                 continue
             moved = kept[part][segment] if unit_of(action) in away else 0.0
-            saved = kept[part][segment] - moved + routing[part][segment] + ends[part][segment]
+            saved = kept[part][segment] - moved + ends[part][segment]
             later = waiting[part][segment]
             match action.op:
                 case Op.FORWARD:

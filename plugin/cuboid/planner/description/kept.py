@@ -42,7 +42,6 @@ from cuboid.models.architectures.norm_formula import NormFormula
 from cuboid.models.attention.forward_context import Lengths, Packing, Unit, UnitSlot, knowing
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import find_record, hang_record, record_of, use_segment_attention, uses_interface
-from cuboid.models.autograd_graph import graph_of
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import attention_modules, parallelize_modules, whole_blocks
@@ -432,7 +431,6 @@ class LayerSample:
             self._saved.clear()
             with self._mode, self._running(unit), self._deferring(), self._saved.hooks():
                 hidden.append(self._forward(rows, unit))
-                self._saved.note_dispatches(hidden[-1])
             places.append(self._saved.places())
             in_cache = {place: size / (rows * total) for place, size in pool.bytes_by_place.items()}
             size = rows, unit.stop - unit.start, unit.start
@@ -585,16 +583,6 @@ class _Saved:
         if storage_id(x) not in self._excluded:
             self._found.setdefault(storage_id(x), (self.place, x.untyped_storage()))
         return x
-
-    def note_dispatches(self, output: torch.Tensor) -> None:
-        """Add what the products of experts keep of the routing, which hooks don't see, in the graph of an output."""
-        for node in graph_of(output):
-            dispatch = getattr(getattr(node, "product", None), "dispatch", None)
-            if dispatch is not None:
-                # The choices pick the weights of rows, differentiably, so that the hooks have seen them.
-                place, _ = self._found[storage_id(dispatch.choices)]
-                for x in (dispatch.places, dispatch.experts, dispatch.ends, dispatch.tokens):
-                    self._found.setdefault(storage_id(x), (place, x.untyped_storage()))
 
     def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
         """Bytes by index of the layer: -1 before the first one, their number after the last. Without the KV cache."""

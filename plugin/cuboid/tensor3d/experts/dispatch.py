@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,7 +29,7 @@ class ExpertRows(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dispatch:
     """The order of T tokens with k experts each as R = T·k rows, in which each expert's rows are consecutive.
 
@@ -38,8 +37,11 @@ class Dispatch:
         choices: ``[R]``, the choice (of T·k) that each row is; choice c belongs to token c // k.
         places: ``[R]``, the row of each choice.
         experts: ``[R]``, the expert of each row, ascending.
-        ends: ``[E]``, int32, one past each expert's last row.
+        ends: ``[E]``, one past each expert's last row.
         per_token: k.
+        known_spans: :attr:`spans`, once they were read.
+
+    All tensors are int32.
     """
 
     choices: torch.Tensor
@@ -47,25 +49,33 @@ class Dispatch:
     experts: torch.Tensor
     ends: torch.Tensor
     per_token: int
+    known_spans: list[tuple[int, int]] | None = None
 
     @classmethod
     def of(cls, indices: torch.Tensor, count: int) -> Dispatch:
         """From expert indices ``[T, k]`` in 0 … count - 1. Equal indices give the same order on every rank."""
         return cls(*order_of(indices, count), indices.shape[1])
 
-    @cached_property
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order of the arguments."""
+        return self.choices, self.places, self.experts, self.ends
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """First and last (exclusive) row of each expert, on the host. The first access waits for the device.
 
         Raises:
             CuboidError: the router chose an expert that doesn't exist.
         """
-        ends = self.ends.tolist()
-        if ends[-1] != len(self.choices):
-            raise CuboidError(f"a router chose expert {int(self.experts[-1])}, and there are {len(ends)}")
-        return list(zip([0, *ends[:-1]], ends, strict=True))
+        if self.known_spans is None:
+            ends = self.ends.tolist()
+            if ends[-1] != len(self.choices):
+                raise CuboidError(f"a router chose expert {int(self.experts[-1])}, and there are {len(ends)}")
+            self.known_spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        return self.known_spans
 
-    @cached_property
+    @property
     def tokens(self) -> torch.Tensor:
         """``[R]``, the token of each row."""
         return self.choices // self.per_token
@@ -82,11 +92,11 @@ class Dispatch:
 def order_of(indices: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first four tensors of a :class:`Dispatch`, from expert indices ``[T, k]``; in graphs of layers, too."""
     # Stable: collectives sum rows by position, so ranks must order an expert's rows alike.
-    experts, choices = indices.flatten().sort(stable=True)
-    places = torch.empty_like(choices)
-    places[choices] = torch.arange(len(choices), device=indices.device)
-    numbers = torch.arange(count, dtype=experts.dtype, device=indices.device)
-    return choices, places, experts, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    experts, choices = indices.int().flatten().sort(stable=True)
+    places = torch.empty_like(experts)
+    places[choices] = torch.arange(len(choices), dtype=torch.int32, device=indices.device)
+    numbers = torch.arange(count, dtype=torch.int32, device=indices.device)
+    return choices.int(), places, experts, torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
 
 def sum_by_token(rows: torch.Tensor, places: torch.Tensor, per_token: int) -> torch.Tensor:

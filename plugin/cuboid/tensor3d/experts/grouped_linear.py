@@ -38,11 +38,11 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 class Side(Protocol):
     """How a rank's part of a product's input or output relates to the rows that are multiplied."""
 
-    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_gather(self, x: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """Start to gather the rank's own part to rows ``[R, F]``."""
         ...
 
-    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_scatter(self, rows: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """The transpose: start to reduce partial sums ``[R, F]`` to the rank's own part of their sum."""
         ...
 
@@ -51,16 +51,15 @@ class Side(Protocol):
 class Tokens:
     """A rank has its own tokens, with all features that its block multiplies: ``[T/s, F]``."""
 
-    dispatch: Dispatch
     along: AxisGroup
 
-    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_gather(self, x: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
-        return start_all_gather(x, self.along, lambda stacked: self.dispatch.rows(stacked.flatten(0, 1)))
+        return start_all_gather(x, self.along, lambda stacked: dispatch.rows(stacked.flatten(0, 1)))
 
-    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_scatter(self, rows: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
-        return start_reduce_scatter(self.dispatch.token_sums(rows).unflatten(0, (self.along.size, -1)), self.along)
+        return start_reduce_scatter(dispatch.token_sums(rows).unflatten(0, (self.along.size, -1)), self.along)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Features:
     along: AxisGroup
     parts: int = 1
 
-    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_gather(self, x: torch.Tensor, _: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
         return start_all_gather(x, self.along, self._together)
 
@@ -78,7 +77,7 @@ class Features:
         # [h, R, parts · F] -> [R, parts, h, F] -> [R, parts · h · F]
         return stacked.unflatten(-1, (self.parts, -1)).movedim(0, 2).flatten(1)
 
-    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def start_scatter(self, rows: torch.Tensor, _: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
         by_rank = rows.unflatten(-1, (self.parts, self.along.size, -1)).movedim(2, 0)
         return start_reduce_scatter(by_rank.flatten(2), self.along)
@@ -95,16 +94,15 @@ class GroupedProduct:
 
     weight: ShardedParam
     in_first: bool
-    dispatch: Dispatch
     source: Side
     target: Side
     deferred: DeferredReduce | None
     update: LowRankUpdate | None = None
 
-    def __call__(self, x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, shard: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
         """Multiply the rank's part of the input, differentiably."""
         factors = (None, None) if self.update is None else (self.update.a, self.update.b)
-        out: torch.Tensor = _GroupedLinear.apply(x, shard, *factors, self)
+        out: torch.Tensor = _GroupedLinear.apply(x, shard, *factors, self, dispatch)
         return out
 
     def in_out(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -114,10 +112,10 @@ class GroupedProduct:
             block = self.update.add_to(block).to(dtype)
         return block if self.in_first else block.transpose(1, 2)
 
-    def block_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    def block_gradient(self, x: torch.Tensor, dy: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
         """The rank's part of the sum that is the block's gradient, from rows of input and output gradient."""
         factors = (x, dy) if self.in_first else (dy, x)
-        return multiply_transposed(*factors, self.dispatch)
+        return multiply_transposed(*factors, dispatch)
 
     def start_weight_gradient(self, block_gradient: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
         """Start to reduce-scatter dW; None before a step's last backward."""
@@ -137,14 +135,17 @@ class _GroupedLinear(torch.autograd.Function):
         _a: torch.Tensor | None,
         _b: torch.Tensor | None,
         product: GroupedProduct,
+        dispatch: Dispatch,
     ) -> torch.Tensor:
         # The product has the factors, which are arguments for the sake of their gradients.
-        ctx.save_for_backward(x, shard)
         ctx.product = product
-        gathering = product.source.start_gather(x)
+        gathering = product.source.start_gather(x, dispatch)
         start_unshards([product.weight], [shard])
-        rows = multiply_rows(gathering.wait(), product.in_out(shard, x.dtype), product.dispatch)
-        scattering = product.target.start_scatter(rows)
+        rows = multiply_rows(gathering.wait(), product.in_out(shard, x.dtype), dispatch)
+        scattering = product.target.start_scatter(rows, dispatch)
+        # Checkpointing drops the dispatch with all else that is saved; the spans, on the host, stay.
+        ctx.save_for_backward(x, shard, *dispatch.tensors)
+        ctx.per_token, ctx.known_spans = dispatch.per_token, dispatch.known_spans
         # With "weight_gather": "step", keeps the block for backward.
         ctx.copy = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
         return scattering.wait()
@@ -152,24 +153,25 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         product: GroupedProduct = ctx.product
-        x, shard = ctx.saved_tensors
-        needs_x, needs_weight, needs_a, needs_b, _ = ctx.needs_input_grad
+        x, shard, *order = ctx.saved_tensors
+        dispatch = Dispatch(*order, ctx.per_token, ctx.known_spans)
+        needs_x, needs_weight, needs_a, needs_b, *_ = ctx.needs_input_grad
         needs_block = needs_weight or needs_a or needs_b
         # Start all gathers before waiting for any of them.
-        gathering = product.target.start_gather(gradient)
-        inputs = product.source.start_gather(x) if needs_block else None
+        gathering = product.target.start_gather(gradient, dispatch)
+        inputs = product.source.start_gather(x, dispatch) if needs_block else None
         if needs_x:
             start_unshards([product.weight], [shard])
         dy = gathering.wait()
         scattering = None
         if needs_x:
             by_out = product.in_out(shard, x.dtype).transpose(1, 2)
-            scattering = product.source.start_scatter(multiply_rows(dy, by_out, product.dispatch))
+            scattering = product.source.start_scatter(multiply_rows(dy, by_out, dispatch), dispatch)
         # dW's product overlaps with dx's reduction.
         dweight: torch.Tensor | None = None
         factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if inputs is not None:
-            block_gradient = product.block_gradient(inputs.wait(), dy)
+            block_gradient = product.block_gradient(inputs.wait(), dy, dispatch)
             if product.update is not None:
                 factors = product.update.gradients(block_gradient)
             reducing = product.start_weight_gradient(block_gradient) if needs_weight else None
@@ -180,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
                 dweight = reducing.incomplete()
         product.weight.discard()
         ctx.copy = None
-        return None if scattering is None else scattering.wait(), dweight, *factors, None
+        return None if scattering is None else scattering.wait(), dweight, *factors, None, None
 
 
 class _AllTokens(torch.autograd.Function):

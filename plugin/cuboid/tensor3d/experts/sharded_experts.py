@@ -84,7 +84,7 @@ class ShardedExperts(UpdatedModule):
         dtype = autocast_dtype(hidden_states)
         indices, weights = gather_routing(top_k_index, top_k_weights, self.mesh.along("sequence"))
         dispatch = Dispatch.of(indices, self.spec(form.up).shape[0])
-        tokens = Tokens(dispatch, self.mesh.along("sequence"))
+        tokens = Tokens(self.mesh.along("sequence"))
         rows = self._multiply(form.up, hidden_states.to(dtype), dispatch, tokens, Features(hidden, form.parts))
         if form.up_bias is not None:
             rows = rows + self.unsharded(form.up_bias).to(dtype)[dispatch.experts]
@@ -109,9 +109,9 @@ class ShardedExperts(UpdatedModule):
         if name in self.updates:
             assert not self.is_prefetched, "a gather in another dtype may be in flight"
             # The sum is cast, not the weight: an update may be smaller than the weight's rounding.
-            product = GroupedProduct(param, self.form.in_first, dispatch, source, target, None, self.updates[name])
-            return product(x, parameter)
-        return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)
+            product = GroupedProduct(param, self.form.in_first, source, target, None, self.updates[name])
+            return product(x, parameter, dispatch)
+        return GroupedProduct(param, self.form.in_first, source, target, deferred)(x, shard, dispatch)
 
 
 class ShardedScaledExperts(ShardedExperts):
