@@ -1,6 +1,7 @@
 """Mixtures of experts on a mesh: who is split how, and the same loss and gradients as on one process."""
 
 import copy
+import gc
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.experts.sharded_experts import ShardedScaledExperts
+from live_bytes import LiveBytes
 from small_layers import MIXTURES as SIZES
 from small_layers import mixture as small
 from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
@@ -285,6 +287,21 @@ def test_what_a_layer_with_experts_keeps_is_what_the_planner_counts(architecture
     expected = stage._kept(described.kind_of_layers[-1], 0)
     for two, three in zip(*kept, strict=True):
         assert expected == pytest.approx(three - two, rel=0.05)
+
+
+def test_checkpointing_drops_the_routing():
+    def live_after_forward(rank_model):
+        with LiveBytes([*rank_model.parameters(), *rank_model.buffers()]) as live:
+            outputs = rank_model(**batch_of(2, 32), use_cache=False)
+            gc.collect()
+            return live.now, outputs.loss
+
+    kept = []
+    for per_token in (1, 3):
+        model = small("mixtral", num_experts_per_tok=per_token).to(torch.bfloat16).train()
+        model.gradient_checkpointing_enable()
+        kept.append([size for size, _ in Threaded(model, "1x2x1").run(live_after_forward)])
+    assert kept[0] == kept[1]
 
 
 def kept_bytes(model, batch):
