@@ -154,7 +154,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         product: GroupedProduct = ctx.product
         x, shard, *order = ctx.saved_tensors
-        dispatch = Dispatch(*order, ctx.per_token, ctx.known_spans)
+        dispatch = Dispatch(*order, per_token=ctx.per_token, known_spans=ctx.known_spans)
         needs_x, needs_weight, needs_a, needs_b, *_ = ctx.needs_input_grad
         needs_block = needs_weight or needs_a or needs_b
         # Start all gathers before waiting for any of them.
