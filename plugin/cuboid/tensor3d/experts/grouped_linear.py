@@ -153,8 +153,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         product: GroupedProduct = ctx.product
-        x, shard, *order = ctx.saved_tensors
-        dispatch = Dispatch(*order, per_token=ctx.per_token, known_spans=ctx.known_spans)
+        x, shard, choices, places, experts, ends = ctx.saved_tensors
+        dispatch = Dispatch(choices, places, experts, ends, ctx.per_token, ctx.known_spans)
         needs_x, needs_weight, needs_a, needs_b, *_ = ctx.needs_input_grad
         needs_block = needs_weight or needs_a or needs_b
         # Start all gathers before waiting for any of them.
