@@ -339,6 +339,12 @@ def test_a_model_that_fails_is_told_from_one_that_fails_on_some_rows():
     assert refused == {"padding on the left": "the model itself fails there: ValueError: not these (l, 5 tokens)"}
 
 
+def test_a_small_classifier_of_deberta_runs():
+    config = transformers.DebertaV2Config(num_hidden_layers=1)
+    model = transformers.DebertaV2ForSequenceClassification(small_config(config))
+    assert model(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+
+
 def test_a_small_config_keeps_what_decides_and_crosses_every_length():
     config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096, vocab_size=262144)
     small = small_config(config)

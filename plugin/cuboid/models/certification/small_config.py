@@ -56,7 +56,7 @@ _VOCABULARY = (
 )
 _HIDDEN = (
     *("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"),
-    *("lru_width", "embedding_size", "hidden_size_global"),
+    *("lru_width", "embedding_size", "hidden_size_global", "pooler_hidden_size"),
 )
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
