@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, scatter_dim
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, scatter_positions
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.topology import AXES, Axis
 from cuboid.tensor3d.layers.late_gather import GatherPositions
@@ -204,7 +204,7 @@ class ScatterPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
         ctx.along = along
-        return scatter_dim(x, SEQUENCE_DIM, along)
+        return scatter_positions(x, along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

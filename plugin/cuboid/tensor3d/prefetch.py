@@ -22,7 +22,7 @@ from cuboid.tensor3d.sharding.bucketing import start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
 from cuboid.tensor3d.sharding.layer_blocks import Enter, LayerBlocks, Leave
-from cuboid.tensor3d.sharding.param_group import ParamGroup, ParamGroupUnshard
+from cuboid.tensor3d.sharding.param_group import KeptGroup, ParamGroup, ParamGroupUnshard
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, is_recomputing
 
 
@@ -59,7 +59,7 @@ class LayerPrefetcher:
         self._has_hooks = False
         self.collect()
         self._has_begun = False
-        self._started: list[ParamGroupUnshard] = []
+        self._started: list[ParamGroupUnshard | KeptGroup] = []
         self._next: LayerPrefetcher | None = None
         self._previous: LayerPrefetcher | None = None
         #: The dtypes that the last forward used the weights in. Backward can't ask autocast, which is off there.

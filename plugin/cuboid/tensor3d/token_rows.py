@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
+from cuboid.distributed.axis_collectives import own_positions
 from cuboid.distributed.mesh import Mesh
 from cuboid.tensor3d.layers.late_gather import GatherPositions
 from cuboid.tensor3d.low_rank import ScatterPositions
@@ -43,7 +43,7 @@ def with_vectors(
         mesh: this rank's mesh.
         padding_idx: the token whose vector has no gradient, if there is one.
     """
-    own_ids = own_slice(ids, SEQUENCE_DIM, mesh.along("sequence"))
+    own_ids = own_positions(ids, mesh.along("sequence"))
     matches = own_ids.unsqueeze(-1) == torch.tensor(tokens, device=ids.device)
     numbers = matches.to(torch.uint8).argmax(-1)
     padding = tokens.index(padding_idx) if padding_idx in tokens else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, own_slice
+from cuboid.distributed.axis_collectives import own_positions, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.tensor3d.layers.whole_block import cut_and_keep_whole, unsharded_block
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
@@ -79,7 +79,7 @@ class PromptedEmbedding(nn.Module):
         if self.active_prompt is None:
             return vectors
         mesh = self.virtual_tokens.mesh
-        numbers = own_slice(ids, SEQUENCE_DIM, mesh.along("sequence")) - FIRST_ID
+        numbers = own_positions(ids, mesh.along("sequence")) - FIRST_ID
         if self.active_prompt in self.prompt_encoders:
             encoder: Any = self.prompt_encoders[self.active_prompt]
             block = self.encoded(self.active_prompt, encoder.total_virtual_tokens)

@@ -162,6 +162,8 @@ def _attend_with_cache(
         )
     query = call.query[:, :, : lengths.real]
     output, weights = kernel(module, query, call.key, call.value, call.mask, **call.options)
+    if lengths.padded == lengths.real:
+        return output, weights
     padded = nn.functional.pad(output, (0, 0, 0, 0, 0, lengths.padded - lengths.real))
     # Of four dims, it may come with the channels last, of which the model's code takes no view.
     return padded.contiguous(), weights

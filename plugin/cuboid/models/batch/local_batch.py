@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from cuboid.distributed.axis_collectives import own_slice, padded_length
+from cuboid.distributed.axis_collectives import own_slice, padded_length, positions_are_whole
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Inputs
@@ -120,7 +120,7 @@ def take_local_batch(
         seen = 0 if cache is None else cache.seen
         tensors["position_ids"] = torch.arange(seen, seen + length, device=tensors["input_ids"].device).unsqueeze(0)
     more = padded_length(rows, mesh.size("batch")) - rows
-    target = padded_length(max(length, at_least), granule(mesh))
+    target = length if positions_are_whole() else padded_length(max(length, at_least), granule(mesh))
     local = {}
     for name, tensor in tensors.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1

@@ -4,6 +4,9 @@ Attention on a mesh has whole sequences of some heads and of the rows of `batch`
 caches the keys and values that it computes anyway, and no weight moves. A step's one token is padded to what the mesh
 cuts a sequence into, as any length is. Neither the cache nor attention sees that padding: ranks call the model's own
 attention function as plain transformers does, with their heads and rows.
+
+Where a forward has few tokens, their sequence isn't cut at all (``whole_positions``): each rank has all of them, with
+its part of the features, and there is no padding.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _COMPARED_NAMES = """
 #: Types of models whose generation with a cache is compared with plain transformers' (``tests/models``). Others may
 #: compute something from the sequence's length that a step of one token hasn't, or cache other things than keys.
 COMPARED = frozenset(_COMPARED_NAMES.split())
+#: Maximum number of new tokens in a row for which the sequence isn't cut.
+_WHOLE_TOKENS = 64
 #: They take the heads, rows and lengths of the call as they are.
 _IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -56,6 +61,14 @@ class RankCache(DynamicCache):
         cache.__class__ = cls
         # Its layers stay: without a config it has none yet, and makes them without windows, as in plain transformers.
         cache.__dict__.update({name: x for name, x in vars(cls(config, mesh)).items() if name not in vars(cache)})
+
+    def takes_whole(self, arguments: dict[str, Any], sharding: Any) -> bool:
+        """Whether a forward with these arguments runs with :func:`whole_positions`; the same on all ranks."""
+        ids = arguments.get("input_ids")
+        has_few = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] <= _WHOLE_TOKENS
+        has_labels = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+        # A model's own code that draws would need to know which ranks have the same tokens.
+        return has_few and not has_labels and not torch.is_grad_enabled() and not sharding.draws.has_modules
 
     def begin(self, rows: int, new: int) -> None:
         """Begin a forward of ``new`` tokens in each of ``rows`` rows, which are the whole model's."""

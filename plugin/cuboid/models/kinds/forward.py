@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import ModelOutput
 
+from cuboid.distributed.axis_collectives import cut_positions
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
@@ -143,7 +144,7 @@ def _are_split(states: Any, model: Any, batch: LocalBatch) -> bool:
     if not isinstance(states, tuple | list) or sharding.late is not None or width is None:
         return False
     rows, length = batch.tensors["input_ids"].shape
-    wanted = (rows, length // sharding.mesh.size("sequence"), width // sharding.mesh.size("hidden"))
+    wanted = (rows, cut_positions(length, sharding.mesh.size("sequence")), width // sharding.mesh.size("hidden"))
     return all(hidden is None or tuple(hidden.shape) == wanted for hidden in states)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
 from transformers import PretrainedConfig
 
+from cuboid.distributed.axis_collectives import whole_positions
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import keep_logits
 from cuboid.models.attention.forward_context import knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, check_tensors
+from cuboid.models.batch.rank_cache import RankCache
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.cross_entropy.missing_logits import without_logits
 from cuboid.models.kinds.forward import (
@@ -61,48 +63,51 @@ class LanguageModel(ModelKind):
             raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
         own_loss = replaced_loss(model, arguments)
         gathers = sharding.verdict.gathers_logits or own_loss is not None
-        with ExitStack() as stack:
-            batch = stack.enter_context(sharded_batch(model, arguments, own_loss=own_loss))
-            # Logits aren't wanted, and the ordinary loss can be computed in chunks without them.
-            has_head = "labels" in batch.tensors and model.base_model is not model
-            bounded = has_head and not gathers and not wants_logits(model)
-            local = self.local_arguments(model, batch)
-            if gathers:
-                # The loss is computed from gathered logits, so it needs whole labels too.
-                stack.enter_context(gathering_logits(sharding, batch))
-                local.update({name: arguments[name] for name in LABELS if name in local})
-            elif not bounded:
-                stack.enter_context(knowing(loss=functools.partial(sharded_loss, mesh=sharding.mesh)))
-            wants_routers = arguments.get("output_router_logits")
-            if wants_routers is None:
-                wants_routers = getattr(model.config, "output_router_logits", False)
-            if wants_routers and sharding.mesh.shape.size > 1:
-                stack.enter_context(
-                    whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
-                )
-                # The model's own router loss takes the whole mask; a hook gives the base model the rank's rows of it.
-                local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
-            run = functools.partial(base_forward, **local, return_dict=True)
-            if bounded:
-                output = forward_with_bounded_loss(
-                    model,
-                    run,
-                    running=knowing,
-                    unbound=sharding.base.forward,
-                    mesh=sharding.mesh,
-                    chunk_bytes=sharding.state.chunk_bytes,
-                )
-            else:
-                output = run()
-        if not bounded and not gathers:
-            output.logits = whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
-        if keep is not None and output.logits is not None:
-            output.logits = keep_logits(output.logits, keep)
-        # Routers' are whole already.
-        routers = ("router_logits", "aux_loss") if wants_routers else ()
-        whole_extras(model, output, batch, known=("loss", "logits", "past_key_values", *routers))
-        if output.logits is None:
-            output = without_logits(output)
+        cache = arguments.get("past_key_values")
+        takes_whole = isinstance(cache, RankCache) and cache.takes_whole(arguments, sharding)
+        with whole_positions() if takes_whole else nullcontext():
+            with ExitStack() as stack:
+                batch = stack.enter_context(sharded_batch(model, arguments, own_loss=own_loss))
+                # Logits aren't wanted, and the ordinary loss can be computed in chunks without them.
+                has_head = "labels" in batch.tensors and model.base_model is not model
+                bounded = has_head and not gathers and not wants_logits(model)
+                local = self.local_arguments(model, batch)
+                if gathers:
+                    # The loss is computed from gathered logits, so it needs whole labels too.
+                    stack.enter_context(gathering_logits(sharding, batch))
+                    local.update({name: arguments[name] for name in LABELS if name in local})
+                elif not bounded:
+                    stack.enter_context(knowing(loss=functools.partial(sharded_loss, mesh=sharding.mesh)))
+                wants_routers = arguments.get("output_router_logits")
+                if wants_routers is None:
+                    wants_routers = getattr(model.config, "output_router_logits", False)
+                if wants_routers and sharding.mesh.shape.size > 1:
+                    stack.enter_context(
+                        whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
+                    )
+                    # The model's own router loss takes the whole mask; a hook gives the base model the rank's rows.
+                    local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
+                run = functools.partial(base_forward, **local, return_dict=True)
+                if bounded:
+                    output = forward_with_bounded_loss(
+                        model,
+                        run,
+                        running=knowing,
+                        unbound=sharding.base.forward,
+                        mesh=sharding.mesh,
+                        chunk_bytes=sharding.state.chunk_bytes,
+                    )
+                else:
+                    output = run()
+            if not bounded and not gathers:
+                output.logits = whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+            if keep is not None and output.logits is not None:
+                output.logits = keep_logits(output.logits, keep)
+            # Routers' are whole already.
+            routers = ("router_logits", "aux_loss") if wants_routers else ()
+            whole_extras(model, output, batch, known=("loss", "logits", "past_key_values", *routers))
+            if output.logits is None:
+                output = without_logits(output)
         return output.to_tuple() if as_tuple else output
 
     def items(self, batch: Mapping[str, Any]) -> torch.Tensor:

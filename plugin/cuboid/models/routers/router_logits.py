@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import gather_dim, own_slice
+from cuboid.distributed.axis_collectives import cut_positions, gather_dim, gather_positions, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.batch.local_batch import LocalBatch
@@ -65,7 +65,7 @@ class _WholeLogits:
         if not logits:
             return output
         rows, padded = self._batch.tensors["input_ids"].shape
-        length = padded // self._mesh.size("sequence")
+        length = cut_positions(padded, self._mesh.size("sequence"))
         if any(x.dim() != 2 or len(x) != rows * length for x in logits):
             raise UnsupportedModelError(
                 f"the router logits of {type(base).__name__} are {[list(x.shape) for x in logits]}, where "
@@ -84,7 +84,7 @@ class _GatherRouters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        return gather_dim(gather_dim(x, 2, mesh.along("sequence")), 1, mesh.along("batch"))
+        return gather_dim(gather_positions(x, mesh.along("sequence"), 2), 1, mesh.along("batch"))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

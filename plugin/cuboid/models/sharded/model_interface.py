@@ -24,6 +24,7 @@ from cuboid.models.sharded.activation_checkpointing import keeping
 from cuboid.models.sharded.compilation import compile_later
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
+from cuboid.tensor3d.sharding.kept_blocks import keeping_blocks
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
 
 #: Methods of tensors that draw new values for them.
@@ -181,7 +182,8 @@ class WholeInterface:
             kwargs = _with_encoder_ids(args, kwargs)
         self.cuboid.mesh.connect()
         _share_generator(self.cuboid.mesh, self.device)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        with keeping_blocks():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any

@@ -26,7 +26,12 @@ from typing import Any, Protocol
 import torch
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
+from cuboid.distributed.axis_collectives import (
+    positions_are_whole,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.tensor3d.experts.dispatch import Dispatch, multiply_rows, multiply_transposed
 from cuboid.tensor3d.experts.expert_update import LowRankUpdate
@@ -55,10 +60,14 @@ class Tokens:
 
     def start_gather(self, x: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
+        if positions_are_whole():
+            return AsyncResult(dispatch.rows(x))
         return start_all_gather(x, self.along, lambda stacked: dispatch.rows(stacked.flatten(0, 1)))
 
     def start_scatter(self, rows: torch.Tensor, dispatch: Dispatch) -> AsyncResult[torch.Tensor]:
         """See :class:`Side`."""
+        if positions_are_whole():
+            return start_all_reduce(dispatch.token_sums(rows), self.along)
         return start_reduce_scatter(dispatch.token_sums(rows).unflatten(0, (self.along.size, -1)), self.along)
 
 
@@ -201,5 +210,7 @@ def gather_routing(index: torch.Tensor, weights: torch.Tensor, along: AxisGroup)
 
     The weights' gradients are summed over the ranks, which multiply them with different features.
     """
+    if positions_are_whole():
+        return index.int(), weights
     all_indices: torch.Tensor = start_all_gather(index.int(), along).wait().flatten(0, 1)
     return all_indices, _AllTokens.apply(weights, along)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuboid.distributed.axis_collectives import positions_are_whole
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
@@ -91,7 +92,8 @@ class FusedProjections:
                 # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
                 linear_op = LinearOp(linear_op.input_gather, [projection.product for projection in self.projections])
         self._linear_op = linear_op
-        returns_input = linear_op.input_gather.reduces and not linear_op.gathers_fp8
+        is_cut = not positions_are_whole()
+        returns_input = is_cut and linear_op.input_gather.reduces and not linear_op.gathers_fp8
         gathered, results = linear_op(shard.to(dtype), operands, returns_input=returns_input)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
@@ -99,7 +101,7 @@ class FusedProjections:
             down_projection.next_backward = None if node is None else weakref.ref(node)
         # On one rank of `sequence`, the input has all positions already.
         full = shard
-        if linear_op.gathers_fp8 and isinstance(linear_op.input_gather, GatherSequence):
+        if is_cut and linear_op.gathers_fp8 and isinstance(linear_op.input_gather, GatherSequence):
             full = LateGather.of(shard, linear_op.input_gather.along)
         elif gathered is not None:
             full = gathered
@@ -145,7 +147,7 @@ class LatentProjections:
             full = args[0] if args else kwargs["hidden_states"]
         else:
             # The block's code uses only its shape. Should it compute with the values, NaN reveals that.
-            positions = shard.shape[1] * self.along.size
+            positions = shard.shape[1] * (1 if positions_are_whole() else self.along.size)
             full = shard.new_full((), torch.nan).expand(shard.shape[0], positions, shard.shape[2])
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}

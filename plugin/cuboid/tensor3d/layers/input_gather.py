@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, start_all_gather
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, positions_are_whole, start_all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.tensor3d.fp8.quantized import Quantized, start_gather
 from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, ScatterFeatures, ScatterSequence
@@ -50,7 +50,7 @@ class GatherSequence:
 
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
         """See :class:`InputGather`."""
-        if self.along.size == 1:
+        if self.along.size == 1 or positions_are_whole():
             return AsyncResult(x.unsqueeze(0))
         return start_all_gather(
             x,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_positions, scatter_dim
 from cuboid.distributed.mesh import AxisGroup
 
 
@@ -21,7 +21,7 @@ class GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
         ctx.along = along
-        return gather_dim(x, SEQUENCE_DIM, along)
+        return gather_positions(x, along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from cuboid.distributed.axis_collectives import positions_are_whole
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
@@ -92,7 +93,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         """
         # The block's fused projections have attached it.
         shard: torch.Tensor | None = getattr(x, "cuboid_shard", None)
-        if shard is None and self.takes_gathered and self.mesh.size("sequence") > 1:
+        if shard is None and self.takes_gathered and self.mesh.size("sequence") > 1 and not positions_are_whole():
             raise UnsupportedModelError(
                 "a layer with an adapter is given another tensor than its neighbours, for which there is no rule where "
                 "the mesh cuts the sequence; leave it out of the adapter's target_modules"

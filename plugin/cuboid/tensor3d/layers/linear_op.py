@@ -37,7 +37,7 @@ import torch
 from torch.autograd.graph import Node
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, positions_are_whole, scatter_dim
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.fp8.quantized import Quantized
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
@@ -152,6 +152,8 @@ class LinearOp:
         Returns:
             The gathered input or None, and the products' outputs.
         """
+        if positions_are_whole():
+            return None, self._without_graph(x, operands)
         weights, biases, deferrals, deferred_weights = [], [], [], []
         if self.has_fp8:
             rowwise.check_dtypes(x, operands[0].weight)
@@ -170,6 +172,26 @@ class LinearOp:
         call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward, saved)
         gathered, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return gathered, outs
+
+    def _without_graph(self, x: torch.Tensor, operands: Sequence[Operand]) -> Sequence[torch.Tensor]:
+        """The products' outputs, for few tokens whose positions are whole."""
+        weights = [operand.weight for operand in operands]
+        if self.has_fp8:
+            rowwise.check_dtypes(x, weights[0])
+        # In fp8, products round their inputs, row by row and piece by piece, as if they came rounded.
+        gathering = self.input_gather.start(x)
+        if self.is_sharded:
+            start_unshards(self.params, weights, BlockForm.ROWS)
+        pieces = gathering.wait()
+        outs = self.in_order([reduce.start(pieces, self.columns(weights, numbers)) for reduce, numbers in self.groups])
+        if self.is_sharded:
+            for param in self.params:
+                if param.ranks > 1:
+                    param.reshard()
+        for out, operand in zip(outs, operands, strict=True):
+            if operand.bias is not None:
+                out.add_(operand.bias)
+        return outs
 
     def defer(self, weights: Sequence[DeferredWeight], x: torch.Tensor, dy: Sequence[torch.Tensor]) -> None:
         """Add what the weights' gradients need to their store: the rank's parts of the input and of outputs' gradients.

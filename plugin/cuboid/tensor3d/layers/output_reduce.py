@@ -20,6 +20,7 @@ import torch
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
     SEQUENCE_DIM,
+    positions_are_whole,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter_parts,
@@ -241,6 +242,8 @@ class ScatterSequence(_InOnePiece):
         ranks, (batch, length) = self.along.size, x[0].shape[:2]
         if ranks == 1:
             return AsyncResult((multiply(x, columns),))
+        if positions_are_whole():
+            return start_all_reduce(multiply(x, columns), self.along, _alone)
         own_length = length // ranks
         slots = x[0].new_empty((ranks, batch, own_length, columns[0].shape[0]))
         if batch == 1:
@@ -277,6 +280,10 @@ class ScatterSequence(_InOnePiece):
             # [ranks, B/b, S/ranks, rows] -> [1, B/b, S, rows], a view if B/b is 1
             lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0),),
         )
+
+
+def _alone(total: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (total,)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cuboid.distributed.axis_collectives import all_reduce, gather_dim, own_slice
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, gather_positions, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -210,7 +210,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, cuts: Sequence[tuple[int, Axis]]) -> torch.Tensor:
         ctx.mesh, ctx.cuts = mesh, cuts
         for dim, axis in cuts:
-            x = gather_dim(x, dim, mesh.along(axis))
+            along = mesh.along(axis)
+            x = gather_positions(x, along) if dim == SEQUENCE_DIM else gather_dim(x, dim, along)
         return x
 
     @staticmethod

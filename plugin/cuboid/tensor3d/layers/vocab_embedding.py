@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, positions_are_whole, scatter_dim
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
@@ -36,7 +36,8 @@ class _LookUp(torch.autograd.Function):
         ctx.param, ctx.rows = param, rows
         if along.size > 1:
             vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return scatter_dim(vectors, SEQUENCE_DIM, along)
+        # Not by `scatter_positions`: a call less in each step.
+        return all_reduce(vectors, along) if positions_are_whole() else scatter_dim(vectors, SEQUENCE_DIM, along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, own_slice, padded_length
+from cuboid.distributed.axis_collectives import (
+    SEQUENCE_DIM,
+    gather_dim,
+    gather_positions,
+    own_positions,
+    own_slice,
+    padded_length,
+    positions_are_whole,
+)
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
@@ -113,7 +121,7 @@ class LateSplit:
     def whole_shape(self, part: torch.Tensor) -> tuple[int, int, int]:
         """The shape of the activations of which a rank has a part."""
         batch, length, width = part.shape
-        return batch, length * self._mesh.size("sequence"), width * self._mesh.size("hidden")
+        return batch, length * _sequence_pieces(self._mesh), width * self._mesh.size("hidden")
 
     @uncompiled
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
@@ -289,7 +297,7 @@ def on_whole_activations(
             f"{name} would have to be computed whole, and isn't called with an activation [B, S, H]"
         )
     batch, length, width = stream.shape
-    is_cut = split.mesh.size("sequence") > 1
+    is_cut = _sequence_pieces(split.mesh) > 1
 
     def gather(x: Any) -> Any:
         # Every activation among the arguments is gathered, which its shape tells. Rotary cosines and sines have three
@@ -297,7 +305,7 @@ def on_whole_activations(
         is_part = _is_activation(x) and x.shape[:2] == (batch, length) and (is_cut or x.shape[2] == width)
         return split.to_whole(x) if is_part and split.to_whole is not None else x
 
-    positions = length * split.mesh.size("sequence") if split.length is None else split.length
+    positions = length * _sequence_pieces(split.mesh) if split.length is None else split.length
 
     def take_part(x: Any) -> Any:
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
@@ -319,7 +327,7 @@ class _GatherActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        gathered = gather_dim(gather_dim(x, _FEATURE_DIM, mesh.along("hidden")), SEQUENCE_DIM, mesh.along("sequence"))
+        gathered = gather_positions(gather_dim(x, _FEATURE_DIM, mesh.along("hidden")), mesh.along("sequence"))
         # Where a rank has a single position, gathering permutes dims only, and models take views of their inputs.
         return gathered.contiguous()
 
@@ -345,7 +353,11 @@ class _OwnPart(torch.autograd.Function):
 
 
 def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    return own_slice(own_slice(x, SEQUENCE_DIM, mesh.along("sequence")), x.dim() - 1, mesh.along("hidden"))
+    return own_slice(own_positions(x, mesh.along("sequence")), x.dim() - 1, mesh.along("hidden"))
+
+
+def _sequence_pieces(mesh: Mesh) -> int:
+    return 1 if positions_are_whole() else mesh.size("sequence")
 
 
 @contextmanager

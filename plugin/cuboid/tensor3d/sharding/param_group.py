@@ -13,6 +13,7 @@ from torch import nn
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
+from cuboid.tensor3d.sharding.kept_blocks import kept_blocks
 from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule
 
 
@@ -42,7 +43,7 @@ class ParamGroup:
         self._members = list(members)
         self.params = [member.module.sharded_params[member.name] for member in members]
 
-    def start(self) -> list[ParamGroupUnshard]:
+    def start(self) -> Sequence[ParamGroupUnshard | KeptGroup]:
         """Start the all-gather of all of them; one for each dtype that they have now."""
         shards: list[nn.Parameter] = []
         trained, is_mixed = [], False
@@ -53,6 +54,10 @@ class ParamGroup:
         if is_mixed:
             # In one row, the shorter ones would become the longer ones' dtype, and so would all that they multiply.
             return [unshard for group in self._by_dtype(shards) for unshard in group.start()]
+        kept = kept_blocks()
+        if kept is not None and not torch.is_grad_enabled():
+            blocks = kept.find(self, shards)
+            return [ParamGroupUnshard(self, shards, None, trained)] if blocks is None else [KeptGroup(self, blocks)]
         if torch.is_grad_enabled() and any(trained):
             return [ParamGroupUnshard(self, *deferred_shards(shards), trained)]
         return [ParamGroupUnshard(self, shards, None, trained)]
@@ -73,6 +78,17 @@ class ParamGroup:
         """Remove the unsharded parameters from the modules."""
         for member in self._members:
             member.module.prefetched_params.pop(member.name, None)
+
+
+class KeptGroup:
+    """In the place of a :class:`ParamGroupUnshard`, blocks that have stayed unsharded."""
+
+    def __init__(self, group: ParamGroup, blocks: Sequence[torch.Tensor]) -> None:
+        self._group, self._blocks = group, blocks
+
+    def finish(self) -> None:
+        """Give the modules the blocks."""
+        self._group.put(self._blocks)
 
 
 class ParamGroupUnshard:
@@ -112,6 +128,9 @@ class ParamGroupUnshard:
             # and save more tensors than a recomputation, which unshards each block by itself.
             pairs = zip(blocks, self._trained, strict=True)
             blocks = [block if trains else block.detach() for block, trains in pairs]
+        kept = kept_blocks()
+        if kept is not None and not torch.is_grad_enabled():
+            kept.keep(self._group, self._shards, blocks)
         self._group.put(blocks)
 
     def blocks(self) -> tuple[torch.Tensor, ...]:

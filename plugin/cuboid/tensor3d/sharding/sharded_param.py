@@ -25,6 +25,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, Fp8Blocks, start_largest
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
+from cuboid.tensor3d.sharding.kept_blocks import kept_blocks
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
@@ -314,7 +315,14 @@ def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """Differentiable unshard, for small parameters (norms, biases) whose block autograd may save."""
     if param.ranks == 1:
         return shard
-    return _Unshard.apply(shard, param)
+    kept = kept_blocks()
+    if kept is None or torch.is_grad_enabled():
+        return _Unshard.apply(shard, param)
+    blocks = kept.find(param, (shard,))
+    if blocks is None:
+        blocks = (_Unshard.apply(shard, param),)
+        kept.keep(param, (shard,), blocks)
+    return blocks[0]
 
 
 class ShardedModule(nn.Module):
