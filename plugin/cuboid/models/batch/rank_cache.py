@@ -50,6 +50,8 @@ class RankCache(DynamicCache):
         super().__init__(config=config.get_text_config(decoder=True))
         self._mesh = mesh
         self._rows = self._new = 0
+        #: Whether the running call of ``generate`` has checked that the model is as it was when it was sharded.
+        self.is_checked = False
         #: Number of tokens before the forward that has begun.
         self.seen = 0
         #: Numbers of keys that this forward's layers have been given.
@@ -69,6 +71,12 @@ class RankCache(DynamicCache):
         has_labels = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         # A model's own code that draws would need to know which ranks have the same tokens.
         return has_few and not has_labels and not torch.is_grad_enabled() and not sharding.draws.has_modules
+
+    @staticmethod
+    def keeps_few(keep: Any, arguments: dict[str, Any], mesh: Mesh) -> bool:
+        """Whether a forward that is cut returns so few positions' logits that the head computes only these."""
+        is_few = isinstance(keep, int) and 0 < keep <= min(_WHOLE_TOKENS, arguments["input_ids"].shape[1])
+        return is_few and mesh.shape.size > 1 and not torch.is_grad_enabled()
 
     def begin(self, rows: int, new: int) -> None:
         """Begin a forward of ``new`` tokens in each of ``rows`` rows, which are the whole model's."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import ModelOutput
 
-from cuboid.distributed.axis_collectives import cut_positions
+from cuboid.distributed.axis_collectives import all_reduce, cut_positions, whole_positions
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
@@ -20,12 +20,14 @@ from cuboid.models.attention.forward_context import Packing, forward_context, kn
 from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import BatchCheck
 from cuboid.models.batch.local_batch import LABELS, LocalBatch, given_tensors
+from cuboid.models.batch.rank_cache import RankCache
 from cuboid.models.cross_entropy.loss_function import own_loss_of
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.tensor3d.layers.dropout import compared_by
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, gather_rows
 from cuboid.tensor3d.layers.whole_block import ImageSplit
+from cuboid.tensor3d.sharding.kept_blocks import kept_blocks
 
 #: Entries of a base model's output that the head around it takes.
 FOR_HEAD = ("last_hidden_state", "pooler_output")
@@ -158,7 +160,12 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     kind, around = sharding.kind, forward_context().head
     check_reached()
     sharding.mesh.connect()
-    sharding.state.made.check(model)
+    cache = arguments.get("past_key_values")
+    generates = isinstance(cache, RankCache) and kept_blocks() is not None
+    if not generates or not cache.is_checked:
+        sharding.state.made.check(model)
+    if generates:
+        cache.is_checked = True
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
@@ -199,6 +206,31 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     with knowing(lengths=lengths, packing=packing, check=check, images=batch.images), compared_by(check):
         yield batch
     check.read()
+
+
+@contextmanager
+def keeping_last(model: Any, batch: LocalBatch, keep: int) -> Iterator[None]:
+    """In the ``with`` block, the head computes the logits of the last ``keep`` positions, with whole positions."""
+    along, stack = model.cuboid.mesh.along("sequence"), ExitStack()
+
+    def take_last(_: Any, __: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        # Which of the rank's own positions are among the last ones, and where there.
+        first = along.index * hidden.shape[1] - (batch.length - keep)
+        start, stop = max(first, 0), min(first + hidden.shape[1], keep)
+        last = hidden.new_zeros((hidden.shape[0], keep, hidden.shape[2]))
+        if start < stop:
+            last[:, start:stop] = hidden[:, start - first : stop - first]
+        stack.enter_context(whole_positions())
+        output.last_hidden_state = all_reduce(last, along)
+        return output
+
+    hook = model.base_model.register_forward_hook(take_last)
+    try:
+        with stack:
+            yield
+    finally:
+        hook.remove()
 
 
 def wants_logits(model: Any) -> bool:

@@ -22,6 +22,7 @@ from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.cross_entropy.missing_logits import without_logits
 from cuboid.models.kinds.forward import (
     gathering_logits,
+    keeping_last,
     pop_tuple,
     replaced_loss,
     sharded_batch,
@@ -64,7 +65,10 @@ class LanguageModel(ModelKind):
         own_loss = replaced_loss(model, arguments)
         gathers = sharding.verdict.gathers_logits or own_loss is not None
         cache = arguments.get("past_key_values")
-        takes_whole = isinstance(cache, RankCache) and cache.takes_whole(arguments, sharding)
+        takes_whole = keeps_few = False
+        if isinstance(cache, RankCache):
+            takes_whole = cache.takes_whole(arguments, sharding)
+            keeps_few = not takes_whole and not gathers and cache.keeps_few(keep, arguments, sharding.mesh)
         with whole_positions() if takes_whole else nullcontext():
             with ExitStack() as stack:
                 batch = stack.enter_context(sharded_batch(model, arguments, own_loss=own_loss))
@@ -87,6 +91,8 @@ class LanguageModel(ModelKind):
                     )
                     # The model's own router loss takes the whole mask; a hook gives the base model the rank's rows.
                     local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
+                if keeps_few:
+                    stack.enter_context(keeping_last(model, batch, keep))
                 run = functools.partial(base_forward, **local, return_dict=True)
                 if bounded:
                     output = forward_with_bounded_loss(
@@ -100,7 +106,8 @@ class LanguageModel(ModelKind):
                 else:
                     output = run()
             if not bounded and not gathers:
-                output.logits = whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+                with whole_positions() if keeps_few else nullcontext():
+                    output.logits = whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
             if keep is not None and output.logits is not None:
                 output.logits = keep_logits(output.logits, keep)
             # Routers' are whole already.

@@ -206,6 +206,7 @@ class WholeInterface:
                 f"past_key_values: a {what} has no rule on a mesh, whose ranks cache their own heads and rows; give an "
                 "empty DynamicCache, or one that this model's generate has filled"
             )
+        given_cache.is_checked = False
         # As transformers marks it.
         given_cache._is_user_defined = True
 
