@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuboid.distributed.axis_collectives import positions_are_whole
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.linear import autocast_dtype
@@ -124,7 +125,8 @@ class LayerPrefetcher:
         self._has_begun = True
         self._clear()
         self._started = [started for group in self._groups for started in group.start()]
-        if not self._weights:
+        if not self._weights or positions_are_whole():
+            # Few tokens are sent to the shards of the weights instead, or each product unshards its own.
             return
         shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
         trained = []

@@ -161,11 +161,11 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     check_reached()
     sharding.mesh.connect()
     cache = arguments.get("past_key_values")
-    generates = isinstance(cache, RankCache) and kept_blocks() is not None
-    if not generates or not cache.is_checked:
+    in_generate = cache if isinstance(cache, RankCache) and kept_blocks() is not None else None
+    if in_generate is None or not in_generate.is_checked:
         sharding.state.made.check(model)
-    if generates:
-        cache.is_checked = True
+    if in_generate is not None:
+        in_generate.is_checked = True
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"

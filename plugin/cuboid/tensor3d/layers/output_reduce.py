@@ -58,7 +58,20 @@ _ONE_BY_ONE = (torch.bfloat16, torch.float16)
 
 
 class OutputReduce(Protocol):
-    """Reduces the partial sums ``[B/b, S, rows]`` of some products of one input; and the transpose of that."""
+    """Reduces the partial sums ``[B/b, S, rows]`` of some products of one input; and the transpose of that.
+
+    Attributes:
+        along: the ranks whose partial sums are added; None for none.
+    """
+
+    @property
+    def along(self) -> AxisGroup | None:
+        """See above."""
+        ...
+
+    def own_features(self, total: torch.Tensor, product: int) -> torch.Tensor:
+        """Of a product's complete ``[B/b, S, rows]``, those that the rank gets where positions are whole."""
+        ...
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """Multiply x Wᵀ for each weight, and start to reduce these partial sums to the rank's own piece of their sum.
@@ -203,6 +216,11 @@ class ScatterFeatures:
 
         return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
+    def own_features(self, total: torch.Tensor, product: int) -> torch.Tensor:
+        """See :class:`OutputReduce`."""
+        by_rank = total.unflatten(-1, (self.parts[product], self.along.size, -1))
+        return by_rank[..., self.along.index, :].flatten(-2)
+
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
         """See :class:`OutputReduce`. With several parts the rows are copied; weights are small beside activations."""
         # [parts, ranks, out / (parts · ranks), in]: each rank has a piece of every part.
@@ -220,6 +238,10 @@ class ScatterFeatures:
 
 class _InOnePiece:
     """Base of reductions whose :meth:`OutputReduce.start_transpose` gives all rows in one piece."""
+
+    def own_features(self, total: torch.Tensor, product: int) -> torch.Tensor:  # noqa: ARG002
+        """See :class:`OutputReduce`."""
+        return total
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:  # noqa: ARG002
         """See :class:`OutputReduce`."""
@@ -304,8 +326,6 @@ class SelectHeads(_InOnePiece):
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         weights = list(weights)
-        if x[0].device not in self._indices:
-            self._indices[x[0].device] = torch.tensor(self.keep, device=x[0].device)
         shape = (*x[0].shape[:-1], self.heads * self.head_dim)
         sums = x[0].new_empty((len(weights), *shape))
         for columns, out in zip(weights, sums, strict=True):
@@ -314,8 +334,14 @@ class SelectHeads(_InOnePiece):
 
     def _select(self, sums: torch.Tensor) -> Sequence[torch.Tensor]:
         by_head = sums.unflatten(-1, (self.heads, self.head_dim))
+        if sums.device not in self._indices:
+            self._indices[sums.device] = torch.tensor(self.keep, device=sums.device)
         keep = self._indices[sums.device]
         return [product.index_select(-2, keep).flatten(-2) for product in by_head]
+
+    def own_features(self, total: torch.Tensor, product: int) -> torch.Tensor:  # noqa: ARG002
+        """See :class:`OutputReduce`."""
+        return self._select(total.unsqueeze(0))[0]
 
     def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
@@ -358,6 +384,8 @@ def _views(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[
 @dataclass(frozen=True)
 class NoReduce(_InOnePiece):
     """No reduction: products are complete on each rank."""
+
+    along = None
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""

@@ -19,12 +19,27 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
+def _look_up_in_shards(ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """Vectors ``[B/b, S, …]`` of a table that stays sharded: each rank looks up the ids of all rows in its own rows."""
+    batch, sequence = param.mesh.along("batch"), param.mesh.along("sequence")
+    (block_rows, *_), (height, *_) = param.block_shape, weight.shape
+    start = param.along.index * height
+    local = gather_dim(ids, 0, batch) - sequence.index * block_rows - start
+    # The last shard may be padded.
+    elsewhere = (local < 0) | (local >= min(height, block_rows - start))
+    vectors = nn.functional.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+    total = all_reduce(all_reduce(vectors, param.along), sequence)
+    return total[batch.index * len(ids) : (batch.index + 1) * len(ids)]
+
+
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam, padding_idx: int | None
     ) -> torch.Tensor:
         along = param.mesh.along("sequence")
+        if positions_are_whole() and param.ranks > 1:
+            return _look_up_in_shards(ids, weight, param)
         with param.unshard(weight) as block:
             rows = block.shape[0]
             local = ids - along.index * rows
