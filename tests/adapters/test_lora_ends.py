@@ -122,6 +122,28 @@ def test_logits_tokens_and_the_whole_head_have_the_update():
     assert_outputs(adapted(copy.deepcopy(model), target_modules=ENDS), Adapted(model, "2x2x1", target_modules=ENDS))
 
 
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x2"])
+def test_tokens_follow_adapters_that_are_disabled_merged_and_exchanged(mesh):
+    model = built("llama", kv_heads=2).eval()
+    plain, threaded = adapted(copy.deepcopy(model)), Adapted(model, mesh)
+    other = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+
+    def add(peft_model):
+        torch.manual_seed(5)
+        peft_model.add_adapter("other", copy.deepcopy(other))
+        peft_model.set_adapter("other")
+
+    for change in (
+        lambda _: None,
+        lambda peft_model: peft_model.base_model.disable_adapter_layers(),
+        lambda peft_model: peft_model.base_model.enable_adapter_layers(),
+        lambda peft_model: peft_model.merge_adapter(),
+        lambda peft_model: peft_model.unmerge_adapter(),
+        add,
+    ):
+        assert_outputs(plain, threaded, change)
+
+
 def test_in_float16_backward_drops_out_what_forward_has():
     model = ended()
 

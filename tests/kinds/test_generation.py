@@ -2,11 +2,12 @@
 
 import copy
 import logging
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
 
 import cuboid
 from comparing import mesh_section
@@ -126,6 +127,86 @@ def test_every_type_that_has_a_cache_has_plain_transformers_logits(architecture)
         assert isinstance(output.past_key_values, RankCache)
         for logits, wanted in zip(output.logits, expected.logits, strict=True):
             torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
+
+
+def sent_of_a_step(model, ids):
+    """Messages of one more token, and the bytes of the largest one."""
+    counter, counts = cuboid.mesh_of(model).comm_counter, []
+    for new in (3, 4):
+        counter.reset()
+        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        counts.append(Counter())
+        for _, _, counted in counter._collectives:
+            counts[-1] += counted
+    more = counts[1] - counts[0]
+    return more.total(), max(nbytes for _, nbytes in more)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "of_a_layer", "others"),
+    [
+        # After o and down, with the embedding, the logits, and the check of the micro-batch.
+        ("1x2x1", 2, 3),
+        # With both norms, before o and down, and after all; the last norm, the logits, the check.
+        ("1x1x2", 6, 3),
+        # Before and after each product: tokens are sent to the weights. The ids and the vectors of the embedding.
+        ("2x1x1", 8, 6),
+    ],
+)
+def test_a_step_sends_a_few_short_messages_and_no_weight(mesh, of_a_layer, others):
+    ids = prompts(1)["input_ids"].clamp(min=1)
+    for count, largest in Threaded(whole_model("llama"), mesh).run(lambda rank: sent_of_a_step(rank, ids)):
+        assert count == 2 * of_a_layer + others
+        # Gate and up of two rows; the smallest weight's block has 24 · 48 elements.
+        assert largest <= 2 * 2 * 96 * 8
+
+
+def other_weights(model):
+    """An elementwise change, which is the same for a shard as for the whole."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            changed = parameter.sign() * parameter.abs().sqrt()
+            # Of a tensor itself, by ``data``, and another tensor in its place.
+            if number % 3 == 0:
+                parameter.copy_(changed)
+            elif number % 3 == 1:
+                parameter.data.copy_(changed)
+            else:
+                parameter.data = changed
+
+
+class ChangesNorms(LogitsProcessor):
+    """Changes the norms while tokens are generated."""
+
+    def __init__(self, model):
+        self.norms = [x for name, x in model.named_parameters() if "norm" in name]
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == PROMPT + 3:
+            for parameter in self.norms:
+                parameter.mul_(torch.linspace(-1, 2, parameter.numel()).sum() / parameter.numel() + 1)
+        return scores
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x2"])
+def test_weights_that_change_between_calls_and_in_one(mesh):
+    model, batch = whole_model("llama"), prompts()
+    threaded = Threaded(model, mesh)
+    limits = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "output_logits": True}
+
+    def logits(either):
+        runs = [{}, {"logits_processor": LogitsProcessorList([ChangesNorms(either)])}, {}]
+        outputs = []
+        for options in runs:
+            outputs.append(either.generate(**batch, **limits, **options, return_dict_in_generate=True).logits)
+            other_weights(either)
+        return torch.stack([torch.stack(output) for output in outputs])
+
+    with KeepFloat64():
+        expected = logits(model)
+    assert len(expected.flatten(1).unique(dim=0)) == 3
+    for rank_logits in threaded.run(logits):
+        torch.testing.assert_close(rank_logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def two_turns(model, make_cache):
