@@ -23,6 +23,7 @@ def both_ways(sizes, dtype):
     for size in sizes:
         parts = [torch.arange(size, dtype=dtype).mul(3 + other).sin() for other in range(ranks)]
         terms_of_rank = [torch.arange(ranks * size, dtype=dtype).mul(2 + other).cos() for other in range(ranks)]
+        assert torch.equal(collectives.start_exchange(parts[rank], group).wait(), torch.stack(parts))
         for direct in (False, True):
             out = torch.empty(ranks * size, dtype=dtype)
             collectives.gather_into(out, parts[rank], group, direct=direct)

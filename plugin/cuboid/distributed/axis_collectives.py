@@ -139,7 +139,7 @@ def all_reduce(x: torch.Tensor, along: AxisGroup, op: dist.ReduceOp.RedOpType = 
 
 def _sum_of_ranks(change: Callable[[torch.Tensor], Any] | None, stacked: torch.Tensor) -> Any:
     # In the order of the ranks, so that all of them get the same sum, bit by bit.
-    total = stacked.sum(0)
+    total = stacked.sum(0, dtype=stacked.dtype)
     return total if change is None else change(total)
 
 
