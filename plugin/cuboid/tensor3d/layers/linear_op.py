@@ -240,8 +240,8 @@ class LinearOp:
                 # [ranks, B, S, features] -> [B, S, ranks · features], without the last shard's padding
                 outs[number] = part.movedim(0, -2).flatten(-2)[..., : self.params[number].block_shape[0]]
         for number, product in enumerate(self.products):
-            own = outs[number][own_rows]
-            outs[number] = own if product.rows is None else own[..., slice(*product.rows)]
+            out = outs[number][own_rows]
+            outs[number] = out if product.rows is None else out[..., slice(*product.rows)]
         for reduce, numbers in self.groups:
             if reduce.along is None:
                 continue
