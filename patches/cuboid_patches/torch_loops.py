@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cuboid.integrations.gradient_norm import norm_over_ranks
 from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
-from cuboid.integrations.script_loss import check_loss
+from cuboid.integrations.script_loss import check_backward
 from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.optim.elementwise import CHECKED
 from cuboid.optim.piecewise_step import MAY_REPEAT
@@ -40,15 +40,32 @@ def _total_norm(original: Any) -> Any:
     return get_total_norm
 
 
-def _checking_loss(original: Any) -> Any:
+def _checking_backward(original: Any) -> Any:
     @functools.wraps(original)
-    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        # In most steps the loss is a model's own.
-        if self.grad_fn is not None and IS_OUTPUT not in self.grad_fn.metadata:
-            check_loss(self)
-        original(self, *args, **kwargs)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        # The usual case, without a call: the loss is a model's own, or an accumulated gradient is a parameter's.
+        node = getattr(tensors, "grad_fn", tensors)
+        if inputs is not None or (node is not None and (node is tensors or IS_OUTPUT not in node.metadata)):
+            check_backward(tensors, inputs)
+        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
     return backward
+
+
+def _checking_grad(original: Any) -> Any:
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        check_backward(outputs, inputs)
+        return original(outputs, inputs, *args, **kwargs)
+
+    return grad
 
 
 def _averaging_replicas(original: Any) -> Any:
@@ -105,11 +122,19 @@ class StepCheck:
 PATCHES: list[Patch | StepCheck] = [
     StepCheck(),
     Patch(
-        target="torch:Tensor.backward",
+        # Tensor.backward looks it up when it is called.
+        target="torch.autograd:backward",
         package="torch",
         reason="refuse a loss that is computed from shards as if they were whole parameters",
-        parameters=("self",),
-        replace=_checking_loss,
+        parameters=("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+        replace=_checking_backward,
+    ),
+    Patch(
+        target="torch.autograd:grad",
+        package="torch",
+        reason="refuse the same, and gradients of what later layers of a sharded model haven't gone on from",
+        parameters=("outputs", "inputs"),
+        replace=_checking_grad,
     ),
     Patch(
         target="torch.nn.parallel.distributed:DistributedDataParallel.__init__",

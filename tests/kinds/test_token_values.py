@@ -19,7 +19,7 @@ from cuboid.integrations.trainer_loss import (
     check_own_loss,
 )
 from cuboid.models.certification.float64 import KeepFloat64, precision
-from cuboid.models.cross_entropy.missing_logits import MissingOutputError
+from cuboid.models.cross_entropy.incomplete_output import MissingOutputError
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel

@@ -14,7 +14,7 @@ from transformers.distributed import sharding_utils
 import cuboid
 from comparing import stored
 from cuboid.distributed.topology import MeshShape
-from cuboid.models.cross_entropy.missing_logits import MissingOutputError
+from cuboid.models.cross_entropy.incomplete_output import MissingOutputError
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes

@@ -12,17 +12,35 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.autograd_graph import graph_of
-from cuboid.models.sharded.sharded_model import sharded_models, sharding_of, unwrap
+from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT, graph_of
+from cuboid.models.sharded.sharded_model import copy_refused, sharded_models, sharding_of, unwrap
+from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 from cuboid.weights.state_dict_map import sharding_specs
 
 
-def check_loss(loss: torch.Tensor) -> None:
-    """Check, before its backward, that a loss with a graph isn't computed from shards as if they were parameters.
+def check_backward(outputs: Any, inputs: Any = None) -> None:
+    """Check what a script gives to ``torch.autograd.backward`` or ``grad``: losses, and what is differentiated by.
 
     Raises:
-        UnsupportedModelError: it is; names them.
+        UnsupportedModelError: a loss is computed from shards as if they were parameters, or an input is a copy from
+            which the model hasn't gone on.
     """
+    if is_recomputing():
+        return  # reentrant checkpointing, inside a backward that was looked at
+    for loss in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        node = getattr(loss, "grad_fn", None)
+        # In most steps the loss is a model's own.
+        if node is not None and IS_OUTPUT not in node.metadata:
+            _check_loss(loss)
+    if inputs is None:
+        return
+    for x in (inputs,) if isinstance(inputs, torch.Tensor) else inputs.values() if isinstance(inputs, dict) else inputs:
+        node = getattr(x, "grad_fn", None)
+        if node is not None and IS_COPY in node.metadata:
+            raise copy_refused()
+
+
+def _check_loss(loss: torch.Tensor) -> None:
     cut = [model for model in sharded_models() if model.cuboid.state.made.is_cut]
     nodes = graph_of(loss, of_script=True) if cut else []
     used = {id(node.variable) for node in nodes if hasattr(node, "variable")}

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from cuboid.errors import CuboidError
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX
-from cuboid.models.cross_entropy.missing_logits import MissingOutputError
+from cuboid.models.cross_entropy.incomplete_output import MissingOutputError
 from cuboid.models.kinds.label_heads import RowClassifier
 from cuboid.models.pipeline.given_loss import GivenLoss
 from cuboid.models.pipeline.training_pipeline import Pipeline

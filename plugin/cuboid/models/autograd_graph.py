@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-#: In the metadata of a node of what a sharded model hands to a script.
+#: In the metadata of a node of what a sharded model hands to a script, or differentiates itself.
 IS_OUTPUT = "cuboid: an output"
+#: In that of an output from which the model's own later layers don't go on: they do from the rank's part of it.
+IS_COPY = "cuboid: a copy"
 
 
 def graph_of(output: torch.Tensor, *, of_script: bool = False) -> list[Any]:

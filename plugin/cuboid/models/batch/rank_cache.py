@@ -18,6 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from cuboid.distributed.axis_collectives import all_gather, own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
+from cuboid.errors import UnsupportedModelError
 
 _COMPARED_NAMES = """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
@@ -110,6 +111,26 @@ class RankCache(DynamicCache):
                 for name in ("keys", "values"):
                     all_rows = all_gather(getattr(layer, name), along).flatten(0, 1)
                     setattr(layer, name, all_rows.index_select(0, chosen.to(all_rows.device)))
+
+
+def rank_cache(model: Any, given_cache: Any) -> RankCache:
+    """A cache of the rank for a sharded model: a new one, or what a script gives, which becomes one if it is empty.
+
+    Raises:
+        UnsupportedModelError: the script's can't.
+    """
+    if given_cache is None:
+        return RankCache(model.config, model.cuboid.mesh)
+    if type(given_cache) is DynamicCache and not given_cache.get_seq_length() and not given_cache.offloading:
+        RankCache.in_place_of(given_cache, model.config, model.cuboid.mesh)
+    if isinstance(given_cache, RankCache):
+        return given_cache
+    is_filled = type(given_cache) is DynamicCache
+    what = "DynamicCache with other tokens in it" if is_filled else type(given_cache).__name__
+    raise UnsupportedModelError(
+        f"past_key_values: a {what} has no rule on a mesh, whose ranks cache their own heads and rows; give an "
+        "empty DynamicCache, or one that this model's generate has filled"
+    )
 
 
 def cache_obstacle(model: Any) -> str | None:

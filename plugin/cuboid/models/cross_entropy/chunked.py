@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.autograd_graph import graph_of
+from cuboid.models.autograd_graph import IS_OUTPUT, graph_of
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -106,6 +107,8 @@ class ChunkedCrossEntropy:
                     f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
                     f"({list(leaf.shape)}), for which there is no rule"
                 )
+        root: Any = loss.grad_fn
+        root.metadata[IS_OUTPUT] = True
         torch.autograd.backward(loss)
         for param in unsharded:
             if param.block.grad is not None:

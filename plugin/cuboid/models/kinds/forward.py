@@ -18,9 +18,10 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.forward_context import Packing, forward_context, knowing
 from cuboid.models.attention.interface import check_reached
+from cuboid.models.autograd_graph import IS_COPY
 from cuboid.models.batch.batch_check import BatchCheck
 from cuboid.models.batch.local_batch import LABELS, LocalBatch, given_tensors
-from cuboid.models.batch.rank_cache import RankCache
+from cuboid.models.batch.rank_cache import RankCache, cache_obstacle, rank_cache
 from cuboid.models.cross_entropy.loss_function import own_loss_of
 from cuboid.models.kinds.sharding import Sharding
 from cuboid.tensor3d.layers.dropout import compared_by
@@ -100,6 +101,27 @@ def pop_tuple(model: Any, arguments: dict[str, Any]) -> bool:
     return (getattr(model.config, "return_dict", True) if wanted is None else wanted) is False
 
 
+def begin_cache(model: Any, arguments: dict[str, Any]) -> None:
+    """Give a forward, in its arguments, a cache of the rank's keys where a script asks for one.
+
+    Raises:
+        UnsupportedModelError: the model has none in such a forward, or the script's cache isn't one of a rank.
+    """
+    given_cache = arguments.get("past_key_values")
+    if isinstance(given_cache, RankCache):
+        return
+    what = "use_cache=True" if given_cache is None else "past_key_values"
+    obstacle = cache_obstacle(model)
+    if obstacle is None and torch.is_grad_enabled():
+        obstacle = "it has no gradients; call the model under torch.no_grad()"
+    if obstacle is not None:
+        raise UnsupportedModelError(
+            f"{what} has no rule in this forward of a sharded {type(model).__name__}: {obstacle}. Or leave the cache "
+            "out, by use_cache=False, and give each forward all tokens"
+        )
+    arguments["past_key_values"] = rank_cache(model, given_cache)
+
+
 def asked_of_layers(model: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """What a forward is to return of its layers, by its arguments or the config.
 
@@ -133,10 +155,14 @@ def whole_extras(model: Any, output: ModelOutput, batch: LocalBatch, *, known: S
             continue
         if name != "hidden_states" or not _are_split(x, model, batch):
             raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
-        output[name] = tuple(
+        output[name] = states = tuple(
             None if hidden is None else gather_hidden(hidden, mesh, rows=batch.rows, length=batch.length)
             for hidden in x
         )
+        for hidden in states:
+            node: Any = None if hidden is None else hidden.grad_fn
+            if node is not None:
+                node.metadata[IS_COPY] = True
 
 
 def _are_split(states: Any, model: Any, batch: LocalBatch) -> bool:

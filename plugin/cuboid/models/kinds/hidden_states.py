@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
+from cuboid.models.attention.forward_context import forward_context
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
-from cuboid.models.kinds.forward import FOR_HEAD, pop_tuple, sharded_batch, whole_extras, whole_for_head
+from cuboid.models.cross_entropy.incomplete_output import without
+from cuboid.models.kinds.forward import FOR_HEAD, begin_cache, pop_tuple, sharded_batch, whole_extras, whole_for_head
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.probe_rows import RowsOf
 from cuboid.models.kinds.sharding import Sharding
@@ -54,13 +56,21 @@ def forward_of_base(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
     """
     sharding: Sharding = model.cuboid
     as_tuple = pop_tuple(model, arguments)
+    uses_cache = arguments.get("use_cache")
+    if uses_cache or arguments.get("past_key_values") is not None:
+        begin_cache(model, arguments)
+    if uses_cache is None:
+        uses_cache = getattr(model.config, "use_cache", False)
     with sharded_batch(model, arguments) as batch:
         output = base_forward(**sharding.kind.local_arguments(model, batch), return_dict=True)
     if isinstance(sharding.late, LateSplit):
         # The base model's hook does the same, but runs only after this function.
         output = sharding.late.end(model, None, output)
     whole_for_head(sharding, output, batch)
-    whole_extras(model, output, batch, known=FOR_HEAD)
+    whole_extras(model, output, batch, known=(*FOR_HEAD, "past_key_values"))
+    # An encoder returns no cache, whatever its config says; and a head around the base model passes on what it has.
+    if uses_cache and batch.cache is None and "WithPast" in type(output).__name__ and forward_context().head is None:
+        output = without(output, ("past_key_values",))
     return output.to_tuple() if as_tuple else output
 
 

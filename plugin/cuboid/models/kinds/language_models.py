@@ -18,9 +18,10 @@ from cuboid.models.attention.forward_context import knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, check_tensors
 from cuboid.models.batch.rank_cache import RankCache
+from cuboid.models.cross_entropy.incomplete_output import without
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
-from cuboid.models.cross_entropy.missing_logits import without_logits
 from cuboid.models.kinds.forward import (
+    begin_cache,
     gathering_logits,
     keeping_last,
     pop_tuple,
@@ -62,6 +63,11 @@ class LanguageModel(ModelKind):
         keep = arguments.pop("logits_to_keep", 0)
         if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
             raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
+        uses_cache = arguments.get("use_cache")
+        if uses_cache or arguments.get("past_key_values") is not None:
+            begin_cache(model, arguments)
+        if uses_cache is None:
+            uses_cache = self.is_causal and getattr(model.config, "use_cache", False)
         own_loss = replaced_loss(model, arguments)
         gathers = sharding.verdict.gathers_logits or own_loss is not None
         cache = arguments.get("past_key_values")
@@ -113,8 +119,11 @@ class LanguageModel(ModelKind):
             # Routers' are whole already.
             routers = ("router_logits", "aux_loss") if wants_routers else ()
             whole_extras(model, output, batch, known=("loss", "logits", "past_key_values", *routers))
-            if output.logits is None:
-                output = without_logits(output)
+            missing: tuple[str, ...] = ("logits",) if output.logits is None else ()
+            if uses_cache and batch.cache is None:
+                missing += ("past_key_values",)
+            if missing:
+                output = without(output, missing)
         return output.to_tuple() if as_tuple else output
 
     def items(self, batch: Mapping[str, Any]) -> torch.Tensor:

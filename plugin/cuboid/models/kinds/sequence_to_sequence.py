@@ -20,7 +20,7 @@ from cuboid.models.attention.forward_context import Lengths, knowing
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TENSORS, LocalBatch, check_tensors, take_local_batch
-from cuboid.models.cross_entropy.missing_logits import without_logits
+from cuboid.models.cross_entropy.incomplete_output import without
 from cuboid.models.kinds.forward import (
     gathering_logits,
     pop_tuple,
@@ -140,8 +140,12 @@ class SequenceToSequence(LanguageModel):
         if hidden is not None and output.logits is not None:
             hidden = gather_hidden(hidden, sharding.mesh, rows=source.rows, length=source.length)
         output.encoder_last_hidden_state = None if output.logits is None else hidden
-        if output.logits is None:
-            output = without_logits(output)
+        missing: tuple[str, ...] = ("logits",) if output.logits is None else ()
+        # With use_cache=True, the arguments are refused.
+        if arguments.get("use_cache") is None and getattr(model.config, "use_cache", False):
+            missing += ("past_key_values",)
+        if missing:
+            output = without(output, missing)
         return output.to_tuple() if as_tuple else output
 
     def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:

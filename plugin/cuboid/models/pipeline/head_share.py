@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from cuboid.distributed.axis_collectives import all_reduce, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.models.batch.local_batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.chunked import head_chunks
 from cuboid.models.cross_entropy.lm_head import Head
@@ -367,6 +368,8 @@ class VocabularyShare:
             softmax = (self._wide(chunk) - log_sum.unsqueeze(-1)).exp_()
             softmax.scatter_add_(-1, local.unsqueeze(-1), -(~elsewhere).to(softmax.dtype).unsqueeze(-1))
             softmax *= ((chunk.labels != IGNORE_INDEX).to(softmax.dtype) * self._scale).unsqueeze(-1)
+            root: Any = chunk.logits.grad_fn
+            root.metadata[IS_OUTPUT] = True
             torch.autograd.backward(chunk.logits, softmax.to(chunk.logits.dtype))
             assert chunk.hidden.grad is not None
             gradient[:, chunk.positions] = chunk.hidden.grad

@@ -359,7 +359,12 @@ def guard_hooks(model: nn.Module, *, runs_whole: bool) -> None:
 
 def _is_known(hook: Any, kind: str) -> bool:
     # The products' backwards aren't nodes of their modules, so not even a marked backward hook would be called there.
-    return (isinstance(hook, LocalHook) and kind in _FORWARD) or _package_of(hook) in _KNOWN_PACKAGES
+    return (isinstance(hook, LocalHook) and kind in _FORWARD) or is_of_framework(hook)
+
+
+def is_of_framework(hook: Any) -> bool:
+    """Whether a hook is one of Cuboid's or of a framework's, and not a script's."""
+    return _package_of(hook) in _KNOWN_PACKAGES
 
 
 def _package_of(hook: Any) -> str:

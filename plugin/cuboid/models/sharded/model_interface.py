@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.batch.rank_cache import RankCache, cache_obstacle
+from cuboid.models.batch.rank_cache import cache_obstacle, rank_cache
 from cuboid.models.cross_entropy.lm_head import running_module
 from cuboid.models.sharded.activation_checkpointing import keeping
 from cuboid.models.sharded.compilation import compile_later
@@ -190,25 +189,12 @@ class WholeInterface:
     ) -> None:
         """Called by ``GenerationMixin.generate``, whose cache would hold padding and know none of the mesh's rows."""
         given_cache = model_kwargs.get("past_key_values")
-        if given_cache is None:
-            if generation_config.use_cache is not False:
-                model_kwargs["past_key_values"] = RankCache(self.config, self.cuboid.mesh)
-            return
-        if type(given_cache) is DynamicCache and not given_cache.get_seq_length() and not given_cache.offloading:
-            RankCache.in_place_of(given_cache, self.config, self.cuboid.mesh)
-        if not isinstance(given_cache, RankCache):
-            what = (
-                "DynamicCache with other tokens in it"
-                if type(given_cache) is DynamicCache
-                else type(given_cache).__name__
-            )
-            raise UnsupportedModelError(
-                f"past_key_values: a {what} has no rule on a mesh, whose ranks cache their own heads and rows; give an "
-                "empty DynamicCache, or one that this model's generate has filled"
-            )
-        given_cache.is_checked = False
-        # As transformers marks it.
-        given_cache._is_user_defined = True
+        if given_cache is not None or generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = cache = rank_cache(self, given_cache)
+            if given_cache is not None:
+                cache.is_checked = False
+                # As transformers marks it.
+                cache._is_user_defined = True
 
     def prepare_inputs_for_generation(
         self: Any, *args: Any, encoder_outputs: BaseModelOutput | None = None, **kwargs: Any

@@ -25,7 +25,7 @@ from cuboid.models.architectures.roles import layer_names, token_embeddings, tow
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
-from cuboid.models.autograd_graph import IS_OUTPUT
+from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
@@ -34,7 +34,7 @@ from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.compilation import compile_layers
-from cuboid.models.sharded.customizations import AsSharded, guard_hooks
+from cuboid.models.sharded.customizations import AsSharded, guard_hooks, is_of_framework
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
@@ -327,7 +327,31 @@ def _handed_out(output: Any, made: AsSharded) -> Any:
                 x.register_hook(_check_differentiated_once)
                 node: Any = x.grad_fn
                 node.metadata[IS_OUTPUT] = True
+                if IS_COPY in node.metadata:
+                    register = functools.partial(_register_on_copy, weakref.ref(x))
+                    vars(x).update(retain_grad=_refuse_copy, register_hook=register)
     return output
+
+
+def _register_on_copy(reference: weakref.ref[torch.Tensor], hook: Any) -> Any:
+    if not is_of_framework(hook):
+        raise copy_refused()
+    x = reference()
+    assert x is not None
+    return torch.Tensor.register_hook(x, hook)
+
+
+def _refuse_copy() -> None:
+    raise copy_refused()
+
+
+def copy_refused() -> UnsupportedModelError:
+    """The error where a script asks for the gradient of a hidden state that a sharded model has returned."""
+    return UnsupportedModelError(
+        "the gradient of an output's hidden_states: a sharded model returns gathered copies of them and goes on from "
+        "each rank's part, so that what later layers add to the gradient would be missing. A forward hook of the "
+        "layer, marked with cuboid.local_hook, can call register_hook of the part; or look at it in plain transformers"
+    )
 
 
 def _check_differentiated_once(_: torch.Tensor) -> None:

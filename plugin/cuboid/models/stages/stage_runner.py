@@ -14,6 +14,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.attention.forward_context import Lengths, Packing, RunningHead, knowing
 from cuboid.models.attention.whole_sequence import WholeSequence
+from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.generator_check import StepGenerators
 from cuboid.models.cross_entropy.chunked import chunked_loss
@@ -204,7 +205,10 @@ class StageRunner:
         # forwards that activation checkpointing recomputes.
         if pending.root.requires_grad:
             with self._staging.slot.running(self._batches[micro_batch].unit(segment, self._stores[micro_batch])):
-                # Not its method, in which a script's loss is checked.
+                root: Any = pending.root.grad_fn
+                if root is not None:
+                    # No loss of a script, which would be checked.
+                    root.metadata[IS_OUTPUT] = True
                 torch.autograd.backward(pending.root)
         # Segments run backward in reverse order, so the first one is the last to read the cache.
         if segment == 0:
