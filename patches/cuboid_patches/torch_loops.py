@@ -12,11 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from cuboid.integrations.gradient_norm import norm_over_ranks
-from cuboid.integrations.own_loop import check_step, found_on_any_rank, replicas_of
+from cuboid.integrations.own_loop import check_initializer, check_step, found_on_any_rank, replicas_of
 from cuboid.integrations.script_loss import check_backward
 from cuboid.models.autograd_graph import IS_OUTPUT
 from cuboid.optim.elementwise import CHECKED
 from cuboid.optim.piecewise_step import MAY_REPEAT
+from cuboid.tensor3d.sharding.refused_draws import INITIALIZERS
 from cuboid_patches.base import Patch
 
 
@@ -92,6 +93,17 @@ def _unscale(original: Any) -> Any:
     return _unscale_grads_
 
 
+def _checking_initializer(original: Any) -> Any:
+    @functools.wraps(original)
+    def initializer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Models are made on the meta device, with a call for each parameter.
+        if not tensor.is_meta:
+            check_initializer(original.__name__, tensor)
+        return original(tensor, *args, **kwargs)
+
+    return initializer
+
+
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # Every step of every optimizer comes here.
     if optimizer not in CHECKED:
@@ -149,6 +161,16 @@ PATCHES: list[Patch | StepCheck] = [
         reason="skip a step on all ranks if a gradient isn't finite on one, of which others have other shards",
         parameters=("optimizer",),
         replace=_unscale,
+    ),
+    *(
+        Patch(
+            target=f"torch.nn.init:{name}",
+            package="torch",
+            reason="refuse new values of a shard, which would be the same ones on all ranks",
+            parameters=("tensor",),
+            replace=_checking_initializer,
+        )
+        for name in INITIALIZERS
     ),
     *(
         Patch(

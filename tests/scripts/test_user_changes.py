@@ -1,7 +1,11 @@
 """What a script changes on a model, before or after it is sharded: as in the whole model, or refused."""
 
 import contextlib
+import copy
 import functools
+import io
+import math
+import pickle
 
 import pytest
 import torch
@@ -382,3 +386,52 @@ def test_values_changed_by_data_are_those_of_the_next_forward(mesh, change, kept
         wanted = losses(causal())
     for values in Threaded(causal(), mesh).run(losses):
         torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-9)
+
+
+# --- new values, and pickles ----------------------------------------------------------------------------------------
+
+DRAWS = {
+    "init_weights": (lambda m: m.init_weights(), r"init_weights.*normal_"),
+    "apply of a layer": (lambda m: m.model.layers[1].apply(m._init_weights), r"apply\(PreTrainedModel._init_weights\)"),
+    "init": (lambda m: torch.nn.init.xavier_uniform_(m.lm_head.weight), r"init.xavier_uniform_ .* for lm_head.weight"),
+    "init of rows": (lambda m: torch.nn.init.normal_(m.model.embed_tokens.weight.data[-1:]), r"for model.embed_tokens"),
+    "reset_parameters": (lambda m: m.model.layers[0].mlp.up_proj.reset_parameters(), r"layers.0.mlp.up_proj.weight"),
+}
+
+
+@pytest.mark.parametrize(("draw", "said"), DRAWS.values(), ids=DRAWS)
+def test_new_values_for_shards_are_refused(draw, said):
+    with pytest.raises(cuboid.UnsupportedModelError, match=f"{said}.*the same ones on all ranks"):
+        Threaded(causal(), "1x2x1").run(draw)
+
+
+def test_other_values_and_modules_are_not():
+    def step(model):
+        torch.nn.init.zeros_(model.lm_head.weight)
+        torch.nn.init.normal_(torch.nn.Linear(3, 4).weight)
+        for shard in model.model.layers[0].apply(torch.nn.Module.train).parameters():
+            assert shard.any()
+        return model(**uneven_batch()).loss
+
+    for loss in Threaded(causal(), "1x1x2").run(step):
+        assert float(loss) == pytest.approx(math.log(VOCABULARY))
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.base_model])
+def test_a_pickle_of_a_sharded_model_is_refused(part):
+    (model, _) = Threaded(causal(), "1x2x1").models
+    with pytest.raises(cuboid.CuboidError, match=r"can't be pickled.*cuboid.save_pretrained"):
+        torch.save(part(model), io.BytesIO())
+    with pytest.raises(cuboid.CuboidError, match="can't be pickled"):
+        pickle.dumps([part(model)])
+    assert type(copy.deepcopy(part(model))) is type(part(model))
+
+
+def test_a_head_is_whole_before_the_first_forward(threads):
+    def weight():
+        model = causal()
+        whole = model.lm_head.weight.detach().clone()
+        sharded = cuboid.shard(model, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}})
+        torch.testing.assert_close(sharded.get_output_embeddings().weight, whole)
+
+    threads.run(2, weight)

@@ -19,9 +19,23 @@ from cuboid.errors import CuboidError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, sharded_models
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
+from cuboid.tensor3d.sharding.refused_draws import draws_refused, shares_storage
 
 #: By optimizer, the models and parameters that were there when it was last looked at.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def check_initializer(name: str, tensor: torch.Tensor) -> None:
+    """Check that a function of ``torch.nn.init`` isn't given a shard of a model, or its ``.data``.
+
+    Raises:
+        UnsupportedModelError: it is; names the parameter.
+    """
+    for model in sharded_models():
+        if model.cuboid.state.made.is_cut:
+            for key, parameter in model.named_parameters():
+                if shares_storage(tensor, parameter):
+                    raise draws_refused(f"torch.nn.init.{name}", f"for {key}")
 
 
 def replicas_of(module: nn.Module, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from cuboid.distributed.mesh import Mesh
@@ -24,12 +23,9 @@ from cuboid.models.sharded.compilation import compile_later
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.kept_blocks import keeping_blocks
+from cuboid.tensor3d.sharding.refused_draws import RefusesDraws, words_of_apply
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
 
-#: Methods of tensors that draw new values for them.
-_DRAWING = frozenset(
-    ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
-)
 _logger = logging.getLogger(__name__)
 
 
@@ -211,8 +207,20 @@ class WholeInterface:
         Raises:
             UnsupportedModelError: the function draws new values, which would be the same ones for all ranks' shards.
         """
-        with _RefusesDraws(fn) if self.cuboid.state.made.is_cut else nullcontext():
+        with self._refusing_draws(words_of_apply("model", fn)):
             return super().apply(fn)  # type: ignore[misc]
+
+    def initialize_weights(self: Any) -> None:
+        """As ``PreTrainedModel.initialize_weights``, where nothing has to be drawn: what was loaded stays.
+
+        Raises:
+            UnsupportedModelError: something would be drawn, as in :meth:`apply`.
+        """
+        with self._refusing_draws("initialize_weights (init_weights)"):
+            super().initialize_weights()  # type: ignore[misc]
+
+    def _refusing_draws(self: Any, call: str) -> AbstractContextManager[Any]:
+        return RefusesDraws(call) if self.cuboid.state.made.is_cut else nullcontext()
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Not supported on a sharded model.
@@ -243,24 +251,6 @@ class WholeInterface:
             f"load_adapter isn't supported on a sharded {type(self).__name__}; PEFT's PeftModel.from_pretrained(model, "
             "folder, is_trainable=True) loads an adapter into it"
         )
-
-
-class _RefusesDraws(TorchFunctionMode):
-    """Context in which drawing new values for a tensor raises an error."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self._function = function
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "__name__", "") in _DRAWING:
-            name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-            raise UnsupportedModelError(
-                f"model.apply({name}) draws new values by {func.__name__}, of the shapes of this rank's shards and the "
-                "same ones on all ranks; apply it before the model is sharded, or make the model with "
-                "cuboid.from_config"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class WholeHead(nn.Module):

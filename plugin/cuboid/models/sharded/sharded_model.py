@@ -53,8 +53,26 @@ class PlainInstances:
     _cuboid_plain: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Copying and unpickling call this without arguments, and fill the instance themselves.
+        # Copying calls this without arguments, and fills the instance itself.
         return cls._cuboid_plain(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, args, *others = super().__reduce_ex__(protocol)
+        return _Copies(), args, *others
+
+
+class _Copies:
+    """Makes an empty instance for a copy, of which ``copy`` doesn't ask for more; a pickle would have to name it."""
+
+    def __call__(self, cls: Any) -> Any:
+        return cls.__new__(cls)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise CuboidError(
+            "a sharded model can't be pickled (torch.save(model), pickle, a process that is given it): its process "
+            "groups and this rank's shards are of no use elsewhere. cuboid.save_pretrained(model, folder), which all "
+            "ranks call, writes a whole model, and an engine's save_checkpoint a checkpoint"
+        )
 
 
 class ShardedModel(WholeInterface, LooksUpLoss, PlainInstances):

@@ -39,5 +39,6 @@ def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):
         return None
+    module.mesh.connect()
     full: torch.Tensor = _GatherParameter.apply(shard, module.spec(name), module.mesh)
     return full

@@ -6,7 +6,7 @@ It follows FSDP2's per-parameter state (``torch.distributed.fsdp``), with :attr:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -27,6 +27,7 @@ from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, Fp8Blocks, start_larg
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.kept_blocks import kept_blocks
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
+from cuboid.tensor3d.sharding.refused_draws import RefusesDraws, words_of_apply
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
@@ -364,6 +365,17 @@ class ShardedModule(nn.Module):
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         copied.register_load_state_dict_pre_hook(take_whole)
         return copied
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As ``nn.Module.apply``, also from a block around it, for functions that don't draw random numbers.
+
+        Raises:
+            UnsupportedModelError: the function draws new values.
+        """
+        if self.mesh.shape.size == 1:
+            return super().apply(fn)
+        with RefusesDraws(words_of_apply(type(self).__name__, fn)):
+            return super().apply(fn)
 
     def spec(self, name: str) -> ShardingSpec:
         """Layout of this module's parameter ``name``."""
