@@ -57,7 +57,8 @@ class PlainInstances:
         return cls._cuboid_plain(*args, **kwargs) if args or kwargs else super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, args, *others = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, args, *others = reduced
         return _Copies(), args, *others
 
 
