@@ -55,8 +55,8 @@ def decoded_by_hand(model, cache=None, masked=False):
     mask[1, :4] = 0
     ids, steps = IDS, []
     for _ in range(4):
-        given = {"attention_mask": mask} if masked else {}
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        masks = {"attention_mask": mask} if masked else {}
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **masks)
         cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         steps.append(output.logits[:, -1])

@@ -430,8 +430,8 @@ def test_a_pickle_of_a_sharded_model_is_refused(part):
 def test_a_head_is_whole_before_the_first_forward(threads):
     def weight():
         model = causal()
-        whole = model.lm_head.weight.detach().clone()
+        full_weight = model.lm_head.weight.detach().clone()
         sharded = cuboid.shard(model, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}})
-        torch.testing.assert_close(sharded.get_output_embeddings().weight, whole)
+        torch.testing.assert_close(sharded.get_output_embeddings().weight, full_weight)
 
     threads.run(2, weight)
