@@ -26,6 +26,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import await_all_ranks
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
+from cuboid.integrations.deepspeed.full_tensors import of_shard, of_whole_parameter
 from cuboid.integrations.deepspeed.gradient_partition import leave_matrices
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
@@ -396,7 +397,41 @@ def _bf16_optimizer(original: Any) -> Any:
     return __init__
 
 
+def _reading_whole(original: Any) -> Any:
+    @functools.wraps(original)
+    def safe_get_full(param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return of_whole_parameter(param, original(param, *args, **kwargs))
+
+    return safe_get_full
+
+
+def _writing_shard(original: Any) -> Any:
+    @functools.wraps(original)
+    def safe_set_full(param: nn.Parameter, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        original(param, of_shard(original.__name__, param, value), *args, **kwargs)
+
+    return safe_set_full
+
+
+def _whole_tensors() -> Iterator[Patch]:
+    """Of functions that scripts import from the package, and have in the module that defines them."""
+    for kind in ("fp32_param", "grad", "optimizer_state"):
+        for name, parameters, replace in (
+            (f"safe_get_full_{kind}", ("param",), _reading_whole),
+            (f"safe_set_full_{kind}", ("param", "value"), _writing_shard),
+        ):
+            for module in ("deepspeed.utils", "deepspeed.utils.tensor_fragment"):
+                yield Patch(
+                    target=f"{module}:{name}",
+                    package="deepspeed",
+                    reason="read and write whole tensors, where on a mesh it would be a rank's shard",
+                    parameters=parameters,
+                    replace=replace,
+                )
+
+
 PATCHES: list[Patch | SharedMemoryBuild] = [
+    *_whole_tensors(),
     SHARED_MEMORY_BUILD,
     Patch(
         target="deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__",

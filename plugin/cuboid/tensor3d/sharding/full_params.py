@@ -14,16 +14,21 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
+def full_tensor(shard: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
+    """Gather a shard to the tensor in Hugging Face's shape, on every rank. Not differentiable."""
+    full = shard.new_empty(spec.shape)
+    for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh.along(*AXES)), strict=True):
+        put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
+    return full
+
+
 class _GatherParameter(torch.autograd.Function):
     """A shard to the parameter in its Hugging Face shape, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
         ctx.spec, ctx.mesh = spec, mesh
-        full = shard.new_empty(spec.shape)
-        for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh.along(*AXES)), strict=True):
-            put_shard(full, piece, spec, mesh.shape, mesh.topology.coordinate(rank))
-        return full
+        return full_tensor(shard, spec, mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
