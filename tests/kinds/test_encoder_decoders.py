@@ -298,6 +298,23 @@ def test_what_a_micro_batch_may_not_hold_is_named():
     assert message_of(model, outputs).startswith("encoder_outputs has no rule")
 
 
+def test_rows_that_a_mask_hides_altogether():
+    """Eager attention spreads over all positions there, also over those that a mesh has added."""
+    model, batch = built("t5"), micro_batch()
+    hidden = {**batch, "attention_mask": torch.ones(3, 13, dtype=torch.long)}
+    hidden["attention_mask"][1] = 0
+    assert message_of(model, hidden).startswith("attention_mask[1] hides all tokens of its row, which then attend to")
+    # Of an even length, or without labels, nothing is lost.
+    even = {name: x[:, :12] for name, x in hidden.items() if name != "labels"} | {"labels": batch["labels"]}
+    unlabelled = {**hidden, "labels": batch["labels"].clone()}
+    unlabelled["labels"][1] = -100
+    ranks, models = on_threads(model, "1x2x1")
+    for given in (even, unlabelled):
+        expected = model(**given).loss
+        for loss in ranks.run(lambda mesh, given=given: models[mesh.rank](**given).loss.detach()):
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
+
+
 def test_parts_are_refused():
     model, batch = built("bart"), micro_batch()
     ids = {"input_ids": batch["input_ids"]}

@@ -20,7 +20,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
 from cuboid.models.batch.generator_check import Library, generator_numbers, generators_differ, shared_number
-from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, TOKEN_TYPES
+from cuboid.models.batch.local_batch import IGNORE_INDEX, LABELS, TOKEN_TYPES, granule
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 from cuboid.tensor3d.virtual_tokens import FIRST_ID
 
@@ -64,6 +64,8 @@ class Limits:
         first_position: the first position, if the model counts positions by itself.
         longest: tokens of the longest sequence that the model is made for, if its config has it.
         masks: positions of the causal masks that attention modules keep as buffers, if they do.
+        spreads_hidden: whether the tokens of a row that its mask hides altogether attend to all positions alike, also
+            to those that a mesh fills up.
         shifts_labels: whether the loss compares each position with the next one's label, so that the first label isn't
             used.
         virtual_tokens: number of ids from ``FIRST_ID`` on that an adapter's virtual tokens have.
@@ -78,6 +80,7 @@ class Limits:
     first_position: int = 0
     longest: int | None = None
     masks: int | None = None
+    spreads_hidden: bool = False
     shifts_labels: bool = False
     virtual_tokens: int = 0
     told: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -233,6 +236,10 @@ class BatchCheck:
         lost = lost_boundaries((self._tensors,)) if "position_ids" in self._tensors else None
         self._may_lose_boundaries = lost is not None
         flags = [] if lost is None else [lost > 0]
+        filled = -ids.shape[1] % granule(mesh) if limits.spreads_hidden and "attention_mask" in self._tensors else 0
+        if filled:
+            flags.append(_hidden_rows(self._tensors, self._ignore_index).any())
+        self._filled = filled
         if limits.positions is not None and "position_ids" not in self._tensors:
             # The model will count positions by itself, so check those. Encoder and decoder have equal position tables.
             first, decoder_ids = limits.first_position, self._tensors.get("decoder_input_ids", ids)
@@ -271,6 +278,7 @@ class BatchCheck:
         tensors, self._tensors = self._tensors, {}
         verdict = self._verdict.read()
         loses_boundaries = self._may_lose_boundaries and verdict.pop(0)
+        has_hidden_rows = self._filled and verdict.pop(0)
         if self._states is not None and verdict[-2]:
             self._number = shared_number(self._states.tolist())
         # The generators, which come last, may differ.
@@ -285,6 +293,14 @@ class BatchCheck:
         for name, bad in zip(self._bounded, verdict, strict=False):
             if bad:
                 raise self._limits.error(name, tensors[name], self._ignore_index)
+        if has_hidden_rows:
+            row = int(_hidden_rows(tensors, self._ignore_index).nonzero()[0])
+            length = tensors["attention_mask"].shape[1]
+            raise CuboidError(
+                f"attention_mask[{row}] hides all tokens of its row, which then attend to all positions alike, also to "
+                f"the {self._filled} that the mesh adds to {length}, so that the result would be another one: leave "
+                f"the row out, give it labels of {self._ignore_index}, or make rows {length + self._filled} tokens long"
+            )
         if loses_boundaries:
             self._limits.warn_of_lost_boundaries(self._mesh)
 
@@ -320,6 +336,13 @@ class BatchCheck:
         for number in generator_numbers(libraries):
             numbers.append(torch.full((), number, dtype=torch.int64, device=device))
         return torch.stack(numbers)
+
+
+def _hidden_rows(tensors: Mapping[str, torch.Tensor], ignore_index: int) -> torch.Tensor:
+    """``[B]``, where a row's mask hides all of it, and the row has a label."""
+    rows = (tensors["attention_mask"] == 0).flatten(1).all(1)
+    labels = tensors.get("labels")
+    return rows if labels is None else rows & (labels != ignore_index).reshape(len(rows), -1).any(1)
 
 
 def _places(count: int, device: torch.device) -> torch.Tensor:

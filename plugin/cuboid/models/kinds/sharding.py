@@ -65,8 +65,18 @@ class WholeModel:
         # GPT-Neo's layers have them; those outside of layers, as GPT-BigCode's, aren't used.
         buffers = (buffer for name, buffer in model.named_buffers() if any(map(str.isdigit, name.split("."))))
         squares = (longest for buffer in buffers if buffer.shape[-2:] == (longest, longest))
-        limits = Limits(kind, tokens, kind.classes, positions, longest=longest, masks=next(squares, None))
+        limits = Limits(
+            *(kind, tokens, kind.classes, positions),
+            longest=longest,
+            masks=next(squares, None),
+            spreads_hidden=not kind.is_causal and _adds_to_scores(model, tables),
+        )
         return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
+
+
+def _adds_to_scores(model: PreTrainedModel, tables: list[str]) -> bool:
+    """Whether masks are numbers that are added to the scores: in eager attention, and with T5's relative positions."""
+    return model.config._attn_implementation == "eager" or any("relative_attention_bias" in name for name in tables)
 
 
 class FormerParameters:
