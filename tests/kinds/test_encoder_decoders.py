@@ -309,9 +309,9 @@ def test_rows_that_a_mask_hides_altogether():
     unlabelled = {**hidden, "labels": batch["labels"].clone()}
     unlabelled["labels"][1] = -100
     ranks, models = on_threads(model, "1x2x1")
-    for given in (even, unlabelled):
-        expected = model(**given).loss
-        for loss in ranks.run(lambda mesh, given=given: models[mesh.rank](**given).loss.detach()):
+    for micro in (even, unlabelled):
+        expected = model(**micro).loss
+        for loss in ranks.run(lambda mesh, micro=micro: models[mesh.rank](**micro).loss.detach()):
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
 
 
