@@ -131,7 +131,10 @@ class FactorA(ShardedModule, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the table in :mod:`cuboid.tensor3d.low_rank`."""
-        z = nn.functional.linear(x, self.unsharded("weight"))
+        return self.completed(nn.functional.linear(x, self.unsharded("weight")))
+
+    def completed(self, z: torch.Tensor) -> torch.Tensor:
+        """What B is multiplied with, from the rank's own product; that may have the features of several adapters."""
         if self.reduce == "sum and gather":
             return GatherPositions.apply(_Sum.apply(z, self.hidden), self.sequence)
         if self.reduce == "scatter and sum":
@@ -167,11 +170,26 @@ class FactorB(ShardedModule, nn.Linear):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         """See the table in :mod:`cuboid.tensor3d.low_rank`."""
-        weight = self.unsharded("weight")
-        bias = None if self.bias is None else self.unsharded("bias")
+        return nn.functional.linear(z, *self._own_rows())
+
+    def added(self, total: torch.Tensor, z: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``total``, the rank's part of the layer's output, with the update of ``z`` times ``scaling``."""
+        weight, bias = self._own_rows()
+        # With several dtypes, or autocast, which casts here, it is rounded where plain PEFT's is.
+        if bias is not None or not z.dtype == weight.dtype == total.dtype:
+            return total + nn.functional.linear(z, weight, bias) * scaling
+        # The product adds to the output: passes over it take longer than multiplying r features.
+        sums = torch.addmm(total.flatten(0, -2), z.flatten(0, -2), weight.t(), alpha=scaling)
+        return sums.view(total.shape)
+
+    def _own_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = self._blocks()
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
-        return nn.functional.linear(z, weight, bias)
+        return weight, bias
+
+    def _blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.unsharded("weight"), None if self.bias is None else self.unsharded("bias")
 
 
 def take_shards(module: ShardedModule, original: nn.Module, specs: dict[str, ShardingSpec], mesh: Mesh) -> None:

@@ -48,12 +48,15 @@ from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.compiled.forms import CompiledWhole
+from cuboid.tensor3d.compiled.hooks import fused_of
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts
+from cuboid.tensor3d.layers.input_gather import GatherSequence
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.layers.whole_block import WHOLE_OF, KeptWhole
 from cuboid.tensor3d.low_rank import LowRankSplit
+from cuboid.tensor3d.low_rank_inputs import StackedFactors
 from cuboid.tensor3d.prefetch import collect_prefetched
 from cuboid.tensor3d.scaling import input_spec, output_spec
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, knowing_of_shards, take_whole
@@ -194,6 +197,16 @@ def _note_ties(model: Any) -> None:
         layer = module_here(model, name)
         if isinstance(layer, AdaptedLayer):
             layer.tied_to = other
+
+
+def _stack_factors(model: Any) -> None:
+    """Let the hooks that fuse projections multiply the adapters' first factors with the projections' input, too."""
+    layers = {id(layer.get_base_layer()): layer for layer in model.modules() if isinstance(layer, ShardedLoraLinear)}
+    for module in model.modules():
+        for fused in (fused for hook in module._forward_pre_hooks.values() for fused in fused_of(hook)):
+            adapted = [layers[id(projection)] for projection in fused.projections if id(projection) in layers]
+            is_cut = isinstance(fused.input_gather, GatherSequence)
+            fused.factors = StackedFactors(adapted, fused.projections[0].mesh) if adapted and is_cut else None
 
 
 def _connect_for_norms(mesh: Mesh) -> None:
@@ -482,6 +495,7 @@ def structure_changes(model: Any, has_adapters: Callable[[], bool] | None = None
     if state.made.is_cut:
         guard_hooks(model, runs_whole=not isinstance(model, StageModel))
     collect_prefetched(model)
+    _stack_factors(model)
     if state.compiled is not None:
         state.compiled.refresh()
     state.made = state.made.anew(model)

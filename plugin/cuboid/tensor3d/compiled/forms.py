@@ -235,13 +235,8 @@ class CompiledFactorA(FactorA):
 class CompiledFactorB(FactorB):
     """:class:`FactorB` in a graph."""
 
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """See the table in :mod:`cuboid.tensor3d.low_rank`."""
-        weight = block_of(self, "weight")
-        bias = None if self.bias is None else block_of(self, "bias")
-        if self.rows is not None:
-            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
-        return nn.functional.linear(z, weight, bias)
+    def _blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return block_of(self, "weight"), None if self.bias is None else block_of(self, "bias")
 
 
 class CompiledMagnitudes(Magnitudes):

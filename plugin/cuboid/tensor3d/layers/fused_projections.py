@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,41 @@ from cuboid.tensor3d.layers.linear import (
     leave_weight_gradients,
     take_results,
 )
-from cuboid.tensor3d.layers.linear_op import LinearOp
+from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
+
+
+class InputProducts(Protocol):
+    """The products of a forward: those of the projections, and perhaps one with adapters' first factors.
+
+    Attributes:
+        linear_op, operands: what is to be multiplied with the projections' input.
+    """
+
+    @property
+    def linear_op(self) -> LinearOp:
+        """See above."""
+        ...
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """See above."""
+        ...
+
+    def attach(
+        self, full: torch.Tensor, shard: torch.Tensor, results: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Attach the factors' results to the gathered input; returns those of the projections."""
+        ...
+
+
+class InputFactors(Protocol):
+    """First factors of low-rank updates of the projections; see :mod:`cuboid.tensor3d.low_rank_inputs`."""
+
+    def products(
+        self, linear_op: LinearOp, operands: Sequence[Operand], x: torch.Tensor, dtype: torch.dtype
+    ) -> InputProducts | None:
+        """For a forward of ``x``, which is multiplied in ``dtype``; None if no factors multiply it."""
+        ...
 
 
 class FusedProjections:
@@ -37,7 +71,12 @@ class FusedProjections:
         projections: all "up" projections of a block, or the head.
         down_projections: the block's "down" projections, whose backward runs before that of ``projections``.
         gather: how the input is gathered; by default along the sequence.
+
+    Attributes:
+        factors: those of adapters' updates of the projections, which multiply the input too; None if there are none.
     """
+
+    factors: InputFactors | None = None
 
     def __init__(
         self,
@@ -94,7 +133,13 @@ class FusedProjections:
         self._linear_op = linear_op
         is_cut = not positions_are_whole()
         returns_input = is_cut and linear_op.input_gather.reduces and not linear_op.gathers_fp8
-        gathered, results = linear_op(shard.to(dtype), operands, returns_input=returns_input)
+        products = None
+        if self.factors is not None and is_cut:
+            products = self.factors.products(linear_op, operands, shard, dtype)
+        if products is None:
+            gathered, results = linear_op(shard.to(dtype), operands, returns_input=returns_input)
+        else:
+            gathered, results = products.linear_op(shard.to(dtype), products.operands, returns_input=returns_input)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for down_projection in self._down_projections:
@@ -107,6 +152,8 @@ class FusedProjections:
             full = gathered
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
+        if products is not None:
+            results = products.attach(full, shard, results)
         attach_results(full, self.projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 

@@ -173,7 +173,8 @@ class ScatterFeatures:
     """Reduce-scatter over one axis onto the features."""
 
     along: AxisGroup
-    #: For each product, the number of parts of its features that are cut separately (3 for GPT-2's fused qkv).
+    #: For each product, the number of parts of its features that are cut separately (3 for GPT-2's fused qkv); 0 if
+    #: each rank gets the sums of all of its features.
     parts: tuple[int, ...] = (1,)
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
@@ -191,7 +192,7 @@ class ScatterFeatures:
                 for weight in columns:
                     by_piece.append(self.rows(weight, number))
             rows.append(by_piece)
-            shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
+            shapes.append((*x[0].shape[:-1], columns[0].shape[0] // (ranks if self.parts[number] else 1)))
         sizes = list(map(math.prod, shapes))
         # The reduce-scatter's send buffer: for each target rank, its pieces of all products, one after another.
         slots = x[0].new_empty((ranks, sum(sizes)))
@@ -199,8 +200,13 @@ class ScatterFeatures:
         tokens = []
         for piece in x:
             tokens.append(piece.flatten(0, -2).expand(ranks, -1, -1))
-        for by_piece, shape, slot in zip(rows, shapes, slots.split(sizes, 1), strict=True):
-            multiply_batch(tokens, by_piece, slot.view(ranks, -1, shape[-1]))
+        for by_piece, shape, slot, parts in zip(rows, shapes, slots.split(sizes, 1), self.parts, strict=True):
+            out = slot.view(ranks, -1, shape[-1])
+            if parts:
+                multiply_batch(tokens, by_piece, out)
+            else:
+                multiply_batch([piece[:1] for piece in tokens], by_piece, out[:1])
+                out[1:] = out[0]
         return start_reduce_scatter_parts(slots, shapes, self.along)
 
     def start_transpose(self, gradients: Sequence[torch.Tensor], *, in_fp8: bool = False) -> AsyncResult[Sequence[Any]]:
@@ -214,8 +220,11 @@ class ScatterFeatures:
 
         # The reverse of `start`: each rank's gradients of all products, flattened into one message.
         def cut(slots: torch.Tensor) -> Sequence[torch.Tensor]:
-            parts = slots.split(list(map(len, flat)), 1)
-            return [part.view(-1, *gradient.shape) for gradient, part in zip(gradients, parts, strict=True)]
+            by_rank, stacked = slots.split(list(map(len, flat)), 1), []
+            for gradient, part, parts in zip(gradients, by_rank, self.parts, strict=True):
+                of_ranks = part.view(-1, *gradient.shape)
+                stacked.append(of_ranks if parts else of_ranks.sum(0, keepdim=True))
+            return stacked
 
         return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
@@ -226,12 +235,16 @@ class ScatterFeatures:
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
         """See :class:`OutputReduce`. With several parts the rows are copied; weights are small beside activations."""
+        if not self.parts[product]:
+            return weight.unsqueeze(0)
         # [parts, ranks, out / (parts · ranks), in]: each rank has a piece of every part.
         by_part = weight.unflatten(0, (self.parts[product], self.along.size, -1))
         return by_part[0] if len(by_part) == 1 else by_part.transpose(0, 1).flatten(1, 2)
 
     def places(self, dweight: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
         """See :class:`OutputReduce`."""
+        if not self.parts[product]:
+            return ((slice(None), dweight.unsqueeze(0)),)
         by_part = dweight.unflatten(0, (self.parts[product], self.along.size, -1))
         if len(by_part) == 1:
             return ((slice(None), by_part[0]),)

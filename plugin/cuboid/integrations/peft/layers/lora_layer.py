@@ -22,6 +22,7 @@ from cuboid.integrations.peft.seeding import is_loading, seeded_for
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.low_rank import FactorA, FactorB, LowRankSplit, Magnitudes
+from cuboid.tensor3d.low_rank_inputs import attached_products
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 
@@ -186,16 +187,28 @@ class ShardedLoraLinear(LoraOfShards):
             return result
         # The head gathers what it is given itself.
         source = x if self._is_head else self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
-        total = result
+        attached, total = attached_products(x), result
         for name in self.active_adapters:
             if name in self.lora_A:
                 a: Any = self.lora_A[name]
-                features = self._cast_input_dtype(source, a.weight.dtype)
-                update = self.lora_B[name](a(self.lora_dropout[name](features))) * self.scaling[name]
-                total = total + (
-                    self._decomposed(name, total, update) if name in self.lora_magnitude_vector else update
-                )
+                b: Any = self.lora_B[name]
+                z = attached.pop(id(a), None)
+                if z is None:
+                    z = a(self.lora_dropout[name](self._cast_input_dtype(source, a.weight.dtype)))
+                if name in self.lora_magnitude_vector:
+                    total = total + self._decomposed(name, total, b(z) * self.scaling[name])
+                else:
+                    total = b.added(total, z, self.scaling[name])
         return total.to(result.dtype)
+
+    def factors_of_input(self) -> Iterator[FactorA]:
+        """A of the active adapters that the next forward multiplies the layer's input with, without dropout."""
+        for name in () if self.disable_adapters or self.merged else self.active_adapters:
+            if name in self.lora_A:
+                a: Any = self.lora_A[name]
+                dropout = self.lora_dropout[name]
+                if isinstance(dropout, nn.Identity) or not dropout.training:
+                    yield a
 
     def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
         """Make a new DoRA adapter's magnitudes; see :class:`~cuboid.tensor3d.low_rank.Magnitudes`."""
