@@ -19,7 +19,7 @@ from cuboid.errors import CuboidError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, sharded_models
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
-from cuboid.tensor3d.sharding.refused_draws import draws_refused, shares_storage
+from cuboid.tensor3d.sharding.refused_draws import draws_refused, draws_whole, shares_storage
 
 #: By optimizer, the models and parameters that were there when it was last looked at.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -31,6 +31,9 @@ def check_initializer(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedModelError: it is; names the parameter.
     """
+    # What PEFT draws is whole yet: the factors of another adapter, in a layer that has one.
+    if draws_whole():
+        return
     for model in sharded_models():
         if model.cuboid.state.made.is_cut:
             for key, parameter in model.named_parameters():

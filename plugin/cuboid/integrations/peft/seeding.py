@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 from torch import nn
 
 from cuboid.tensor3d.layers.dropout import seeded
+from cuboid.tensor3d.sharding.refused_draws import drawing_whole
 
 #: Gives the seed of a layer's new adapter; None for whatever torch's generator draws next, as in plain PEFT.
 _seeds: ContextVar[Callable[[nn.Module], int] | None] = ContextVar("cuboid_adapter_seeds", default=None)
@@ -27,7 +28,9 @@ def seeded_by(seed_of: Callable[[nn.Module], int] | None) -> Iterator[None]:
         _seeds.reset(token)
 
 
-def seeded_for(base: nn.Module) -> AbstractContextManager[None]:
-    """In the ``with`` block, random numbers are those of a layer's new adapter."""
+@contextmanager
+def seeded_for(base: nn.Module) -> Iterator[None]:
+    """In the ``with`` block, a layer's new adapter is made: it draws the layer's random numbers, for whole factors."""
     seed_of = _seeds.get()
-    return nullcontext() if seed_of is None else seeded(torch.device("cpu"), seed_of(base))
+    with drawing_whole(), nullcontext() if seed_of is None else seeded(torch.device("cpu"), seed_of(base)):
+        yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,3 +56,18 @@ def draws_refused(call: str, what: str) -> UnsupportedModelError:
 def shares_storage(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a tensor is a parameter, its ``.data`` or a view of it."""
     return tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+
+
+_draws_whole: ContextVar[bool] = ContextVar("cuboid_draws_whole", default=False)
+#: Whether values that are drawn now are whole, in a module of a sharded model that will keep its shards of them.
+draws_whole: Callable[[], bool] = _draws_whole.get
+
+
+@contextmanager
+def drawing_whole() -> Iterator[None]:
+    """In the ``with`` block, :data:`draws_whole` is true."""
+    token = _draws_whole.set(True)
+    try:
+        yield
+    finally:
+        _draws_whole.reset(token)
