@@ -357,7 +357,9 @@ def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _sequence_pieces(mesh: Mesh) -> int:
-    return 1 if positions_are_whole() else mesh.size("sequence")
+    # Layers in a graph have cut positions, and Dynamo can't ask the context.
+    is_cut = torch.compiler.is_compiling() or not positions_are_whole()
+    return mesh.size("sequence") if is_cut else 1
 
 
 @contextmanager
