@@ -213,6 +213,24 @@ def test_nothing_is_sent_for_gradients_of_what_is_frozen():
     assert sent == sum(2 * p.nbytes for name, p in inner.named_parameters() if ".lora_" in name)
 
 
+def calls_of_a_step(threaded):
+    threaded.run(step_of(**batch()))
+    return sum(threaded.ranks.meshes[0].comm_counter.calls().values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "targets"), [("1x1x2", ["q_proj"]), ("1x2x1", ["q_proj", "gate_proj"])], ids=["1x1x2", "1x2x1"]
+)
+def test_adapters_of_one_input_share_messages(mesh, targets):
+    """Where the sequence is whole, they are those of the projections, but in the first layer's attention."""
+    model = built("llama", kv_heads=2)
+    fewest, all_ups = (
+        calls_of_a_step(Adapted(model, mesh, target_modules=names))
+        for names in (targets, ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"])
+    )
+    assert all_ups == fewest
+
+
 class ProductCounter(TorchDispatchMode):
     """Counts floating-point operations of products, backward's too; torch's own counter hangs hooks on every module."""
 

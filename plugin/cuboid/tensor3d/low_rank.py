@@ -19,7 +19,7 @@ of A in an "up" layer and in the head is what its block was given, before the se
 for the layer's own backward anyway.
 
 Each rank's gradient of Z is a partial sum, over the ranks with other rows of B. So the backward of a sum over `hidden`
-is a sum again.
+is a sum again. "Up" layers with one input share a product and messages: see :mod:`cuboid.tensor3d.low_rank_inputs`.
 """
 
 from __future__ import annotations
