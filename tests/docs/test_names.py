@@ -64,5 +64,6 @@ def test_attributes_keywords_and_functions_may_have_any_name(tmp_path):
     assert variable_findings(tmp_path, ["."]) == []
 
 
+@pytest.mark.slow  # `make lint` asks the same
 def test_variables_say_what_they_are():
     assert variable_findings(SCRIPT["ROOT"]) == []

@@ -27,8 +27,9 @@ def test_the_list_of_errors_has_them_as_they_are_worded():
     assert by_text["…: has no tensor …, which … says it has"].error == "CheckpointError"
     assert len({message.area for message in by_text.values()}) > 8
     # What Markdown would take for marks is shown as it stands.
-    assert "\\_" in errors.listed()
-    assert all(text == " ".join(text.split()) for text in re.findall(r"^\* (.*)$", errors.listed(), re.MULTILINE))
+    listed = errors.listed()
+    assert "\\_" in listed
+    assert all(text == " ".join(text.split()) for text in re.findall(r"^\* (.*)$", listed, re.MULTILINE))
 
 
 def test_the_page_of_architectures_explains_the_columns_of_its_table():
