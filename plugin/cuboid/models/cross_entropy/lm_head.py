@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -100,10 +100,7 @@ class Head:
     @cached_property
     def _modules(self) -> list[nn.Module]:
         """All modules outside the base model. Cached, since walking through all layers for each unit would be slow."""
-        base = self.outline.base
-        # An adapter of a head that is tied to the embedding has the embedding's module, under two names.
-        named = self.model.named_modules(remove_duplicate=False)
-        outside = [module for name, module in named if name != base and not name.startswith(f"{base}.")]
+        outside = list(_outside(self.model, self.outline.base))
         modules = dict.fromkeys(outside)
         for module in outside:
             if "modules_to_save" in module._modules:
@@ -111,6 +108,18 @@ class Head:
                     for part in copy.modules():
                         modules.pop(part, None)
         return list(modules)
+
+
+def _outside(module: nn.Module, base: str) -> Iterator[nn.Module]:
+    """A module and those in it, without the one named ``base`` and what is reached through that alone.
+
+    An adapter of a head that is tied to the embedding has the embedding's module, under two names.
+    """
+    yield module
+    first, _, rest = base.partition(".")
+    for name, child in module._modules.items():
+        if child is not None and (name != first or rest):
+            yield from _outside(child, rest if name == first else "")
 
 
 def running_module(module: nn.Module) -> nn.Module:
