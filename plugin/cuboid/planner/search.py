@@ -31,7 +31,7 @@ _ROWS = (1, 2, 4, 8)
 #: second keeps less, on all of them; the others on those that these make the fastest.
 _FIRST_SCHEDULES = (("zero_bubble-interleaved", 2), ("seq1f1b-interleaved", 2))
 _FURTHER_SCHEDULES = (("zero_bubble", 1), ("zero_bubble-interleaved", 4), ("zero_bubble-v", 2))
-#: How many pipelines the first is tried on: of those that are the fastest under a fixed schedule, and in all.
+#: How many pipelines the first two are tried on: of those that are the fastest under a fixed schedule, and in all.
 _GOOD_PIPELINES, _PIPELINES = 3, 6
 #: How many of the latter may be looked at that don't fit.
 _REFUSED_PIPELINES = 20
@@ -210,8 +210,9 @@ def _with_same_schedule(
     for number, layout in enumerate(cost.layout for cost in costs):
         if _pipeline_of(layout) == _pipeline_of(fastest) and layout.segments in segments:
             cost = cost_of(replace(layout, **like))
-            if cost.least_s() < limit.total_s and ends_memory(cost) <= usable_bytes(cost.cluster):
-                by_time.append((cost.least_s(), number, cost))
+            least_s = cost.least_s()
+            if least_s < limit.total_s and ends_memory(cost) <= usable_bytes(cost.cluster):
+                by_time.append((least_s, number, cost))
     most = _SIMILAR_IF_GENERATED if is_generated(fastest.schedule) else _SIMILAR
     return [Estimate.of(cost) for _, _, cost in sorted(by_time)[:most]]
 

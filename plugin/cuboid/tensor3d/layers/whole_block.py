@@ -297,7 +297,8 @@ def on_whole_activations(
             f"{name} would have to be computed whole, and isn't called with an activation [B, S, H]"
         )
     batch, length, width = stream.shape
-    is_cut = _sequence_pieces(split.mesh) > 1
+    pieces = _sequence_pieces(split.mesh)
+    is_cut = pieces > 1
 
     def gather(x: Any) -> Any:
         # Every activation among the arguments is gathered, which its shape tells. Rotary cosines and sines have three
@@ -305,7 +306,7 @@ def on_whole_activations(
         is_part = _is_activation(x) and x.shape[:2] == (batch, length) and (is_cut or x.shape[2] == width)
         return split.to_whole(x) if is_part and split.to_whole is not None else x
 
-    positions = length * _sequence_pieces(split.mesh) if split.length is None else split.length
+    positions = length * pieces if split.length is None else split.length
 
     def take_part(x: Any) -> Any:
         is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
