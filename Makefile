@@ -39,7 +39,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train finetune colossalai test test-slow test-versions gpu bench docs site lint clean
+.PHONY: help install train finetune colossalai test test-ci test-slow test-versions gpu bench docs site lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,11 +102,16 @@ colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 rank
 
 TEST_PROCESSES ?= 2
 
-test: install ## Run the test suite, in TEST_PROCESSES=2 processes.
+# Each file stays in one process, which keeps its pool of ranks.
+IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test: install ## Run the tests, at least one case of each, in TEST_PROCESSES=2 processes.
 	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
 		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
-	@# Each file stays in one process, which keeps its pool of ranks.
-	@$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not ci and not slow" $(IN_PROCESSES)
+
+test-ci: install ## Run what continuous integration runs beside them: further cases, and those that take long.
+	@$(BIN)/python -m pytest -m "ci and not slow" $(IN_PROCESSES)
 
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow

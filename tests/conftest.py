@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tiers import mark_tiers
+
 if TYPE_CHECKING:
     from cuboid.verify import SmallModel, WorkerPool
     from threaded import ThreadWorld
@@ -54,22 +56,8 @@ _NAMES_OF_RANKS = frozenset(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``sample(n)``, run n cases for every change, evenly spread; mark the others as slow.
-
-    The longest files come first.
-    """
-    cases_by_test: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            cases_by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in cases_by_test.values():
-        marker = cases[0].get_closest_marker("sample")
-        assert marker is not None
-        (count,) = marker.args
-        chosen = {round(place * (len(cases) - 1) / max(count - 1, 1)) for place in range(count)}
-        for place, item in enumerate(cases):
-            if place not in chosen:
-                item.add_marker(pytest.mark.slow)
+    """Give each case its tier, and let the longest files come first."""
+    mark_tiers(items)
     place_of = {TESTS / name: place for place, name in enumerate(_LONGEST_FILES)}
     items.sort(key=lambda item: place_of.get(item.path, len(place_of)))
 
