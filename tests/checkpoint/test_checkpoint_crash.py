@@ -70,7 +70,7 @@ def _moments(engine):
     return {float(x) for tensor in _moment_tensors(engine) for x in (tensor.min(), tensor.max())}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
 def test_killed_ranks_leave_the_previous_checkpoint_intact(checkpoint, tmp_path, asynchronous):
     kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS // 16)
@@ -226,6 +226,7 @@ def save_on_a_full_disk(path, config, root, settings_):
     return reported, left
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
 def test_a_full_disk_fails_only_the_save(pool, checkpoint, tmp_path, asynchronous):
     config = settings("1x1x2")
@@ -410,6 +411,7 @@ def check_sweep(checkpoint, tmp_path, least, **chosen):
     assert damages >= least
 
 
+@pytest.mark.ci
 def test_readers_reject_a_sample_of_damages(checkpoint, tmp_path):
     check_sweep(checkpoint, tmp_path, 20, seed=1, flips=1, share=0.12)
 

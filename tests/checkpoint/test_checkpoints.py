@@ -169,6 +169,7 @@ def test_one_process_resumes_with_the_same_losses(alone, checkpoint, saved, smal
 # --- precision -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_bf16_keeps_its_master_weights(pool, alone, checkpoint, tmp_path):
     """Four replicas share the master weights; one process then resumes with them, in bf16 and in fp32."""
     path = checkpoint(LLAMA)
@@ -382,6 +383,7 @@ def change_what_is_being_saved(path, config, out):
         Saver._write = write
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_background_save_holds_what_was_true_when_it_was_asked_for(pool, checkpoint, tmp_path, zero):
     config = {**settings("1x2x1", asynchronous=True), "zero_optimization": {"stage": zero}}
@@ -424,6 +426,7 @@ def memory_of_saving(path, config, out):
     return peak[0] - before, sum(x.nbytes for x in cuboid.full_state_dict(engine).values())
 
 
+@pytest.mark.ci
 def test_a_rank_has_at_most_two_full_tensors_in_memory(pool, tmp_path):
     config = LlamaConfig(
         vocab_size=LARGEST_BYTES // 4 // 1024,
@@ -444,6 +447,7 @@ def test_a_rank_has_at_most_two_full_tensors_in_memory(pool, tmp_path):
 # --- lineage -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_lineage_goes_back_to_the_first_weights(pool, checkpoint, tmp_path):
     path, first, second = checkpoint(LLAMA), tmp_path / "first", tmp_path / "second"
     pool.run(2, train_and_save, path, settings("1x2x1"), str(first), {}, 0)

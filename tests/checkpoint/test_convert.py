@@ -473,6 +473,7 @@ def test_two_gigabytes_are_converted_to_per_rank_files_and_back_in_600_mib(large
     shutil.rmtree(tmp_path / "back")
 
 
+@pytest.mark.ci
 def test_a_killed_conversion_leaves_no_target(large, checkpoint, tmp_path):
     target = tmp_path / "target"
     begun = target.with_name("target.converting")

@@ -20,6 +20,7 @@ TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=5)
 HALVES = {"stage_balance": [2.5, 2.5]}
 
 
+@pytest.mark.ci
 def test_training_goes_on_with_whole_layers_and_with_other_halves(pool, checkpoint, tmp_path):
     path, out = checkpoint(TIED), tmp_path / "out"
     losses, weights = pool.run(2, train_and_save, path, settings(stages=2, pipeline=HALVES), str(out), {})[0]

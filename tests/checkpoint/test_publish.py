@@ -121,6 +121,7 @@ def crash_everywhere(saves, folder, before, after, every=1):
     return len(values)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("before", "after"), [("single", "two"), ("two", "single"), ("three", "two")])
 def test_a_crash_before_any_change_leaves_the_old_or_the_new_weights(saves, tmp_path, before, after):
     assert crash_everywhere(saves, tmp_path / "out", before, after, every=5) > 5

@@ -85,6 +85,7 @@ def stored_bytes(path):
     return sum(x.nbytes for file in Path(path).glob("*.safetensors") for x in load_file(file).values())
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages"), [("1x1x1", 1), ("2x1x1", 1), ("1x1x1", 2), ("1x2x1", 2)])
 def test_one_replica_reads_what_all_see(pool, checkpoint, mesh, stages):
     path = checkpoint(LLAMA)
@@ -173,6 +174,7 @@ def resumed(folder, shape, zero, block_bytes):
     return sum(taken)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("block_bytes", [200, 64 << 20])
 @pytest.mark.parametrize(("shape", "zero"), [("2x1x4", False), ("1x2x2", False), ("1x2x1", True), ("1x1x1", False)])
 def test_each_byte_of_a_checkpoint_is_read_once(pool, tmp_path, shape, zero, block_bytes):
@@ -276,6 +278,7 @@ print("loaded")
 """
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("way", ["another place is late", "the next load", "an engine"])
 def test_rank_0_keeps_the_store_for_ranks_that_are_slower(checkpoint, tmp_path, way):
     (tmp_path / "script.py").write_text(LATE)

@@ -207,7 +207,7 @@ def test_a_recomputation_ends_before_the_layers_last_product(mesh):
     assert {axes: layers[axes] - none[axes] for axes in by_formula} == {axes: 3 * n for axes, n in by_formula.items()}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2, ci=3)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1"])
 @pytest.mark.parametrize(
     ("architecture", "options"),

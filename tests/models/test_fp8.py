@@ -177,6 +177,7 @@ def test_a_model_trains_as_with_the_emulation(pipeline):
     assert {*shapes} == {(64, 64), (64, 128), (128, 64)}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mode", ["layers", "attention"])
 @pytest.mark.parametrize("pipeline", [None, {"segments": 4}], ids=["mesh", "segments"])
 def test_checkpointing_computes_the_same_bits(pipeline, mode):
@@ -223,6 +224,7 @@ def train_on_mesh(mesh, emulated, **changes):
 ONE_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "changes", "products"),
     [
@@ -307,7 +309,7 @@ EIGHT_MESHES = ("2x1x1", "1x2x1", "1x1x2", "3x1x2", "1x2x2", "2x2x1", "2x2x2", "
 FEW_HEADS = {"num_key_value_heads": 2}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1, ci=4)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -336,7 +338,7 @@ def test_what_is_rounded_before_it_is_sent_has_the_bits_of_what_is_rounded_after
     assert sum(sent.values()) < sum(sent_wide.values()) or options.get("weight_gather") == "step"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("mesh", [mesh for mesh in EIGHT_MESHES if "3" not in mesh])
 @pytest.mark.parametrize(
     "options",
@@ -422,6 +424,7 @@ def train_stages_of_meshes(mesh, schedule):
     return loss, gradients, len(shapes)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "schedule"), [((1, 2, 1), "seq1f1b"), ((1, 1, 2), "zero_bubble")], ids=str)
 def test_stages_that_are_meshes(pool, mesh, schedule):
     loss, gradients, count = pool.run(4, train_stages_of_meshes, mesh, schedule)[0]
@@ -495,6 +498,7 @@ EVEN = {"segments": 4, "partition": "even"}
 ZERO_BUBBLE = {**EVEN, "schedule": "zero_bubble"}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -549,7 +553,7 @@ def train_compiled_mesh(axes, pipeline):
     return loss, gradients, products, len(fp8_in(output.all_input_nodes))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(
     ("axes", "pipeline"),
     [((1, 2, 1), None), ((2, 1, 1), None), ((1, 2, 1), ZERO_BUBBLE), ((2, 1, 1), ZERO_BUBBLE)],
@@ -617,7 +621,7 @@ PARTITION_ONLY = "partition only"
 
 
 # The first and the last one: of the three axes, the test above has the other.
-@pytest.mark.sample(2)
+@pytest.mark.sample(0, ci=2)
 @pytest.mark.parametrize(
     ("axes", "pipeline", "mode", "sections"),
     [

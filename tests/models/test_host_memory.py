@@ -36,6 +36,7 @@ def on_host(runs, mode, late=False, **options):
     return model
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
 @pytest.mark.parametrize("mode", ["layers", "attention"])
@@ -49,6 +50,7 @@ def test_bits_are_those_of_the_device_alone(runs, mode, late):
     assert model.cuboid.state.host_store.buffers.used_bytes == 0
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("runs", [MESH, SEGMENTS], ids=["mesh", "segments"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_dropout_draws_the_same(runs, implementation):
@@ -100,7 +102,7 @@ def test_a_unit_begins_to_come_back_with_the_computation_before_its_backward():
     assert fetched_before(program)[Action(Op.BACKWARD, 0, 0, 3)] == (0, 0, 2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("mode", ["layers", "attention"])
 def test_meshes(mode, mesh):

@@ -124,7 +124,7 @@ def test_features_that_the_axes_do_not_divide_are_named(architecture):
 # --- the same as on one process ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2, ci=4)
 @pytest.mark.parametrize("mesh", [*ONE_AXIS, "2x2x2"])
 @pytest.mark.parametrize("architecture", SIZES)
 def test_loss_and_gradients_are_those_of_one_process(architecture, mesh):
@@ -205,7 +205,7 @@ def with_router_loss(architecture):
     return small(architecture, output_router_logits=True, router_aux_loss_coef=0.5)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("mesh", [*ONE_AXIS, "2x2x2"])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
 def test_the_load_balancing_loss_is_that_of_the_whole_micro_batch(architecture, mesh):
@@ -269,7 +269,7 @@ def test_counted_bytes_of_experts_are_the_formula(architecture, mesh):
         assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x2x1"])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_what_a_layer_with_experts_keeps_is_what_the_planner_counts(architecture, mesh):

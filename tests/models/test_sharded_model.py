@@ -66,7 +66,7 @@ def bytes_of_one_layer(small, mesh):
     return {axes: three[axes] - two.get(axes, 0) for axes in three if three[axes] != two.get(axes, 0)}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 @pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
 def test_counted_bytes_are_the_formula(threads, mesh, small):
@@ -79,7 +79,7 @@ def test_counted_bytes_are_the_formula(threads, mesh, small):
             assert count == pytest.approx(expected[axes], abs=40), axes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(("kv_heads", "mesh"), [(2, "1x2x4"), (1, "2x2x2"), (4, "1x8x1")])
 @pytest.mark.parametrize("bias", [False, True])
 def test_counted_bytes_are_the_formula_with_few_key_value_heads(threads, kv_heads, mesh, bias):
@@ -98,6 +98,7 @@ def parameter_sizes(small, mesh):
     return {name: (p.numel(), p.untyped_storage().nbytes() // p.element_size()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 def test_every_parameter_is_an_exact_fraction(threads, mesh):
     small = SmallModel("llama", heads=24, kv_heads=24, head_dim=4, vocabulary=144)
@@ -371,6 +372,7 @@ def dropout_gradients(mesh, checkpoints):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("checkpoints", ["layers", "attention"])
 def test_activation_checkpointing_repeats_the_masks(pool, checkpoints):
     plain = pool.run(4, dropout_gradients, "1x2x2", "none")

@@ -177,6 +177,7 @@ def test_stages_in_a_chain_compute_what_the_whole_model_computes(architecture):
             assert_equal(run_stages(stages, outline), expected, 1e-11)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "opt"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(architecture, reentrant):

@@ -134,7 +134,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize(("case", "mesh"), MESHES)
 def test_stages_train_as_one_process(pool, checkpoint, tmp_path, case, mesh):
     path, config = checkpoint(case), _config(case, mesh=mesh)

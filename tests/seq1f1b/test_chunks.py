@@ -48,7 +48,7 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
 # Whole pipelines beside one process
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 @pytest.mark.parametrize("segments", [1, 2, 3])
@@ -82,7 +82,7 @@ def test_the_stages_may_be_where_the_shortest_step_has_them(
 ONCE = {"weight_gather": "step", "gradient_sync": "step"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "small", "options"),
     [

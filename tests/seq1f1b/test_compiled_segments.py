@@ -79,6 +79,7 @@ def plain_gradients(path, padded, attention):
     return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("axes", "pipeline", "sections", "compiler", "padded", "attention", "graphs"),
     [
@@ -156,7 +157,7 @@ def sent(path, axes, pipeline):
     return snapshots
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("axes", [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_split_backwards_in_graphs_send_what_uncompiled_ones_do(pool, path, axes):
     pipeline = {"stages": 2, "schedule": "zero_bubble"}

@@ -40,7 +40,7 @@ def name_of(value: Any) -> str:
     return f"{value.architecture}{'-tied' if value.tied else ''}" if isinstance(value, SmallModel) else str(value)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize(
     ("small", "balance", "mesh", "keys", "name", "options"),
     [

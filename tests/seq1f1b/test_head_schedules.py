@@ -149,6 +149,7 @@ def test_schedules_of_a_fixed_order_are_refused_and_auto_leaves_them_out():
     assert choose("auto", 2, 2, 2).name == "zero_bubble"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "most_idle", "idle_whole"),
     [
@@ -161,6 +162,7 @@ def test_a_real_vocabulary_leaves_little_idle(shape, most_idle, idle_whole):
     assert choose("zero_bubble-interleaved", *shape, spread=False).timeline.bubble >= idle_whole
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("name", "ranks", "segments", "micro_batches", "gain"),
     [

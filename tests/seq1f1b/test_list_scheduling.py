@@ -150,7 +150,7 @@ def test_a_limit_below_one_micro_batch_is_rejected_with_what_would_work():
         list_schedule(PipelineShape(2, 2, 4), (0, 1), more, [1.5, 1.4])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize(
     ("name", "segments", "chunks", "limit", "times", "most"),
     [
@@ -250,6 +250,7 @@ def test_auto_takes_the_shortest_that_fits():
         choose_schedule("auto", request(4, 4, 4, 0.5, 2))
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("ranks", "segments"), [(4, 1), (8, 4), (8, 8)])
 def test_without_a_limit_auto_keeps_no_more_than_whole_stages(ranks, segments):
     compared = compare_schedules("auto", request(ranks, 8, segments, chunks=2))
@@ -348,6 +349,7 @@ def test_memory_follows_the_halves_of_a_backward():
     assert timeline.peak_bytes == (100,)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("name", "chunks", "limit", "gain"),
     [
@@ -392,6 +394,7 @@ def numbers(tmp_path, capsys):
     return run
 
 
+@pytest.mark.ci
 def test_the_command_writes_the_numbers_of_the_issue(numbers):
     shape = ("--stages", 8, "--micro-batches", 8)
     printed = numbers(*shape, "--segments", 8, "--schedule", "zero_bubble", "--memory-limit", 2)

@@ -414,6 +414,7 @@ def test_zero_stages(
     assert min(report.norms[0]) > 0.25
 
 
+@pytest.mark.ci
 def test_the_engine_in_bfloat16_with_activation_checkpointing(parity: Compare) -> None:
     small = SmallModel("llama", tied=True)
     parity({}, small, name="engine", settings=zero(1), dtype="bfloat16", data_parallel=2, checkpointing=True)

@@ -476,6 +476,7 @@ def _warned_of_boundaries(path, stages):
     return counts
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_packed_rows_whose_boundaries_a_mask_hides_are_told_once(pool, checkpoint, stages):
     first, second = pool.run(2, _warned_of_boundaries, checkpoint(SmallModel("llama")), stages, timeout_s=TIMEOUT_S)
@@ -483,6 +484,7 @@ def test_packed_rows_whose_boundaries_a_mask_hides_are_told_once(pool, checkpoin
     assert not any(second.values())
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_an_evaluation_in_inference_mode_leaves_nothing_that_training_cannot_use(architecture, segments):

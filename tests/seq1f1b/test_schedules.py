@@ -195,6 +195,7 @@ def check_schedule(name, shape, forward, backward):
     assert timeline.busy_s == (shape.units * (forward + backward),) * shape.stages
 
 
+@pytest.mark.ci
 @settings(max_examples=12)
 @given(published, shapes, durations, durations)
 def test_equal_units_have_the_published_bubble_and_units_in_flight(name, shape, forward, backward):

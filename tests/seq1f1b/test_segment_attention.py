@@ -456,6 +456,7 @@ IMPLEMENTATIONS = [
 ]
 
 
+@pytest.mark.sample(8, ci="others")
 @pytest.mark.parametrize("lengths", [LENGTHS, (24,)], ids=str)
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
 def test_models_in_segments(name, implementation, lengths):
@@ -555,7 +556,7 @@ def run_checkpointed(model, name, mode, rows):
         return segmented.run(ids, labels, LENGTHS, mask, positions), calls
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(3, ci=9)
 @pytest.mark.parametrize("rows", ["plain", "padded", "packed"])
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
 def test_kept_attention_has_the_bits_of_recomputed_attention(name, implementation, rows):

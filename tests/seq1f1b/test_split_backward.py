@@ -226,7 +226,7 @@ def test_the_time_of_one_product_is_shared_by_its_segments() -> None:
 # Whole pipelines beside one process, in float64
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("mesh", "small", "name"),
     [
@@ -274,14 +274,14 @@ def test_zero_and_clipping(parity: Compare, stage: int, mesh: str) -> None:
     parity("llama", mesh=mesh, name="engine", settings=settings)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("weight_gather", ["step", "layer"])
 def test_gathered_weights_and_four_stages(parity: Compare, weight_gather: Literal["layer", "step"]) -> None:
     changes = {"stages": 2, "segments": 2, "memory_limit": 1}
     parity(SmallModel("llama", layers=4), changes, mesh="2x1x1", weight_gather=weight_gather)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("changes", [{"memory_limit": 1}, {"stages": 1}], ids=str)
 def test_gradients_that_are_reduced_once_a_step(parity: Compare, changes: dict[str, Any]) -> None:
     parity(SmallModel("gpt2", layers=4), changes, mesh="2x1x1", gradient_sync="step", weight_gather="step")

@@ -56,6 +56,7 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
     return run
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("small", "changes", "options"),
     [
@@ -116,7 +117,7 @@ def test_in_the_engine(parity: Compare, small: SmallModel, changes: dict[str, An
 MESHES = {"2x1x1": "gpt2", "1x2x1": "gemma2", "1x1x2": "llama", "1x2x2": "qwen3", "2x1x2": "llama"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(("tied", "mesh", "gather"), list(product((True, False), MESHES, ("step", "layer"))))
 def test_on_meshes(parity: Compare, mesh: str, tied: bool, gather: str) -> None:
     small = SmallModel(MESHES[mesh], layers=4, tied=tied)
@@ -189,6 +190,7 @@ def head_config(name):
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sample(6, ci="others")
 @pytest.mark.parametrize("chunk_bytes", [None, 700], ids=["whole", "chunks"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["gemma2", "phi", "cohere", "granite"])
@@ -209,7 +211,7 @@ def test_shares_together_are_the_whole_head(name, ranks, chunk_bytes):
         close(blocks[key], parameter.grad)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(3, ci=9)
 @pytest.mark.parametrize("chunk_bytes", [None, 700, "smallest part"])
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x1", "1x1x2", "1x2x2", "2x2x1"])
 @pytest.mark.parametrize("name", ["gemma2", "phi"])
@@ -279,7 +281,7 @@ def resumed_by(path, config, root):
     return train(engine, 2, skip=2)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "other",

@@ -56,6 +56,7 @@ def calls_of_a_step(path, axes):
     return calls
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("axes", "most"), [((1, 2, 2), 1000), ((2, 2, 2), 1800), ((1, 1, 1), 300)], ids=str)
 def test_a_step_of_two_layers_makes_few_calls(pool, checkpoint, axes, most):
     ranks = axes[0] * axes[1] * axes[2]

@@ -137,7 +137,7 @@ def alone(threads):
     return of
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x3", "3x1x2", "2x2x1"])
 @pytest.mark.parametrize("small", [LLAMA, TIED, GPT2], ids=["llama", "llama-tied", "gpt2"])
 def test_loss_and_every_gradient_are_those_of_the_model_alone(threads, alone, small, mesh):
@@ -317,7 +317,7 @@ def peak_bytes(mesh, mode, with_gradients):
     return meter.peak_bytes, head_bytes
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1, ci=3)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "1x1x2", "2x1x1"])
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -343,7 +343,7 @@ def traffic(mesh, chunk_bytes, with_gradients):
     return counter.snapshot()["batch"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("mesh", ["3x1x2", "2x2x1"])
 def test_chunks_send_nothing_more_over_batch(threads, mesh, with_gradients):

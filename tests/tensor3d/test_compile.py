@@ -148,15 +148,16 @@ def train_compiled(path, axes, compiler, sections):
     return after_step, sum(counters["graph_break"].values()), loss, cuboid.full_gradients(model)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("axes", "compiler", "sections"),
     [
+        ((1, 1, 2), PARTITION_ONLY, ATTENTION_ONCE),
         ((1, 2, 1), "inductor", {}),
         # Among the steps of other lengths, too, and in every combination with sections.
         pytest.param((2, 1, 1), PARTITION_ONLY, {}, marks=pytest.mark.slow),
         ((2, 1, 1), PARTITION_ONLY, KEPT),
         pytest.param((2, 1, 1), PARTITION_ONLY, LAYERS_AGAIN, marks=pytest.mark.slow),
-        ((1, 1, 2), PARTITION_ONLY, ATTENTION_ONCE),
         *(
             pytest.param(axes, "inductor", sections, marks=pytest.mark.slow)
             for axes in [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
@@ -224,7 +225,7 @@ def other_steps(path, axes):
     return by_length, losses, max(errors, default=0.0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_other_lengths_make_one_more_graph_and_several_forwards_share_blocks(pool, path, axes):
     for by_length, losses, error in pool.run(2, other_steps, path, axes, timeout_s=TIMEOUT_S):
@@ -305,6 +306,7 @@ def found_later(path, axes):
     return [trained.cuboid.state.compiled.reason for trained in (model, twin, hooked)], called, runs
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:compiling was asked for")
 def test_layers_that_are_found_to_be_no_graph_later_go_on_uncompiled(pool, path):
     ranks = pool.run(2, found_later, path, (2, 1, 1), timeout_s=TIMEOUT_S)

@@ -107,17 +107,18 @@ def train(path, axes, pipeline, inductor, steps):
     )
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "axes", "pipeline", "inductor", "steps"),
     [
+        # Attention that all ranks compute.
+        ("bloom", (2, 1, 1), None, False, 3),
         # Latents, routers, experts and a layer without them.
         pytest.param(
             *("deepseek_v3", (1, 2, 1), None, False, 3),
             # transformers' experts of before have values in their code that a graph can't have.
             marks=pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="transformers 5.18"),
         ),
-        # Attention that all ranks compute.
-        ("bloom", (2, 1, 1), None, False, 3),
         *(
             pytest.param(architecture, axes, pipeline, False, 10, marks=pytest.mark.slow)
             for architecture in TYPES
@@ -207,6 +208,7 @@ def dropped(path, axes, inductor, sections, options):
     return runs
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "options", "axes", "inductor", "sections"),
     [
@@ -316,6 +318,7 @@ def adapted(path, axes, options, inductor):
     return after_step, compiled_loss - loss, errors_of(compiled_gradients, gradients)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("architecture", "axes", "options", "inductor"),
     [

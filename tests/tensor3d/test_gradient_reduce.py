@@ -90,6 +90,7 @@ def gradients(path, how, spans_nodes):
     return ring.calls, cuboid.full_gradients(model)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("how", "spans_nodes", "rings"),
     [(None, False, False), ("fp32", True, False), ("auto", True, True), ("backend", False, True)],

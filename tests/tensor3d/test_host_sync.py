@@ -88,6 +88,7 @@ def waits_of(steps):
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++, which compiles the device")
 
 
+@pytest.mark.ci
 def test_no_unit_and_no_layer_makes_the_host_wait():
     assert waits_of(FOR_EVERY_CHANGE) == FOR_EVERY_CHANGE
 

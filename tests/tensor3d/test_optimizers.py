@@ -150,7 +150,7 @@ def matrices():
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4, ci=8)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("pieces", [CUT, FLAT, SPREAD], ids=["cut", "flat", "spread"])
 def test_a_trial_agrees_with_what_is_known_of_torchs_optimizers(monkeypatch, name, pieces):
@@ -412,7 +412,7 @@ REFUSED = [("a clipping subclass", Clipping, {})]
 REMADE = {"Adagrad"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("framework", "config", "early", "every"),
     [
@@ -446,6 +446,7 @@ def test_optimizers_give_the_same_as_in_one_process_or_are_rejected(pool, framew
             assert "AdamW" in by_case[name]
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("framework", ["deepspeed", "booster"])
 def test_optimizers_that_need_full_tensors_work_where_tensors_are_full(pool, framework):
     if framework == "booster":
@@ -652,6 +653,7 @@ def moves(engine, optimizer_of):
     return moved and count == len(before)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("config", [settings((1, 1, 2)), settings(stages=2)], ids=["mesh", "stages"])
 def test_parameters_from_before_sharding_are_mapped_to_the_sharded_ones(pool, config):
     for moved in pool.run(2, remapped, config):

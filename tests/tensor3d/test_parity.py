@@ -288,6 +288,7 @@ def test_a_users_error_is_raised_unchanged(pool: WorkerPool, checkpoint: Callabl
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("tolerance", "status"), [([], 0), (["--tolerance", "1e-30"], 1)])
 def test_the_command_exits_with_1_above_the_tolerance(
     tolerance: list[str],

@@ -103,6 +103,7 @@ def test_kept_weights_give_the_same_and_are_freed(pool, path, alone, axes):
     assert all(left == 0 for _, _, left, _ in ranks)
 
 
+@pytest.mark.ci
 def test_kept_weights_send_what_the_formula_says(pool, path):
     shape = MeshShape(6, 1, 1)
     deeper = AutoModelForCausalLM.from_pretrained(path)
@@ -223,6 +224,7 @@ def test_the_formula_has_what_a_stages_layer_sends_in_a_step(path):
     assert both == pytest.approx(4 * unit - 7 * (unit - kept) - reduced, abs=20)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_that_autocast_casts_are_kept_too(threads, path, autocast):
     # A cast is a new tensor, but made of the same values.

@@ -198,6 +198,7 @@ MESHES = ("1x2x1", "1x1x2", "2x1x1", "2x2x2")
 QUICK = {("Muon", "2x2x2"), ("Adafactor", "2x1x1"), ("transformers' Adafactor", "1x2x1"), ("LARS", "1x1x2")}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

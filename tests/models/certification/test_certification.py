@@ -152,6 +152,7 @@ LLAMA4 = {
 }
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "options", "segments", "padding"),
     [
@@ -171,6 +172,7 @@ def test_stages_and_segments_of_models_that_look_at_lengths_and_masks(pool, arch
     assert all(error < 1e-9 for error, _ in errors), errors
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
 @pytest.mark.parametrize("length", [23, 11, 15])
 def test_a_mesh_that_fills_sequences_up_leaves_rotary_embeddings_as_they_are(pool, rope, length):
@@ -485,6 +487,7 @@ def staged(architecture, tmp_path, pipeline, **options):
     return cuboid.from_pretrained(tmp_path, {"pipeline": {"engine": "seq1f1b", "stages": 1, **pipeline}})
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("architecture", ["mamba", "jamba", "recurrent_gemma"])
 def test_models_that_need_whole_sequences_are_rejected_before_weights_are_read(tmp_path, architecture):
     with pytest.raises(UnsupportedModelError, match=r'"segments": 1 is right|with 1 it may'):

@@ -145,6 +145,7 @@ def replace(monkeypatch, owner, name, value):
         monkeypatch.setattr(owner, name, value)
 
 
+@pytest.mark.sample(8, ci="others")
 @pytest.mark.parametrize(
     ("owner", "name", "value"), REPLACED, ids=[f"{getattr(o, '__name__', 'table')}.{n}" for o, n, _ in REPLACED]
 )

@@ -99,6 +99,7 @@ def test_what_is_not_right_when_it_is_split_is_computed_whole(monkeypatch):
     assert verdict.error < 1e-12
 
 
+@pytest.mark.ci
 def test_a_recurrent_model_is_split_late_because_its_masks_are_cut_to_its_embeddings():
     verdict = check_meshes(*cls_and_config("mamba2"))
     assert verdict.splits_late
@@ -114,6 +115,7 @@ def test_stages_behind_the_first_make_masks_of_the_whole_length(monkeypatch):
     assert "a tensor [6, 16] with a segment of 32 positions" in verdict.with_stages["whole"]
 
 
+@pytest.mark.ci
 def test_weights_that_stay_in_float32_are_compared_in_float64():
     verdict = check_meshes(*cls_and_config("ernie4_5_moe"))
     assert not verdict.refused

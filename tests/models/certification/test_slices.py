@@ -115,7 +115,7 @@ def test_new_weights_of_all_are_the_same_on_a_mesh(pool):
         assert not wrong, "\n".join(f"{name}: {reasons}" for name, reasons in wrong.items())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "sequence": 2}], ids=str)
 @pytest.mark.parametrize("cases", [CONVERTED, pytest.param(None, marks=pytest.mark.slow)], ids=["converted", "all"])
 def test_slices_are_those_of_the_whole(pool, tmp_path, cases, axes):
