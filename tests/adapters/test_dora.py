@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(tmp_path, architecture, sizes, mesh, options):
     model = latent_model(architecture, **LATENT) if sizes is None else built(architecture, **sizes)
@@ -63,6 +64,7 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(tmp_path, architecture,
     assert owned == elements or architecture == "deepseek_v3"
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
 def test_gradients_in_segments(tmp_path, mesh):
     model, micro_batch = built("llama", kv_heads=2), batch()
@@ -71,6 +73,7 @@ def test_gradients_in_segments(tmp_path, mesh):
     assert any("lora_magnitude_vector" in name for name in trained)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_new_adapter_begins_with_the_norms_and_changes_nothing(architecture):
     model = built(architecture)
@@ -92,6 +95,7 @@ def test_a_new_adapter_begins_with_the_norms_and_changes_nothing(architecture):
         assert loss == pytest.approx(float(plain(**batch(), use_cache=False).loss), rel=1e-6)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
 def test_merged_is_unmerged(tmp_path, architecture):
     targets = ["c_attn", "c_proj"] if architecture == "gpt2" else DENSE
@@ -125,6 +129,7 @@ def test_it_isnt_merged_after_another_adapter(tmp_path):
         threaded.run(merge_both)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("dtype", "mesh"), [(torch.bfloat16, "1x2x1"), (torch.float16, "2x1x1")], ids=str)
 def test_factors_in_float32_beside_16_bits(tmp_path, dtype, mesh):
     expected = Expected(dtype, use_dora=True)

@@ -85,7 +85,7 @@ def trained_plain(path, frozen):
     return losses, norm, model.state_dict()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("frozen", "mesh", "stages", "zero", "data"),
     [

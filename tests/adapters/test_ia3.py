@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
     model, micro_batch = built(architecture, **sizes), batch(rows=6)

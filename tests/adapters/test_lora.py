@@ -153,6 +153,7 @@ def test_a_penalty_on_factors_is_that_of_whole_ones():
     assert_gradients(plain, threaded.whole(lambda parameter: parameter.grad))
 
 
+@pytest.mark.sample(4, ci="others")
 @pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
     assert_as_plain(built(architecture, **sizes), mesh, **options)
@@ -168,6 +169,7 @@ def test_every_option_on_every_mesh(architecture, sizes, options, mesh):
 LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x2x1"])
 def test_projections_to_and_from_latents(mesh):
     model = latent_model("deepseek_v3", **LATENT, **EXPERTS, first_k_dense_replace=1)
@@ -255,6 +257,7 @@ def flops_of(step, model):
     return counter.flops
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("make", "targets", "mesh"),
     [
@@ -417,6 +420,7 @@ def with_head(model, task):
     return get_peft_model(model, LoraConfig(task_type=HEADS[task][1], **options))
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("task", HEADS)
 @pytest.mark.parametrize("mesh", ["1x2x2", "2x2x1"])
 def test_a_head_that_is_trained_whole(task, mesh):

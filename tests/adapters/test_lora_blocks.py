@@ -60,6 +60,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options"),
     [
@@ -115,6 +116,7 @@ def test_gradients_in_segments(tmp_path, mesh, lengths):
     assert_as_plain(model, adapted(copy.deepcopy(model), **LINEAR), staged, data, lengths, tmp_path)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("architecture", "mesh"), [("phi3", "1x2x2"), ("falcon", "2x2x1")])
 def test_dora_in_blocks(tmp_path, architecture, mesh):
     model = built(architecture)

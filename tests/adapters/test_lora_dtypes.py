@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(("dtype", "autocast", "mesh"), CASES, ids=str)
 def test_factors_in_float32_are_multiplied_as_in_plain_peft(dtype, autocast, mesh):
     expected = Expected(dtype, autocast)
@@ -96,6 +97,7 @@ def test_factors_in_float32_are_multiplied_as_in_plain_peft(dtype, autocast, mes
     expected.check(losses[0], gradients, same_operations=mesh == "2x1x1")
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("dtype", "mesh", "lengths"), [(torch.bfloat16, "1x1x1", (5, 4, 3)), (torch.float16, "1x2x1", (8, 4))], ids=str
 )
@@ -124,6 +126,7 @@ def test_parameters_that_are_cast_after_the_model_was_sharded_keep_their_dtypes(
     assert {gradient.dtype for name, gradient in gradients.items() if not is_cast(name)} == {torch.float32}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_merging_rounds_once_as_in_plain_peft(dtype):
     expected = Expected(dtype)

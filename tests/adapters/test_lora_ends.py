@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("architecture", "mesh", "tied", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tied, options):
     model, micro_batch = ended(architecture, tied=tied), batch(rows=6, vocabulary=101)
@@ -122,6 +123,7 @@ def test_logits_tokens_and_the_whole_head_have_the_update():
     assert_outputs(adapted(copy.deepcopy(model), target_modules=ENDS), Adapted(model, "2x2x1", target_modules=ENDS))
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x2"])
 def test_tokens_follow_adapters_that_are_disabled_merged_and_exchanged(mesh):
     model = built("llama", kv_heads=2).eval()
@@ -180,6 +182,7 @@ def test_dora_is_refused_there(name):
             adapted(rank_model, target_modules=[name], use_dora=True)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4)), ("2x1x2", (8, 4))])
 def test_gradients_in_segments(tmp_path, mesh, lengths, tied):

@@ -162,6 +162,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(("mesh", "stages", "zero", "data", "schedule", "other", "options"), CASES)
 def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
     pool, checkpoint, adapter_with, tmp_path, mesh, stages, zero, data, schedule, other, options
@@ -203,6 +204,7 @@ def test_the_engine_has_factors_in_bf16_and_their_masters_in_float32(pool, check
         assert dtypes == {torch.bfloat16}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages"), [("1x1x2", None), ("1x1x1", 2)])
 def test_a_booster_trains_an_adapter_as_plain_peft(pool, checkpoint, adapter, tmp_path, mesh, stages):
     pytest.importorskip("colossalai.booster", reason="ColossalAI isn't installed")
@@ -246,6 +248,7 @@ def test_the_example_trains_an_adapter_that_plain_peft_loads(tmp_path, mesh, sta
         assert float(adapted(input_ids=ids, labels=ids).loss) < losses[0] - 0.1
 
 
+@pytest.mark.ci
 def test_an_adapter_is_trained_by_the_launcher_writes_before_and_after_and_is_checked_by_plain_peft(tmp_path):
     """What ``make finetune`` runs, with a smaller model and fewer steps."""
     torch.manual_seed(0)
@@ -301,6 +304,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("mesh", "stages"), [pytest.param("1x2x1", None, marks=pytest.mark.slow), ("1x1x1", 2)])
 def test_a_trainer_saves_and_resumes_an_adapter(checkpoint, tmp_path, mesh, stages):
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINER))

@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("architecture", "mesh", "options"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, options):
     assert_as_plain_peft(small(architecture), mesh, **options)
@@ -80,6 +81,7 @@ def assert_as_plain_peft(model, mesh, **options):
     assert any("experts" in name for name in assert_step(plain, threaded, micro_batch))
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("architecture", "options"), [("qwen3_moe", ALL), ("gpt_oss", {})])
 def test_experts_are_disabled_merged_and_unloaded(architecture, options):
     model = small(architecture)

@@ -75,6 +75,7 @@ def plain_gradients(emulated):
     return loss.detach(), gradients_of(model)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("axes", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)], ids=str)
 def test_a_mesh_trains_as_plain_peft_around_the_emulation(axes):
     plain, settings = plain_model(), CuboidConfig.model_validate(section(axes, fp8=FP8)).tensor_parallel
@@ -144,6 +145,7 @@ def train(axes, pipeline, compiler, schedule):
     return runs
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("axes", "pipeline", "schedule", "compiler"),
     [

@@ -98,6 +98,7 @@ class Staged:
         return full_tensors
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     "options",
     [
@@ -196,6 +197,7 @@ def stepped(trained, optimizers, norm):
         optimizer.zero_grad()
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
 def test_several_clipped_steps_are_those_of_one_process(tmp_path, mesh):
     """Losses, norms, every gradient and the factors of steps of two micro-batches, with values of PEFT's own scale."""
@@ -301,6 +303,7 @@ def trained_plain(start, adapter):
     return losses, {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("other", [("1x1x1", 2), ("1x2x1", None)], ids=["stages", "mesh"])
 def test_a_head_trains_is_saved_for_peft_and_resumes_on_another_layout(pool, tmp_path, other):
     options = {"num_labels": 1, "pad_token_id": 0}

@@ -63,6 +63,7 @@ def assert_gradients(plain, gradients):
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "encoder"),
     [("1x1x1", "MLP"), ("1x2x1", "MLP"), ("1x1x2", "LSTM"), ("2x1x1", "LSTM"), ("2x2x2", "MLP"), ("2x2x2", "LSTM")],
@@ -92,6 +93,7 @@ def test_an_encoders_gradients_are_those_of_plain_peft(mesh, encoder, tmp_path):
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "sizes", "mesh"),
     [
@@ -114,6 +116,7 @@ def test_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
     assert_gradient(plain, threaded.whole(lambda parameter: parameter.grad))
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "lengths", "encoder"),
     [("1x1x1", (7, 6, 4), None), ("1x2x1", (10, 8), None), ("2x1x2", (12, 6), None), ("1x2x1", (10, 8), "LSTM")],
@@ -254,6 +257,7 @@ def trained_plain(start, options):
     return losses, saved
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("first", "other", "options"),
     [

@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("architecture", "mesh", "tied", "names"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tied, names):
     model, micro_batch = ended(architecture, tied=tied), batch(rows=6, vocabulary=101)
@@ -43,6 +44,7 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tie
     assert sum(".modules_to_save." in name for name in trained) >= len(names)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("2x1x2", (8, 4))])
 def test_gradients_in_segments(tmp_path, mesh, lengths, tied):

@@ -193,7 +193,7 @@ WAITING = """
 
 
 @pytest.mark.usefixtures("_namespaces_work")
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_or_killed_leaves_nothing(tmp_path, number):
     before = socket.if_nameindex()

@@ -86,7 +86,7 @@ def deepspeed_run(path, config, load, save, steps):
 RUNS = {"booster": booster_run, "deepspeed": deepspeed_run}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("layouts", [("2x2x1", "2 stages of 1x1x2"), ("2 stages of 1x1x2", "2x2x1")], ids=" to ".join)
 @pytest.mark.parametrize("frameworks", [("booster", "deepspeed"), ("deepspeed", "booster")], ids=" to ".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -311,7 +311,7 @@ def rates_of_groups(path, config, load, save, steps):
     return seen
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("target", ["2 x 2 stages", "2 stages of 1x1x2", "2x2x1"])
 def test_rates_of_groups_go_on_where_they_were(pool, checkpoint, tmp_path, target):
     path, folder = checkpoint(LLAMA), tmp_path / "runs" / "step"

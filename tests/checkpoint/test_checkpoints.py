@@ -310,6 +310,7 @@ def save_while_saving(path, config, out):
     return first, cuboid.full_state_dict(engine)
 
 
+@pytest.mark.ci
 def test_a_model_can_be_saved_while_a_checkpoint_is_being_written(pool, checkpoint, tmp_path):
     config = settings("1x1x2", asynchronous=True)
     saved = pool.run(2, save_while_saving, checkpoint(LLAMA), config, str(tmp_path), timeout_s=60)[0]

@@ -90,7 +90,7 @@ def inspected(folder, capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("chunked", [V, ROUND, AUTO], ids=["v", "interleaved", "auto"])
 def test_files_for_each_rank_and_back(checkpoint, tmp_path, monkeypatch, capsys, chunked):
     path, section = checkpoint(TIED), layout_section("1x1x2", 2, **chunked)

@@ -243,6 +243,7 @@ def test_a_cast_to_the_models_dtype_gives_the_models_own_weights(written, tmp_pa
         assert all(torch.equal(converted[name], x.bfloat16()) for name, x in weights_of(written, case).items())
 
 
+@pytest.mark.ci
 def test_direct_conversion_to_per_rank_files(written, tmp_path):
     arguments = {"model": written / "untied", "trust_pickle": True}
     run(written / "zero3-frozen", tmp_path / "ranks", config=layout("1x2x1", 3), **arguments)

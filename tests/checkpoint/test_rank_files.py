@@ -290,6 +290,7 @@ def test_another_division_of_layers_is_rejected_with_both_named(checkpoint, tmp_
         load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1", 2, (2, 1)), 0, 4)
 
 
+@pytest.mark.ci
 def test_an_auto_mesh_loads_files_for_the_same_mesh(checkpoint, tmp_path, monkeypatch):
     automatic = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": 4}}
     run(checkpoint(LLAMA), tmp_path / "ranks", config=cuboid.parse_config(automatic))

@@ -440,6 +440,7 @@ def test_exit_status_and_form(monkeypatch, capsys, is_json):
         findings.append(problem("c", "is gone", "buy"))
 
 
+@pytest.mark.ci
 def test_a_real_look_at_this_machine_changes_nothing(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -189,7 +189,7 @@ def test_a_pipeline_runs_where_every_operation_waits_for_all_messages(pool, chec
         assert synchronisations > 10
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("first_only", [True, False])
 def test_the_former_programs_wait_for_ever_at_the_first_kernel_that_is_loaded(fresh_pool, checkpoint, first_only):
     with pytest.raises(WorkerError, match="waits for ever: a message that is under way doesn't come"):

@@ -327,6 +327,7 @@ def _fail_where_nothing_notices(aborts, failing):
             time.sleep(6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_where_nothing_tells_of_a_failed_rank_groups_are_aborted_and_all_raise_its_error(failing):
     endings = endings_of(2, _fail_where_nothing_notices, True, failing, timeout_s=60.0)

@@ -66,6 +66,7 @@ _TRAINING = """
 """
 
 
+@pytest.mark.ci
 def test_both_hosts_end_when_their_link_is_cut_in_a_step(two_hosts, checkpoint, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_TRAINING))
@@ -125,6 +126,7 @@ def _raise(error):
     raise error
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("way", ["cut", "stop"])
 def test_a_meeting_with_a_host_that_is_gone_ends(two_hosts, tmp_path, way):
     first, second = endings_of(2, _meet_after_the_cut, two_hosts, tmp_path, way, timeout_s=120.0)

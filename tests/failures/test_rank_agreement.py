@@ -274,6 +274,7 @@ def _fail_with_one_that_ends():
         raise ValueError("boom" if mesh.rank == 1 else "a consequence")
 
 
+@pytest.mark.ci
 def test_a_late_decision_about_a_step_blames_no_rank_that_is_at_work():
     later, killed, _ = endings_of(3, _fail_with_one_that_ends, timeout_s=30.0)
     assert killed is None

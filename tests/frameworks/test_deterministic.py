@@ -122,7 +122,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_are_the_same_in_each_run(pool, dropping, checkpoint, tmp_path, layout):
     kind, replicas, config = LAYOUTS[layout]
@@ -180,6 +180,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layout",
     ["stages, zero_bubble", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1x2x1", "stages of 1x2x1"))],

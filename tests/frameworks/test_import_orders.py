@@ -168,6 +168,7 @@ WORKERS = """
 
 
 # A fork server's workers import the script as spawned ones do.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "method", ["spawn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fork", "forkserver"))]
 )

@@ -243,6 +243,7 @@ def script(tmp_path_factory):
     return write
 
 
+@pytest.mark.ci
 def test_autotp_and_plain_zero_run_as_before(script):
     results = {}
     for with_cuboid in ("no", "yes"):

@@ -110,7 +110,7 @@ def micro_batch(model, images=ROWS["none behind"], padding="right", length=19, s
     return batch if padding is None else {**batch, "attention_mask": mask}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2, ci=4)
 @pytest.mark.parametrize("padding", ["right", "left", None])
 @pytest.mark.parametrize("images", ROWS)
 @pytest.mark.parametrize("mesh", MESHES)

@@ -196,6 +196,7 @@ def sent(model, mesh, *, checkpointed):
     return cuboid.mesh_of(threaded.models[0]).comm_counter.snapshot(), threaded.gradients()
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2", "2x1x2"])
 def test_a_recomputation_ends_before_the_layers_last_product(mesh):
     model, shape = small(num_hidden_layers=3), MeshShape.parse(mesh)
@@ -237,6 +238,7 @@ def test_kept_attention_beside_recurrent_layers():
     assert_as_alone(model, "1x2x1", step_of(input_ids=IDS, labels=IDS), verdict)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("keeps", [False, True])
 def test_blocks_that_a_mesh_computes_whole_are_recomputed_too(keeps):
     # They gather their parameters by hooks of their own, which must not hide those of checkpointing.

@@ -498,7 +498,7 @@ EVEN = {"segments": 4, "partition": "even"}
 ZERO_BUBBLE = {**EVEN, "schedule": "zero_bubble"}
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "pipeline",
     [

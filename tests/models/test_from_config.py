@@ -126,6 +126,7 @@ def connected(config, ds_config, seeds, extra):
     return ""
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages"), [("1x1x1", 1), ("1x1x2", 1), ("1x1x1", 2)])
 def test_ranks_that_made_different_weights_are_told_when_they_connect(pool, mesh, stages):
     run = functools.partial(pool.run, 2, connected, CONFIGS["tied"], ds_config(mesh, stages))

@@ -91,6 +91,7 @@ def put_together(parts, dim):
     return wholes
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("axis", "dim", "checkpointing"), [("batch", 0, False), ("sequence", 1, True)])
 def test_masks_of_functional_dropout_make_one_mask_with_the_gradients_of_the_plain_model(
     pool, axis, dim, checkpointing

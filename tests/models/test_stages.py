@@ -164,7 +164,7 @@ def assert_equal(cut, expected, tolerance):
 # --- stages together are the model -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3, ci=3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_stages_in_a_chain_compute_what_the_whole_model_computes(architecture):
     model, outline = built(architecture)

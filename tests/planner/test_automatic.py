@@ -67,6 +67,7 @@ def test_one_row_leaves_nothing_to_the_batch_axis(model):
     assert choose_mesh(model, config_of({"size": 8}, train_micro_batch_size_per_gpu=1, cluster="8xH100")).batch == 1
 
 
+@pytest.mark.ci
 def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
     free = config_of({}, train_batch_size=32, gradient_accumulation_steps=2, cluster="4xH100", sequence_length=4096)
     described, cluster = describe_modules(model), Cluster.parse("4xH100-80GB")

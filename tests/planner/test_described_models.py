@@ -119,6 +119,7 @@ def test_schedules_are_made_by_what_training_makes_them_by(name):
     assert described.with_layers(2).sizes.layers == sizes_of(model).layers[:2]
 
 
+@pytest.mark.ci
 def test_every_certified_causal_architecture_is_described():
     """By the shipped verdicts, at small sizes; those that transformers' defaults don't build aren't certified."""
     table, cluster, refused = json.loads(MESH_TABLE.read_text(encoding="utf-8")), Cluster.parse("4xH100"), {}

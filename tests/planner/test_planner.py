@@ -256,6 +256,7 @@ def test_other_schedules_are_tried_on_pipelines_that_fit():
     assert estimate(model, fixed, cluster, 2**16).time.total_s > 1.05 * best.time.total_s
 
 
+@pytest.mark.ci
 def test_a_head_on_all_stages_is_planned_where_it_pays():
     # A large vocabulary for few layers, and a slow network.
     model = describe(AutoConfig.for_model(**LLAMA_8B | {"num_hidden_layers": 16, "vocab_size": 256_000}))
@@ -513,6 +514,7 @@ def test_the_search_lets_memory_wait_on_the_host_where_nothing_else_fits():
     assert best.layout.moves
 
 
+@pytest.mark.ci
 def test_what_waits_on_the_host(tmp_path):
     """Qwen3-8B, one row of a million tokens on eight H100s, which TRL trains in 380 s and 56.2 GB."""
     model, cluster = description_of(AutoConfig.for_model("qwen3", **QWEN3_8B)), Cluster.parse("8xH100-80GB")

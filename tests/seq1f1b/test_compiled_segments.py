@@ -182,6 +182,7 @@ def named(path, axes, pipeline):
     return said, losses
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "axes", "pipeline", "reason"),
     [

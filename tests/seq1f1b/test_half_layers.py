@@ -40,7 +40,7 @@ def name_of(value: Any) -> str:
     return f"{value.architecture}{'-tied' if value.tied else ''}" if isinstance(value, SmallModel) else str(value)
 
 
-@pytest.mark.sample(1, ci=2)
+@pytest.mark.sample(0, ci=3)
 @pytest.mark.parametrize(
     ("small", "balance", "mesh", "keys", "name", "options"),
     [
@@ -97,7 +97,7 @@ def halves_of(model_type: str, **changes: Any) -> tuple[Halves | str, ...]:
     return layer_halves(cls, config, config.num_hidden_layers)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2, ci=2)
 @pytest.mark.parametrize(
     ("model_type", "second"),
     [
@@ -121,7 +121,7 @@ def test_layers_that_add_attention_and_mlp_one_by_one_have_halves(model_type: st
         assert "input_layernorm" not in halves.second
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1, ci=3)
 @pytest.mark.parametrize(
     "model_type",
     # Parallel branches; norms after the sum; a residual that is scaled; a module that adds the residual itself.

@@ -43,6 +43,7 @@ def choose(name, ranks, micro_batches, segments, limit=None, chunks=1, length=32
     return choose_schedule(name, Request(ranks, micro_batches, segments, costs, limit, chunks, spreads_head=spread))
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("segments", "limit", "longer"), [(2, 2.5, True), (2, None, False), (8, 4.0, False)])
 def test_a_spread_head_that_makes_the_step_longer_is_said_once_by_rank_0(caplog, monkeypatch, segments, limit, longer):
     config = {"engine": "seq1f1b", "stages": 4, "schedule": "zero_bubble", "head": "spread", "memory_limit": limit}
@@ -207,6 +208,7 @@ def timeline(tmp_path, *options):
     return ended, json.loads((tmp_path / "t.json").read_text()) if ended.exit_code == 0 else None
 
 
+@pytest.mark.ci
 def test_the_command_simulates_a_head_on_all_stages(tmp_path):
     options = ["--schedule", "zero_bubble", "--memory-limit", "3"]
     _, last = timeline(tmp_path, *options)

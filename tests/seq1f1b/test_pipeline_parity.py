@@ -155,7 +155,7 @@ def test_the_routers_loss_is_that_of_all_stages_and_segments(
     parity({"stages": 2, "segments": 3, "stage_balance": "layers", **keys}, small, mesh=mesh, name=name, **options)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("name", ["core", "engine"])
 @pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:

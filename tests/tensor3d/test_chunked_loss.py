@@ -255,7 +255,7 @@ def scaled_gradients(mesh, dtype, autocast, scale, gather_logits, chunk_bytes):
     return loss.item(), dtypes, {name: gradient.double() / scale for name, gradient in taken(model).items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("dtype", "autocast", "scale"),
     [

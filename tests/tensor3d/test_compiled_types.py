@@ -208,7 +208,7 @@ def dropped(path, axes, inductor, sections, options):
     return runs
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("architecture", "options", "axes", "inductor", "sections"),
     [

@@ -194,7 +194,7 @@ def test_a_pipeline_gathers_each_weight_once_a_step_if_it_is_to_keep_them(pool, 
         assert sent - once[2] == pytest.approx((2 * 4 - 1) * weights + (4 - 1) * end, abs=200)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("mode", ["layer", "step"])
 def test_a_pipeline_reduces_each_gradient_once_a_step_if_it_is_to_wait(pool, path, mode):
     settings = {"weight_gather": mode}
@@ -252,7 +252,7 @@ def test_updates_count_until_nobody_wants_to_know():
 # --- with activation checkpointing, and parts ---------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("mode", ["layer", "step"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
@@ -267,7 +267,7 @@ def train_in_parts(path, axes, bucket_bytes):
     return train(path, axes, {})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("axes", [(2, 1, 2), (1, 2, 3), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [0, 6000])
 def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket_bytes, axes):

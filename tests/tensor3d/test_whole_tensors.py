@@ -65,13 +65,13 @@ def by_muon(model):
 
 
 OPTIMIZERS = {
+    "LARS": lambda model: Lars(everything(model), lr=1e-2, momentum=0.9),
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=2e-2),
     "Adafactor": lambda model: torch.optim.Adafactor(everything(model), lr=2e-2, weight_decay=0.1),
     "transformers' Adafactor": lambda model: TransformersAdafactor(
         everything(model), lr=2e-3, scale_parameter=False, relative_step=False, beta1=0.9
     ),
     "relative Adafactor": lambda model: TransformersAdafactor(everything(model)),
-    "LARS": lambda model: Lars(everything(model), lr=1e-2, momentum=0.9),
     "DeepSpeed's Muon": lambda model: MuonWithAuxAdam(by_muon(model), torch.optim.AdamW),
 }
 #: The same in a config.
@@ -194,7 +194,7 @@ def largest_difference(threaded, expected):
 
 
 MESHES = ("1x2x1", "1x1x2", "2x1x1", "2x2x2")
-#: One of each for every change, the others are slow.
+#: One of each for every change, in `make test` that of the first; the others are slow.
 QUICK = {("Muon", "2x2x2"), ("Adafactor", "2x1x1"), ("transformers' Adafactor", "1x2x1"), ("LARS", "1x1x2")}
 
 

@@ -454,6 +454,7 @@ def _write_at_length(failing):
     return written
 
 
+@pytest.mark.ci
 def test_ranks_wait_longer_than_their_timeout_for_one_that_still_works(pool):
     assert pool.run(2, _write_at_length, False) == [[0], []]
     assert pool.run(2, _write_at_length, True) == [("nothing to write", 0)] * 2

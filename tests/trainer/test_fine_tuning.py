@@ -143,6 +143,7 @@ def plain(root):
     return json.loads(output.partition("RESULT")[2].splitlines()[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh", [{"sequence": 2}, pytest.param({"batch": 2}, marks=pytest.mark.slow)], ids=str)
 def test_every_value_and_token_is_that_of_one_process(root, plain, mesh):
     """Evaluations before training too, an optimizer given to the Trainer, ``predict_with_generate`` with beams."""

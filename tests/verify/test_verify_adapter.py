@@ -79,6 +79,7 @@ def test_modules_that_are_trained_whole(pool, tmp_path):
         assert all(any(f"{name}.modules_to_save." in other for other in checked) for name in names)
 
 
+@pytest.mark.ci
 def test_a_classifiers_head_magnitudes_and_the_engine(tmp_path):
     model, adapter = written(tmp_path, AutoModelForSequenceClassification, "llama", task_type="SEQ_CLS", use_dora=True)
     plan = Plan(model, batch=4, accumulate=2, adapter=adapter)

@@ -223,6 +223,7 @@ def scaled_by(factor, forward):
     return inner
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     "make",
     [
@@ -355,6 +356,7 @@ print(Question.of(MyLlama, transformers.LlamaConfig()).file)
 """
 
 
+@pytest.mark.ci
 def test_a_class_of_ones_own_is_known_by_its_code(tmp_path):
     def file_of(text, run=alone, **variables):
         (tmp_path / "script.py").write_text(text)
