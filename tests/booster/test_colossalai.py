@@ -71,7 +71,7 @@ def test_five_steps_equal_those_of_deepspeed(pool, checkpoint, mesh, stages):
     assert_alike(results, pool.run(ranks, under_deepspeed, path, config, torch.float32)[0], CLOSE)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("mesh", "stages", "data"),
@@ -118,6 +118,7 @@ def on_host(path, config, in_memory):
     return losses, gradients, None if store is None else (store.out_bytes, store.back_bytes)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "stages", "in_memory"),
     [("1x2x1", None, False), ("1x1x1", 2, True), pytest.param("2x1x1", None, True, marks=pytest.mark.slow)],
@@ -154,7 +155,7 @@ def accumulate(path, config, passes):
     return norm, largest, changed, cuboid.full_state_dict(model)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("small", "stages"), [(LLAMA, None), (TIED, 2)], ids=["replicas", "a tied pipeline"])
 def test_gradients_go_on_adding_up_after_a_look_at_their_norm(pool, checkpoint, small, stages, zero):
@@ -240,7 +241,7 @@ def norms_after_clearing(path, config):
     return norms, float(optimizer.clip_grad_by_norm(1e9))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("mesh", "stages", "zero"), [("1x1x2", None, 0), ("1x1x1", None, 1), ("1x1x1", 2, 0)])
 def test_a_models_zero_grad_clears_what_its_optimizer_keeps(pool, checkpoint, mesh, stages, zero, bf16):

@@ -87,6 +87,7 @@ def plain(path):
     return losses
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "stages", "options", "tolerance"),
     [

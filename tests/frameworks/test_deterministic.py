@@ -246,6 +246,7 @@ def step_with_put(path, config):
     train(engine, 1)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("stages", [None, 2], ids=["a mesh", "stages"])
 def test_all_ranks_end_with_the_name_of_such_a_kernel(pool, checkpoint, stages):
     config = {**settings("1x2x1", stages), "deterministic": True}

@@ -74,7 +74,7 @@ def reads_of_third_step(config):
     return reads.found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("sections", "wanted"),
     [

@@ -77,7 +77,7 @@ def under_booster(path, config, emulated):
     return results["losses"], results["norms"][-1], sum(shape != OF_DEVICE for shape in shapes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(("mesh", "stages", "products"), [("1x2x1", None, ON_MESH), ("1x1x1", 2, 4 * ALONE // 2)])
 def test_a_booster(pool, path, mesh, stages, products):
     pytest.importorskip("colossalai", reason="ColossalAI isn't installed")

@@ -71,6 +71,7 @@ def test_experts(parity: Compare, mesh: str, architecture: Architecture, stage: 
         parity(mesh, architecture, zero(stage), data_parallel=data_parallel, checkpointing=True)
 
 
+@pytest.mark.ci
 def test_without_clipping_and_sharded_in_memory(parity: Compare) -> None:
     parity("1x2x1", "mistral", zero(1, clipping=0), shard_in_memory=True)
 
@@ -85,6 +86,7 @@ def _trained(path: str, config: dict[str, Any]) -> tuple[list[float], bool]:
     return train(engine, 3), recomputes(engine.module)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x1", 2)])
 def test_the_configs_checkpointing_trains_to_the_same_losses(
     pool: WorkerPool, checkpoint: Callable[[SmallModel], str], mesh: str, stages: int | None
@@ -112,7 +114,7 @@ def _resumed(path: str, config: dict[str, Any], folder: str | None) -> list[floa
     return losses + train(engine, 2, skip=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(("mesh", "data", "stage"), [("1x2x1", 1, 1), ("1x1x1", 2, 1), ("1x1x1", 2, 2)])
 def test_an_optimizer_on_the_host_trains_to_the_same_losses(
     pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path, mesh: str, data: int, stage: int
@@ -129,6 +131,7 @@ def test_an_optimizer_on_the_host_trains_to_the_same_losses(
         assert losses == expected
 
 
+@pytest.mark.ci
 def test_bfloat16(parity: Compare) -> None:
     parity("1x2x1", "llama", zero(1), data_parallel=2, dtype="bfloat16")
 

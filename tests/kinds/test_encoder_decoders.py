@@ -132,7 +132,7 @@ def assert_as_plain(plain, mesh, batch, prepare=lambda model: None):
 # --- parity with plain transformers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options"),
     [
@@ -155,7 +155,7 @@ def test_loss_logits_and_every_gradient_are_those_of_the_plain_model(architectur
     assert_as_plain(built(architecture), mesh, micro_batch(**options))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
 def test_activation_checkpointing_changes_nothing(architecture, reentrant):
@@ -234,6 +234,7 @@ def test_a_checkpoint_is_read_as_slices_trained_and_saved_for_plain_transformers
         assert share < 0.35
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("options", [{"subfolder": "x"}, {"variant": "x"}, {"subfolder": "x", "variant": "x"}], ids=str)
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "files"])
 def test_a_head_of_its_own_is_found_in_the_files_that_are_read(monkeypatch, tmp_path, options, shards):

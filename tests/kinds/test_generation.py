@@ -49,7 +49,7 @@ def prompts(rows=3):
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2, ci=2)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("architecture", TYPES)
 def test_a_mesh_generates_what_plain_transformers_does(architecture, mesh):
@@ -107,7 +107,7 @@ def test_what_has_no_rule_is_refused_by_name_and_other_models_run_without_a_cach
         assert text.startswith("past_key_values has no rule for this LlamaForCausalLM on a mesh: there is none in")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1, ci=2)
 @pytest.mark.parametrize("architecture", sorted(COMPARED))
 def test_every_type_that_has_a_cache_has_plain_transformers_logits(architecture):
     """A prompt that crosses windows, with padding on the left, in models with all kinds of layers that a type has."""
@@ -188,6 +188,7 @@ class ChangesNorms(LogitsProcessor):
         return scores
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x2"])
 def test_weights_that_change_between_calls_and_in_one(mesh):
     model, batch = whole_model("llama"), prompts()
@@ -220,6 +221,7 @@ def two_turns(model, make_cache):
     return ids, cache.get_seq_length()
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("has_config", [False, True])
 def test_a_cache_of_the_scripts_own_is_filled_and_goes_on(has_config):
     model = whole_model("gemma2")

@@ -258,6 +258,7 @@ def loaded_by_rank(monkeypatch, path, mesh, auto_class, rank):
     return cuboid.from_pretrained(path, section, auto_class=auto_class)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_a_new_head_is_the_same_on_every_mesh_and_all_else_is_the_checkpoints(monkeypatch, tmp_path, architecture):
     torch.manual_seed(0)

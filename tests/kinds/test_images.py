@@ -134,6 +134,7 @@ def assert_close(actual, wanted):
         assert (actual[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "task", "mesh"),
     [

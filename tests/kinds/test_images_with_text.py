@@ -175,6 +175,7 @@ def train_from_slices(path, mesh, frozen, out, checkpoints):
 TOWER = ("vision_tower",)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "mesh", "frozen", "checkpoints"),
     [

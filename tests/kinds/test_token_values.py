@@ -99,6 +99,7 @@ def told(mesh, stages, segments, evaluates):
     return seen
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "stages", "segments", "evaluates"),
     [
@@ -158,6 +159,7 @@ def trained(mesh, stages, segments, schedule):
     return loss, gradients, sharding_specs(model), model.cuboid.mesh.coordinate
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "stages", "segments", "schedule"),
     [("1x1x1", 2, 3, "zero_bubble"), ("1x2x1", 2, 2, "seq1f1b"), ("2x1x1", 2, 2, "seq1f1b")],

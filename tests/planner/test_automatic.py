@@ -237,6 +237,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("size", MEASURED)
 def test_on_loopback_meshes_take_as_long_as_measured(monkeypatch, size):
     monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: False)
@@ -264,7 +265,7 @@ def settled(model, sections):
     return settle_stages(model, parse_config(sections), MeshShape()).pipeline
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1, ci=3)
 @pytest.mark.parametrize("limit", [None, 1.25, 3.0])
 @pytest.mark.parametrize(("chunks", "layers"), [(2, 8), (2, 13), ("auto", 4), ("auto", 16)])
 def test_the_stages_are_where_the_shortest_step_has_them(caplog, chunks, layers, limit):

@@ -98,6 +98,7 @@ def test_ends_are_the_models_own():
 ODD = [{}, {"hidden_size": 60, "intermediate_size": 172}, {"hidden_size": 84, "intermediate_size": 88}]
 
 
+@pytest.mark.sample(5, ci="others")
 @pytest.mark.parametrize("sizes", ODD, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name, sizes):

@@ -146,7 +146,7 @@ def kept_by_autograd(small, mesh, dtype):
     return cuboid.mesh_of(model).coordinate, layer, sum(kept.values())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2, ci=2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -174,7 +174,7 @@ def bytes_of_ends(small, mesh):
     return {axes: 3 * two[axes] - 2 * three[axes] for axes in two}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("mesh", ["2x2x2", *MESHES])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_communication_of_embedding_and_head_matches_the_formula(pool, name, mesh):

@@ -268,6 +268,7 @@ def test_a_head_on_all_stages_is_planned_where_it_pays():
     assert last.time.total_s > 1.1 * best.time.total_s
 
 
+@pytest.mark.sample(4, ci="others")
 @pytest.mark.parametrize("compiles", [False, True], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize(
     "layout",
@@ -344,6 +345,7 @@ def test_compiled_layers_and_fp8_take_less_time():
         search(description_of(small("mixtral")), cluster, 64, 8, fp8=True)
 
 
+@pytest.mark.ci
 def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
     model = description_of(LLAMA_8B)
     best = search(model, Cluster.parse("4x8xV100-16GB"), 4096, 32, goal="fewest").best[0]
@@ -472,7 +474,7 @@ def run(*arguments):
 
 def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     config, out = tmp_path / "ds.json", tmp_path / "out.json"
-    output = run("plan", "--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096, "--global-batch", 32,
+    output = run("plan", "--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096, "--global-batch", 16,
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
@@ -481,7 +483,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert chosen == {"mode": best[0]["layout"]["checkpointing"]}
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(row["fits"] for row in best)
-    arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
+    arguments = ["--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096]
     output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
     assert "It fits" in output
     written = json.loads(out.read_text())
@@ -706,6 +708,7 @@ def test_a_head_on_all_stages_is_estimated_on_a_mesh(mesh, gather):
     assert all(rank.logits > 3 * rows_bytes for rank in spread.stages)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("balance", ["halves", [6.5, 6.5, 6.5, 6.5, 6]])
 def test_stages_that_begin_inside_a_layer_are_estimated(balance):
     model, cluster = description_of(LLAMA_8B), Cluster.parse("5xH100")

@@ -159,7 +159,7 @@ def test_what_a_rank_keeps_is_what_counters_see(pool, checkpoint, architecture, 
     check(measure(pool, checkpoint(model(architecture)), schedule))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("rows", [ROWS, 1])
 @pytest.mark.parametrize("architecture", ["falcon", "bloom"])
 def test_layers_that_attend_by_themselves_keep_what_counters_see(pool, tmp_path, architecture, rows):

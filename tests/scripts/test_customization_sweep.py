@@ -275,6 +275,7 @@ FEW = [
 ]
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("entry", "layout", "moment"),
     [

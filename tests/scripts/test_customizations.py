@@ -99,7 +99,7 @@ def section(mesh):
 CONFIGS = {**{name: section(mesh) for name, mesh in MESHES.items()}, "stages": STAGES}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_a_script_changed_before_is_refused_by_name(pool, config):
     for rank in pool.run(2, verdicts, config, [*HOOKS, *CHANGES], True):
@@ -115,7 +115,7 @@ def test_what_a_script_changed_before_is_refused_by_name(pool, config):
         assert "tie_word_embeddings" in rank["a head tied"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_a_script_changes_after_is_refused_by_name(pool, config):
     cases = [name for name in (*HOOKS, *CHANGES) if name not in ONLY_BEFORE]

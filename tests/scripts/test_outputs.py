@@ -63,7 +63,7 @@ def decoded_by_hand(model, cache=None, masked=False):
     return torch.stack(steps)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("mesh", [*MESHES, "2x2x2"])
 def test_a_loop_of_ones_own_decodes_with_a_cache(mesh):
     model = built()
@@ -175,6 +175,7 @@ def test_a_gradient_from_which_later_layers_would_be_missing_is_refused(way):
         Threaded(built(), "1x1x2").run(step)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_of_what_a_script_goes_on_from_are_whole(mesh):
     def step(model):
@@ -208,6 +209,7 @@ def test_a_penalty_of_shards_is_refused_however_it_is_differentiated(way):
         Threaded(built(), "1x2x1").run(PENALIZED[way])
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_of_ones_own_are_differentiated_by_torchs_functions(mesh):
     def by_grad(model):

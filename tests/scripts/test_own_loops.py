@@ -50,6 +50,7 @@ def trained(path, mesh):
     return model.state_dict() if mesh is None else cuboid.full_state_dict(model)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x1", "1x1x2"])
 def test_ddp_averages_replicas(pool, checkpoint, mesh):
     path = checkpoint(SMALL)

@@ -138,6 +138,7 @@ WAYS = ["filtered", "parameters", "with empty", "callable", "before", "filtered"
 GROUPINGS = ["head", "embedding", "three", "layer-wise", "frozen lower", "frozen upper", "frozen norms"]
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("grouping", "layers", "zero", "way"),
     [
@@ -384,6 +385,7 @@ def saved(on_layout, tmp_path_factory):
     return run_of
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("schedule", "source", "target"),
     [

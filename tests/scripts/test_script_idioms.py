@@ -104,6 +104,7 @@ def numbers_out_of_range(mesh):
     return errors
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_numbers_that_no_table_has_are_refused_on_all_ranks(pool, mesh):
     first, second = pool.run(2, numbers_out_of_range, mesh)
@@ -144,6 +145,7 @@ def numbers_out_of_range_in_a_pipeline(mesh, stages):
     return errors
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "1x1x1"), (4, "1x2x1"), (4, "1x1x1")])
 def test_numbers_that_no_table_has_are_refused_in_a_pipeline_of_all_replicas(pool, ranks, mesh):
     for errors in pool.run(ranks, numbers_out_of_range_in_a_pipeline, mesh, 2):
@@ -247,6 +249,7 @@ def short_batch(mesh, stages, rows):
     return float(loss - expected.loss), difference, alike
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("ranks", "mesh", "stages", "rows"), [(2, "2x1x1", None, 3), (2, "2x1x1", None, 1), (4, "2x1x1", 2, 3)]
 )
@@ -278,6 +281,7 @@ def base_and_head(mesh):
     return abs(own_loss - loss), largest_difference(model, plain)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_base_model_and_a_head_are_whole_for_whoever_calls_them(pool, mesh):
     for loss, gradients in pool.run(2, base_and_head, mesh):
@@ -300,6 +304,7 @@ def generated(mesh):
     return alike, torch.rand(2).tolist()
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1"])
 def test_generate_gives_the_tokens_of_the_whole_model_on_all_ranks(pool, mesh):
     first, second = pool.run(2, generated, mesh)
@@ -347,6 +352,7 @@ def as_the_whole_model(mesh):
     return float(loss - expected), differences
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1"])
 def test_sizes_copies_and_casts_are_the_whole_models(pool, mesh):
     for loss, differences in pool.run(2, as_the_whole_model, mesh):
@@ -513,6 +519,7 @@ def others_of_its_config(mesh, stages, folder):
     return alike
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x2", None), ("1x1x1", 2)])
 def test_models_made_of_a_sharded_ones_config_or_class_are_plain(pool, tmp_path, mesh, stages):
     plain = built(LLAMA)
@@ -539,7 +546,7 @@ def step_for(asked, labels):
     return step
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(3, ci=9)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("how", ["config", "config after", "argument", "two layers"])

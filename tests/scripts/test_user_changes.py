@@ -98,6 +98,7 @@ def set_loss(function):
     return change
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", [*MESHES, "2x3x2"])
 @pytest.mark.parametrize("function", [weighted, focal_of_rows])
 def test_a_loss_function_of_ones_own_is_as_in_the_plain_model(mesh, function):
@@ -115,6 +116,7 @@ def test_a_loss_function_of_ones_own_is_as_in_the_plain_model(mesh, function):
     )
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x2"])
 @pytest.mark.parametrize("options", [{"architecture": "gemma2", "head_dim": 8}, {"tie_word_embeddings": True}])
 def test_what_a_model_does_with_logits_precedes_a_loss_of_ones_own(mesh, options):
@@ -182,6 +184,7 @@ def masked(config_class, cls):
     return cls(config).double().train()
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("model_of", "verdict"),
     [
@@ -201,6 +204,7 @@ def test_a_loss_of_ones_own_for_labels_of_the_same_position(mesh, model_of, verd
     assert_as_alone(model_of(), mesh, step, verdict)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loss_of_ones_own_in_a_classifier(mesh, auto):
@@ -248,6 +252,7 @@ class CallsLossFunction(BartForConditionalGeneration):
         return output
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loss_of_ones_own_in_an_encoder_decoder(mesh):
     torch.manual_seed(0)
@@ -280,6 +285,7 @@ def summed(model, function):
     return sum(value for value in values if value is not None)
 
 
+@pytest.mark.sample(4, ci="others")
 @pytest.mark.parametrize("mesh", [*MESHES, "2x3x2"])
 @pytest.mark.parametrize("penalty", [squares, exponentials_of_biased])
 @pytest.mark.parametrize("root", [False, True])
@@ -362,6 +368,7 @@ def add_detached(parameter):
     parameter.detach().add_(parameter.grad, alpha=-0.1)
 
 
+@pytest.mark.sample(4, ci="others")
 @pytest.mark.parametrize("mesh", ["2x1x1", "1x2x2"])
 @pytest.mark.parametrize("change", [subtract, swap, add_detached])
 @pytest.mark.parametrize("kept", [False, True])

@@ -175,6 +175,7 @@ def said_by(call):
     return ""
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("split", [False, True], ids=["batches", "split batches"])
 def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
     replicas = 2
@@ -236,6 +237,7 @@ def schedule_of_the_config(config, split):
     return results
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("split", [False, True], ids=["batches", "split batches"])
 def test_a_schedule_in_the_config_ends_with_the_loader_also_on_the_cpu(pool, split):
     sections = {

@@ -239,6 +239,7 @@ def assert_alike(reported, expected):
                 assert entry[name] == pytest.approx(wanted[name], rel=rel, abs=1e-5), (mode, step, name)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("mesh", [{"sequence": 2}, {"batch": 2}], ids=["1x2x1", "2x1x1"])
 def test_ten_steps_on_a_mesh_are_those_of_one_process(folder, search_path, plain, mesh):
     """Losses and every metric, of training and of evaluation; GRPO's completions too, and so its rewards."""
