@@ -105,12 +105,12 @@ TEST_PROCESSES ?= 2
 # Each file stays in one process, which keeps its pool of ranks.
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test: install ## Run the tests, at least one case of each, in TEST_PROCESSES=2 processes.
+test: install ## Run the tests that show the most in the least time, in TEST_PROCESSES=2 processes.
 	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
 		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
 	@$(BIN)/python -m pytest -m "not ci and not slow" $(IN_PROCESSES)
 
-test-ci: install ## Run what continuous integration runs beside them: further cases, and those that take long.
+test-ci: install ## Run those that continuous integration runs beside them: further cases, and what takes long.
 	@$(BIN)/python -m pytest -m "ci and not slow" $(IN_PROCESSES)
 
 test-slow: install ## Run the sweeps that are too long for every change.

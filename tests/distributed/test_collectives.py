@@ -43,6 +43,7 @@ def both_ways(sizes, dtype):
     return True
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_direct_messages_bring_the_same(pool, ranks, dtype):

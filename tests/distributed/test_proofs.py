@@ -175,7 +175,7 @@ def synchronised_with_former_programs(path, first_only):
         step_of_pipeline(path, 2, (1, 1, 1))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("stages", "axes"),
     [(2, (1, 1, 1)), (3, (1, 1, 1)), (4, (1, 1, 1)), (2, (1, 2, 1)), (V, (1, 1, 1)), (ROUND, (1, 1, 1))],
@@ -207,7 +207,7 @@ def poisoned_step(step, *arguments):
     return same(expected, actual)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("weight_gather", ["layer", "step"])
 def test_nothing_of_a_layer_is_read_written_or_freed_before_its_collective_has_ended(

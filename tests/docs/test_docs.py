@@ -106,15 +106,12 @@ def test_settings_that_the_page_calls_refused_are_refused():
 
 
 #: Generated parts whose searches and schedules take longest.
-SLOW = ("choosing", "timeline")
+LONG = {"choosing": pytest.mark.slow, "timeline": pytest.mark.slow, "planner": pytest.mark.ci}
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case
-        for case in (*generate.WRITTEN, *generate.MEASURED)
-    ],
+    [pytest.param(case, marks=LONG.get(case, ())) for case in (*generate.WRITTEN, *generate.MEASURED)],
 )
 def test_generated_parts_are_up_to_date(case):
     assert generate.main([case, "--check"]) == 0
@@ -161,6 +158,7 @@ def test_a_new_record_is_taken_over(monkeypatch, tmp_path):
         generate.main(["--from", str(ROOT / "tests")])
 
 
+@pytest.mark.ci
 def test_pictures_are_drawn_alike_each_time(tmp_path):
     for folder in ("one", "two"):
         assert generate.main(["layout", "traffic", "memory", "--check", "--figures", str(tmp_path / folder)]) == 0
