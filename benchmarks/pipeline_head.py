@@ -189,11 +189,15 @@ _LIMIT = 2.0
 TORCH = [Entry("torch"), *(entry for entry in PEERS_CHUNKED if entry.kind == "torch")]
 
 
-def contestants(tasks: Sequence[Task], segments: int, chunks: Sequence[int]) -> Iterator[tuple[Entry, Task, str]]:
+def contestants(
+    tasks: Sequence[Task], segments: Sequence[int], chunks: Sequence[int]
+) -> Iterator[tuple[Entry, Task, str]]:
     """PyTorch's schedules with the head on the last stage, and Cuboid's with both: schedule, task and name."""
     last, _ = tasks
-    ours = [Entry("cuboid", "zero_bubble", segments, limit=_LIMIT)]
-    ours += [Entry("cuboid", "zero_bubble-interleaved", segments, chunks=count, limit=_LIMIT) for count in chunks]
+    ours = []
+    for k in segments:
+        ours.append(Entry("cuboid", "zero_bubble", k, limit=_LIMIT))
+        ours += [Entry("cuboid", "zero_bubble-interleaved", k, chunks=count, limit=_LIMIT) for count in chunks]
     pairs = [(entry, last) for entry in TORCH if is_able(entry, last)]
     pairs += [(entry, task) for entry in ours for task in tasks]
     yield from ((entry, task, f"{entry.name}, head {_place(task)}") for entry, task in pairs)
@@ -209,11 +213,13 @@ class HeadCase(Case):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stages", type=int, choices=[4, 8, 16], nargs="+", help="emulated (default 4 8)")
-        parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8)")
+        parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8, and 2 where it's real)")
         parser.add_argument("--chunks", type=int, choices=[2, 4], nargs="+", default=[2], help="of a rank (default 2)")
 
     def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         args.stages = args.stages or ([4] if args.quick else [4, 8])
+        # Where computing is real, segments are short enough to cost more than the bubble that they spare.
+        args.real_segments = [args.segments] if args.segments else ([2] if args.quick else [2, 8])
         args.segments = args.segments or (2 if args.quick else 8)
 
     def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
@@ -223,7 +229,7 @@ class HeadCase(Case):
         with forked_ranks(Loopback(real.stages), pipeline.keep) as ranks:
             some = [
                 pipeline.prepare(ranks, entry, task, f", head {_place(task)}")
-                for entry, task, _ in contestants(tasks, args.segments, args.chunks)
+                for entry, task, _ in contestants(tasks, args.real_segments, args.chunks)
             ]
             pipeline.check_agreement(some)
             self._run(ranks, some, args, result, write, pipeline.idle)
@@ -234,7 +240,7 @@ class HeadCase(Case):
             with forked_ranks(Loopback(stages), _keep) as ranks:
                 reference = functools.cache(works[0].reference)
                 some = []
-                for entry, work, name in contestants(works, args.segments, args.chunks):
+                for entry, work, name in contestants(works, [args.segments], args.chunks):
                     record = Record((entry, work), name)
                     first = together(ranks.call("prepare", record.entry))
                     check_agreement(record, first, reference(entry.chunks))
