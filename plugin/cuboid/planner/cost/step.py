@@ -18,6 +18,7 @@ from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED, ModelPipeline, fixed_schedule
 from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS
+from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
 from cuboid.seq1f1b.schedule.partition import balance_by_flops, cut_sequence
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import ActionGraph, Timeline, simulate
@@ -259,7 +260,7 @@ class StepCost:
         """Simulate the pipeline's step, with no more micro-batches than a picture can show."""
         order = self.order(min(self.layout.micro_batches, 2 * self.layout.stages))
         duration, transfer = self._durations(self.stage_times())
-        return simulate(order.schedule, order.shape, duration, transfer_s=transfer)
+        return simulate(order.sequences, order.shape, duration, transfer_s=transfer)
 
     def simulated_s(self, times: StageTimes, micro_batches: int) -> float:
         """Time from first forward to last backward of a step of ``micro_batches`` micro-batches, by simulation."""
@@ -496,4 +497,7 @@ def _fixed_order(name: str, ranks: int, parts: int, micro_batches: int, segments
 def _generated_order(sizes: ModelSizes, pipeline: ModelPipeline, micro_batches: int, tried: int) -> ActionGraph:
     schedule = pipeline.order(sizes, micro_batches, tried_actions=tried)
     head_ranks = pipeline.ranks if pipeline.spreads_head else 0
-    return ActionGraph(schedule, PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths), head_ranks))
+    shape = PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths), head_ranks)
+    if head_ranks:
+        return ActionGraph(insert_messages_once_sent(schedule, shape, pipeline.durations(sizes)), shape)
+    return ActionGraph(schedule, shape)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS, ActionCosts, list_schedule
+from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
 from cuboid.seq1f1b.schedule.schedules import (
     SCHEDULES,
     PipelineShape,
@@ -388,7 +389,7 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
         schedule = fixed_schedule(name, shape, request.ranks)
     costs = placed.actions
     timeline = simulate(
-        schedule,
+        insert_messages_once_sent(schedule, shape, costs.duration_s) if head_ranks else schedule,
         shape,
         costs.duration_s,
         transfer_s=lambda _: costs.transfer_s,
@@ -409,8 +410,8 @@ def _limits(request: Request, costs: PlacedCosts, chunks: int) -> list[float]:
     limit = request.limit
     if limit is None:
         # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0. Units wait longer for a head that all
-        # ranks share, so that ranks need those of two stages more to be as busy (arXiv 2411.05288: two micro-batches).
-        units = request.ranks - 1 + request.segments + (2 / chunks if request.spreads_head else 0)
+        # ranks share, so that ranks need those of three stages more to be as busy (arXiv 2411.05288: two micro-batches).
+        units = request.ranks - 1 + request.segments + (3 / chunks if request.spreads_head else 0)
         usual = min(units / request.segments, float(request.micro_batches))
         return [usual] * request.ranks
     if limit.sequences is not None:

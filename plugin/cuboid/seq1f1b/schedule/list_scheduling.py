@@ -23,10 +23,13 @@ units in the order of the forwards, on all ranks, and come before everything els
 They take no part of the limit. A share's logits are kept from H to G, so a rank is at most :data:`_MOST_SHARES` units
 ahead with H. That can't deadlock: H of the first unit whose G isn't done on all ranks is always allowed.
 
-What they and that backward wait for comes from all ranks, so the slowest one counts each time, and in a fixed order the
-others would idle: each is placed as if it had to wait for a *slack* more, in which a rank does something else. Units
-are then kept for longer, which a low limit doesn't allow. So several slacks are tried, and the orders are compared as
-if what comes from all ranks were :data:`_LATE` average actions late.
+What they and that backward wait for comes from a collective, which a rank joins once the last computation that
+contributes to it has started, after what the rank computes at that time
+(:func:`~cuboid.seq1f1b.schedule.lowering.insert_messages_once_sent`). So it arrives when these computations are over on
+all ranks. Ranks drift as well, and in a fixed order the others idle for the slowest: each result is placed as if it had
+to wait for a *slack* more, in which a rank does something else. Units are then kept for longer, which a low limit
+doesn't allow. So several slacks are tried, and the orders are compared as if each collective were :data:`_LATE` average
+actions late.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from itertools import islice, product
 
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
+from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import ActionGraph
 from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
@@ -50,11 +54,12 @@ TRIED_ACTIONS = 400_000
 _MICRO_BATCH_GAIN = 0.005
 #: Most units of which a rank keeps its share of the logits, between H and G, of a head that is spread.
 _MOST_SHARES = 2
-#: Average actions between the end of what a share, or a backward after it, needs of other ranks, and its place. Rules
-#: are compared with the first.
-_SLACKS = (0.5, 0.0, 1.0, 2.0)
-#: How late, in average actions, that is taken to arrive where orders are compared: the slowest of all ranks counts.
+#: How late, in average actions, collectives are taken to be where orders are compared.
 _LATE = 0.25
+#: Average actions between a collective's end and the place of what needs it. Rules are compared with the first.
+_SLACKS = (_LATE, 0.0, 0.5, 1.0, 2.0)
+#: Part of the tried actions that are for other slacks of the best rules; those of the best one are tried in any case.
+_SLACKS_SHARE = 16
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
 
@@ -137,17 +142,21 @@ def list_schedule(
     # With one stage per rank there is never more than one forward and one backward to choose from, so only
     # ``forward_first`` matters.
     rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
-    # A unit has at most three actions on each stage, F, I and W, and two on each rank that shares the head. The orders
-    # of such a head are simulated too.
-    count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units * (2 if shape.head_ranks else 1)
+    # A unit has at most three actions on each stage, F, I and W, and two on each rank that shares the head.
+    count = (3 * shape.stages + 2 * shape.head_ranks) * shape.units
     tries = max(1, tried_actions // count)
     tables = {mode: _Tables(shape, rank_of, costs, limits, mode) for mode in islice(modes, tries)}
     tried = islice(product(rules, modes), tries)
-    best = min((_Search(tables[mode], rule, _SLACKS[0]).run() for rule, mode in tried), key=_Found.score)
-    tries -= len(rules) * len(modes)
-    for slack in _SLACKS[1 : max(tries, 0) + 1] if shape.head_ranks else ():
-        best = min(best, _Search(best.tables, best.rule, slack).run(), key=_Found.score)
-    return best.schedule
+    found = sorted((_Search(tables[mode], rule, _LATE).run() for rule, mode in tried), key=_Found.score)
+    if not shape.head_ranks or len(found) == tries:
+        return found[0].schedule
+    different: dict[float, _Found] = {}
+    for one in found:
+        different.setdefault(one.end_s, one)  # several rules may make the same order
+    more = max(len(_SLACKS) - 1, tried_actions // (_SLACKS_SHARE * count))
+    pairs = islice(product(different.values(), _SLACKS[1:]), min(more, tries - len(found)))
+    others = [_Search(one.tables, one.rule, slack).run() for one, slack in pairs]
+    return min((found[0], *others), key=_Found.late_end_s).schedule
 
 
 class _Tables:
@@ -279,13 +288,23 @@ class _Found:
     tables: _Tables
     rule: _Rule
     schedule: Schedule
-    #: When the last rank finishes; with a head that is spread, if what comes from all ranks is late.
+    #: When the last rank finishes; with a head that is spread, if each collective takes the slack.
     end_s: float
 
     def score(self) -> float:
         """The time by which it is compared with others."""
         is_preferred = self.tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH
         return self.end_s * (1 if is_preferred else 1 + _MICRO_BATCH_GAIN)
+
+    def late_end_s(self) -> float:
+        """When the last rank finishes, if the head's collectives are late."""
+        tables = self.tables
+        programs = insert_messages_once_sent(self.schedule, tables.shape, tables.action_s)
+
+        def transfer_s(action: Action) -> float:
+            return tables.transfer_s + (_LATE * tables.average_s if action.op.is_collective else 0)
+
+        return max(end_s for *_, end_s in ActionGraph(programs, tables.shape).times(tables.action_s, transfer_s))
 
 
 class _Search:
@@ -304,18 +323,20 @@ class _Search:
         ]
         #: By rank and unit, when the input of H and the other ranks' sums for G arrive.
         self._shares_s = {op: [never[:] for _ in range(tables.shape.head_ranks)] for op in tables.shares}
-        #: By unit, how many ranks have started H or G, and when the last of them ends.
-        self._joined = {op: [(0, 0.0)] * units for op in tables.shares}
+        #: By unit, how many ranks have started H or G.
+        self._joined = {op: [0] * units for op in tables.shares}
         #: For each operation, how many of them each stage has started.
         self._begun = {op: [0] * stages for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, *tables.shares)}
         self._memory = list(map(_Memory, tables.limits, tables.headroom, tables.totals))
         self._found: list[list[Action]] = [[] for _ in tables.limits]
+        #: When each rank is done with what it has started.
+        self._free_s = [0.0] * len(tables.limits)
         #: Heap of the times at which something may change for a rank.
         self._events = [(0.0, rank) for rank in range(len(tables.limits))]
 
     def run(self) -> _Found:
         """Build the schedule."""
-        free_s = [0.0] * len(self._found)
+        free_s = self._free_s
         while self._events:
             now_s, rank = heapq.heappop(self._events)
             if free_s[rank] > now_s:  # busy; the end of its action is an event of its own
@@ -328,18 +349,7 @@ class _Search:
         count = len(self._tables.actions) * shape.stages + len(self._tables.shares) * shape.head_ranks
         assert sum(map(len, self._found)) == count * self._units
         schedule = tuple(map(tuple, self._found))
-        end_s = self._late_end_s(schedule) if shape.head_ranks else max(free_s)
-        return _Found(self._tables, self._rule, schedule, end_s)
-
-    def _late_end_s(self, schedule: Schedule) -> float:
-        """When the last rank finishes, if what comes from all ranks is late."""
-        tables, shape = self._tables, self._tables.shape
-
-        def transfer_s(action: Action) -> float:
-            is_shared = action.op.is_head or (action.op is Op.FORWARD and action.stage == shape.stages - 1)
-            return tables.transfer_s + (_LATE * tables.average_s if is_shared else 0)
-
-        return max(end_s for *_, end_s in ActionGraph(schedule, shape).times(tables.action_s, transfer_s))
+        return _Found(self._tables, self._rule, schedule, max(free_s))
 
     def _choose(self, rank: int, now_s: float) -> _Choice | None:
         """Return what a free rank starts next; None if it must wait."""
@@ -436,7 +446,7 @@ class _Search:
             if stage + 1 < self._tables.shape.stages:
                 self._arrive(self._hidden_s, rank, stage + 1, unit, end_s)
             else:
-                self._arrive_at_shares(Op.HEAD_FORWARD, unit, end_s, rank)
+                self._arrive_at_shares(Op.HEAD_FORWARD, unit, end_s)
         elif op is Op.INPUT_GRADIENT:
             self._memory[rank].input_gradient(micro_batch, kept, self._tables.frees * kept)
             if stage > 0:
@@ -453,22 +463,26 @@ class _Search:
         """Add an action of the rank's share of the head; return the time at which it ends."""
         self._found[rank].append(self._tables.shares[op][rank][unit])
         end_s = now_s + self._tables.shares_s[op][rank][unit]
-        count, last_s = self._joined[op][unit]
-        self._joined[op][unit] = count, last_s = count + 1, max(last_s, end_s)
-        if count == self._tables.shape.head_ranks:
+        self._joined[op][unit] += 1
+        if self._joined[op][unit] == self._tables.shape.head_ranks:
             if op is Op.HEAD_FORWARD:
-                self._arrive_at_shares(Op.HEAD_BACKWARD, unit, last_s)
+                self._arrive_at_shares(Op.HEAD_BACKWARD, unit, end_s)
             else:
                 # As far as from any other rank.
-                counted_on_s = last_s + self._slack_s
-                self._arrive(self._gradient_s, -1, self._tables.shape.stages - 1, unit, counted_on_s)
+                joined_s = self._joined_by_all_s(end_s) + self._slack_s
+                self._arrive(self._gradient_s, -1, self._tables.shape.stages - 1, unit, joined_s)
         return end_s
 
-    def _arrive_at_shares(self, op: Op, unit: int, end_s: float, source: int = -1) -> None:
+    def _arrive_at_shares(self, op: Op, unit: int, end_s: float) -> None:
         """Record when what a share's action needs arrives at every rank."""
+        arrival_s = self._joined_by_all_s(end_s) + self._tables.transfer_s + self._slack_s
         for rank, row in enumerate(self._shares_s[op]):
-            row[unit] = end_s + (self._tables.transfer_s + self._slack_s if rank != source else 0)
-            heapq.heappush(self._events, (row[unit], rank))
+            row[unit] = arrival_s
+            heapq.heappush(self._events, (arrival_s, rank))
+
+    def _joined_by_all_s(self, end_s: float) -> float:
+        """When all ranks have joined a collective whose last contribution starts now and takes until ``end_s``."""
+        return max(end_s, *self._free_s)
 
     def _arrive(self, arrivals: list[list[float]], rank: int, stage: int, unit: int, end_s: float) -> None:
         """Record when a result arrives at the stage that needs it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
-from cuboid.seq1f1b.schedule.dependencies import dependencies, fulfils
+from cuboid.seq1f1b.schedule.dependencies import dependencies, fulfils, incoming, other_ends
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.validation import placement, walk
 
@@ -65,21 +66,47 @@ class Timeline:
 
 
 class ActionGraph:
-    """A schedule's actions and their dependencies: the part of a simulation that doesn't depend on costs."""
+    """The computations of all ranks and their dependencies: the part of a simulation that doesn't depend on costs.
 
-    def __init__(self, schedule: Schedule, shape: PipelineShape) -> None:
-        self.schedule, self.shape = schedule, shape
+    Args:
+        sequences: each rank's computations, in order; or the ranks' programs, whose collectives then count: a rank
+            joins one after the computation before it, and none is over before all ranks have joined. Messages between
+            two ranks are on their way from the end of a computation in either case.
+        shape: the pipeline's shape.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[Action]], shape: PipelineShape) -> None:
+        self.sequences, self.shape = sequences, shape
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The computations."""
+        return tuple(tuple(action for action in actions if action.op.computes) for actions in self.sequences)
 
     @cached_property
     def _steps(self) -> list[tuple[int, Action, list[tuple[int, Action | None]]]]:
-        """All actions in an order in which they can run: the rank, the action, and the actions that it needs.
+        """All computations and collectives in an order in which they can run: the rank, the action, what it needs.
 
         Each of the latter is given by its index in this list, and as an action if its result comes from another rank.
         """
-        rank_of, places = placement(self.schedule), dict[Action, int]()
-        needs_of = cache(lambda action: dependencies(action, self.shape))
+        sequences = [[one for one in rank if one.op.computes or one.op.is_collective] for rank in self.sequences]
+        rank_of, places = placement(sequences), dict[Action, int]()
+        has_collectives = any(action.op.is_collective for action in chain.from_iterable(sequences))
+
+        @cache
+        def needs_of(action: Action) -> tuple[Action, ...]:
+            if action.op.is_collective:
+                return ()
+            needs = dependencies(action, self.shape)
+            joined = incoming(action, self.shape) if has_collectives else None
+            if joined is None or not joined.op.is_collective:
+                return needs
+            # In place of what other ranks have computed for it.
+            here = (need for need in needs if rank_of[need.stage] == rank_of[action.stage])
+            return (*here, joined, *other_ends(joined, self.shape))
+
         steps: list[tuple[int, Action, list[tuple[int, Action | None]]]] = []
-        for rank, action in walk(self.schedule, needs_of):
+        for rank, action in walk(sequences, needs_of):
             needs = [(places[need], need if rank_of[need.stage] != rank else None) for need in needs_of(action)]
             places[fulfils(action)] = len(steps)
             steps.append((rank, action, needs))
@@ -88,14 +115,17 @@ class ActionGraph:
     def times(
         self, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float] | None = None
     ) -> Iterator[tuple[int, Action, float, float]]:
-        """Yield rank, action, start and end of all actions, each rank's in order; arguments as for :func:`simulate`.
+        """Yield rank, computation, start and end, each rank's in order; arguments as for :func:`simulate`.
 
         Raises:
             ScheduleError: the schedule can't be run to its end.
         """
-        clocks: list[float] = [0] * len(self.schedule)
+        clocks: list[float] = [0] * len(self.sequences)
         ends: list[float] = []
         for rank, action, needs in self._steps:
+            if action.op.is_collective:
+                ends.append(clocks[rank])
+                continue
             start_s = clocks[rank]
             for place, remote in needs:
                 arrival_s = ends[place] + (transfer_s(remote) if remote is not None and transfer_s is not None else 0)
@@ -106,7 +136,7 @@ class ActionGraph:
 
 
 def simulate(
-    schedule: Schedule,
+    sequences: Sequence[Sequence[Action]],
     shape: PipelineShape,
     duration_s: Callable[[Action], float],
     *,
@@ -117,8 +147,7 @@ def simulate(
     """Simulate a step in which each rank starts an action once the previous one is done and its inputs have arrived.
 
     Args:
-        schedule: each rank's computations, in order.
-        shape: the pipeline's shape.
+        sequences, shape: as for :class:`ActionGraph`.
         duration_s: returns the seconds that an action takes.
         transfer_s: returns the seconds from the end of an action until its result has arrived on another rank. Ranks
             compute meanwhile, and messages don't delay one another. None: no time.
@@ -130,8 +159,8 @@ def simulate(
     Raises:
         ScheduleError: the schedule can't be run to its end.
     """
-    spans: list[list[Span]] = [[] for _ in schedule]
-    for rank, action, start_s, end_s in ActionGraph(schedule, shape).times(duration_s, transfer_s):
+    spans: list[list[Span]] = [[] for _ in sequences]
+    for rank, action, start_s, end_s in ActionGraph(sequences, shape).times(duration_s, transfer_s):
         spans[rank].append(Span(action, start_s, end_s))
     memory = () if kept_bytes is None else tuple(memory_curve(rank, kept_bytes, input_gradient_frees) for rank in spans)
     peaks = [max((now for _, now in curve), default=0) for curve in memory] or [0] * len(spans)
