@@ -107,7 +107,11 @@ class ActionGraph:
 
         steps: list[tuple[int, Action, list[tuple[int, Action | None]]]] = []
         for rank, action in walk(sequences, needs_of):
-            needs = [(places[need], need if rank_of[need.stage] != rank else None) for need in needs_of(action)]
+            # A rank that is the last to join a collective waits for what the others send, too.
+            needs = [
+                (places[need], need if need.op.is_collective or rank_of[need.stage] != rank else None)
+                for need in needs_of(action)
+            ]
             places[fulfils(action)] = len(steps)
             steps.append((rank, action, needs))
         return steps
