@@ -222,7 +222,7 @@ class PipelineConfig(Section):
         allow_inf_nan=False,
         description="With `zero_bubble`, `zero_bubble-…` and `auto`: the most activations that a pipeline rank may "
         "hold for backward, in sequences, at least 1. By default those of `seq1f1b`, (stages - 1) / segments + 1, and "
-        '2 / (segments · chunks) more with `"head": "spread"`.',
+        '3 / (segments · chunks) more with `"head": "spread"`.',
     )
     head: Literal["last", "spread"] = Field(
         "last",
