@@ -410,7 +410,7 @@ def _limits(request: Request, costs: PlacedCosts, chunks: int) -> list[float]:
     limit = request.limit
     if limit is None:
         # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0. Units wait longer for a head that all
-        # ranks share, so that ranks need those of three stages more to be as busy (arXiv 2411.05288: two micro-batches).
+        # ranks share, so that ranks need those of three stages more (arXiv 2411.05288: two whole micro-batches).
         units = request.ranks - 1 + request.segments + (3 / chunks if request.spreads_head else 0)
         usual = min(units / request.segments, float(request.micro_batches))
         return [usual] * request.ranks

@@ -147,16 +147,16 @@ def list_schedule(
     tries = max(1, tried_actions // count)
     tables = {mode: _Tables(shape, rank_of, costs, limits, mode) for mode in islice(modes, tries)}
     tried = islice(product(rules, modes), tries)
-    found = sorted((_Search(tables[mode], rule, _LATE).run() for rule, mode in tried), key=_Found.score)
-    if not shape.head_ranks or len(found) == tries:
-        return found[0].schedule
+    orders = sorted((_Search(tables[mode], rule, _LATE).run() for rule, mode in tried), key=_Found.score)
+    if not shape.head_ranks or len(orders) == tries:
+        return orders[0].schedule
     different: dict[float, _Found] = {}
-    for one in found:
+    for one in orders:
         different.setdefault(one.end_s, one)  # several rules may make the same order
     more = max(len(_SLACKS) - 1, tried_actions // (_SLACKS_SHARE * count))
-    pairs = islice(product(different.values(), _SLACKS[1:]), min(more, tries - len(found)))
+    pairs = islice(product(different.values(), _SLACKS[1:]), min(more, tries - len(orders)))
     others = [_Search(one.tables, one.rule, slack).run() for one, slack in pairs]
-    return min((found[0], *others), key=_Found.late_end_s).schedule
+    return min((orders[0], *others), key=_Found.late_end_s).schedule
 
 
 class _Tables:
