@@ -126,7 +126,7 @@ def test_frozen_parameters_under_a_split_backward(pool, checkpoint, tmp_path, fr
     check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("frozen", ["last stage", "all but the head", "first stage"])
 def test_frozen_parameters_with_a_head_on_all_stages(pool, checkpoint, tmp_path, frozen):
     config = _config("1x1x1", 2, 1, 1)
@@ -161,6 +161,7 @@ def check_frozen(pool, checkpoint, tmp_path, frozen, config, data):
             assert torch.equal(weight, untouched[name]), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_frozen_stage_in_bfloat16(pool, checkpoint, tmp_path, data):
     path, config = checkpoint(SMALL), _config("1x1x1", 2, 1, data, bf16=True)

@@ -116,7 +116,7 @@ def test_gradients_in_segments(tmp_path, mesh, lengths):
     assert_as_plain(model, adapted(copy.deepcopy(model), **LINEAR), staged, data, lengths, tmp_path)
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize(("architecture", "mesh"), [("phi3", "1x2x2"), ("falcon", "2x2x1")])
 def test_dora_in_blocks(tmp_path, architecture, mesh):
     model = built(architecture)
@@ -152,6 +152,7 @@ def test_gates_of_shared_experts_are_switched_and_merged_and_not_decomposed():
         AdaptedBlocks(model, "1x2x1", use_dora=True, **targets)
 
 
+@pytest.mark.ci
 def test_they_are_in_pefts_folder(pool, tmp_path):
     model = built("phi3").eval()
     assert_in_pefts_folder(pool, tmp_path, model, {**LINEAR, "target_parameters": None}, micro_batch(model))

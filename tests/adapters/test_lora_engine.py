@@ -162,7 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2, ci="others")
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "stages", "zero", "data", "schedule", "other", "options"), CASES)
 def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
     pool, checkpoint, adapter_with, tmp_path, mesh, stages, zero, data, schedule, other, options
@@ -196,6 +196,7 @@ def test_training_resuming_and_the_saved_adapter_are_those_of_plain_peft(
     assert plain.peft_config["default"].base_model_name_or_path == path
 
 
+@pytest.mark.ci
 def test_the_engine_has_factors_in_bf16_and_their_masters_in_float32(pool, checkpoint, adapter):
     config = config_of("1x2x1", None, 1, 1) | {"bf16": {"enabled": True}}
     losses, *_ = trained_plain(checkpoint(SMALL), adapter)

@@ -145,6 +145,7 @@ def test_a_crash_before_any_change_of_the_folder_keeps_the_last_checkpoint(forke
     check_swept(tmp_path)
 
 
+@pytest.mark.ci
 def test_a_writer_killed_at_any_moment_keeps_the_last_checkpoint(forked, tmp_path):
     moments = random.Random(0)
     saved = multiprocessing.RawValue("i", 0)

@@ -154,6 +154,7 @@ def bytes_read(path, config):
     return counted.count, sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.ci
 def test_stages_and_mesh_together_read_every_byte_once(pool, checkpoint):
     path = checkpoint(UNTIED)
     with safe_open(Path(path) / "model.safetensors", "pt") as file:

@@ -65,6 +65,7 @@ def test_an_engine_on_a_mesh(pool, path, zero):
     assert losses[0] == pytest.approx(pool.run(2, first_loss, path, config)[0], rel=1e-7)
 
 
+@pytest.mark.ci
 def test_an_engine_of_two_stages(pool, path):
     config = settings("1x1x1", 2, zero=1, bf16=True, learning_rate=1e-2)
     check_steps(pool, under_engine, path, config, STEPS * 2 * 2 * (LAYERS // 2) * ALONE)

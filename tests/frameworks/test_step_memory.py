@@ -80,7 +80,7 @@ def step_after_the_first(mode, params, zero=1, summed_in=None):
     return min(peaks[1:])
 
 
-@pytest.mark.sample(2, ci="others")
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("params", [FOREACH, FUSED], ids=["foreach", "fused"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("mode", list(MODES))

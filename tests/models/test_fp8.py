@@ -424,7 +424,7 @@ def train_stages_of_meshes(mesh, schedule):
     return loss, gradients, len(shapes)
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize(("mesh", "schedule"), [((1, 2, 1), "seq1f1b"), ((1, 1, 2), "zero_bubble")], ids=str)
 def test_stages_that_are_meshes(pool, mesh, schedule):
     loss, gradients, count = pool.run(4, train_stages_of_meshes, mesh, schedule)[0]

@@ -63,6 +63,7 @@ def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
     assert said.startswith(f'"mesh": "auto" is {chosen} with 1 replicas, for micro-batches of 8 rows of 2048 tokens on')
 
 
+@pytest.mark.ci
 def test_one_row_leaves_nothing_to_the_batch_axis(model):
     assert choose_mesh(model, config_of({"size": 8}, train_micro_batch_size_per_gpu=1, cluster="8xH100")).batch == 1
 
@@ -301,6 +302,7 @@ def peak_of(schedule, costs):
     return max(peak_bytes(actions, costs.kept, costs.input_gradient_frees) for actions in schedule)
 
 
+@pytest.mark.ci
 def test_stages_are_searched_with_their_schedule(caplog):
     deep, described = llama(num_hidden_layers=10), description_of(LLAMA_8B | {"num_hidden_layers": 10})
     for keys in ({"schedule": "zero_bubble", "chunks": 1}, {"chunks": 2}):

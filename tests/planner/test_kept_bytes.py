@@ -78,7 +78,7 @@ def test_a_layer_of_a_mesh_keeps_what_is_counted(name, mesh):
     check(small(name, **MODELS[name]), mesh)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("mesh", ["1x8x1", "1x1x8", "1x2x8"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_moe", "deepseek_v3"])
 def test_a_layer_of_a_mesh_with_long_axes_keeps_what_is_inferred(name, mesh):

@@ -183,6 +183,7 @@ def test_a_router_that_needs_more_than_tokens_is_named_as_uncounted():
     assert "what MiniMaxM2TopKRouter saves" in description_of(small("minimax_m2")).uncounted_by_formulas
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cluster", ["2xA100-40GB", pytest.param("4xA100-40GB", marks=pytest.mark.slow)])
 def test_search_finds_what_going_through_all_layouts_finds(cluster):
     model, cluster = description_of({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse(cluster)
@@ -733,6 +734,7 @@ def test_stages_that_begin_inside_a_layer_are_estimated(balance):
     assert layers[0] < layers[1] < 1.2 * layers[0]
 
 
+@pytest.mark.ci
 def test_the_fastest_pipeline_gets_stages_for_its_step():
     """Which the recipe names, so that training needs no search."""
     model, cluster = description_of(LLAMA_8B), Cluster.parse("5xH100")

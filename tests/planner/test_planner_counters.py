@@ -245,6 +245,7 @@ def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, a
         assert more == {axes: pytest.approx(count, rel=0.02) for axes, count in expected.items()}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -313,6 +314,7 @@ def test_the_fewest_coefficients_that_reproduce_counts_are_found():
     assert _fit(units, [rows * length**3 for rows, length, _ in units], columns) is None
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("name", "segmented"), [("gemma2", False), ("falcon", True)])
 def test_one_row_is_counted_as_one_where_attention_is_no_kernel(name, segmented):
     described, lengths, kept = description_of(small(name, num_key_value_heads=1)), [192, 320], {}
@@ -341,7 +343,7 @@ def test_the_first_count_of_a_process_is_as_any_other(name):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("segmented", [False, True])
 def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
     described, counts = description_of(small("llama")), []
@@ -355,7 +357,7 @@ def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
     assert counts[0] == counts[1] == counts[2]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     "rank",
     [

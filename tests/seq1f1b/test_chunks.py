@@ -155,6 +155,7 @@ def test_kept_attention(parity: Compare, on_host: bool) -> None:
 # Beside the schedules of one stage a rank
 
 
+@pytest.mark.ci
 def test_gradients_have_the_bits_of_whole_stages(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:
     path = checkpoint(LLAMA)
 

@@ -279,7 +279,7 @@ def test_a_sequence_that_does_not_divide(parity: Compare, mesh: str) -> None:
     parity({}, mesh=mesh, sequence_length=29)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(("architecture", "mesh", "length"), [("gpt2", "1x2x1", 7), ("llama", ALONE, 4)])
 def test_sequences_shorter_than_the_segments_together(
     parity: Compare, architecture: Architecture, mesh: str, length: int
@@ -320,6 +320,7 @@ def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, b
     parity({}, "gpt2", **options)
 
 
+@pytest.mark.ci
 def test_micro_batches_without_labels(parity: Compare) -> None:
     # Row kinds rotate: with one row, every fourth micro-batch has none; the first step's last replica has only that.
     parity({}, batch=1, accumulate=4)
@@ -352,7 +353,7 @@ def test_kept_attention(parity: Compare, small: SmallModel, mesh: str) -> None:
     parity({"segments": 3}, small, mesh=mesh, settings={"activation_checkpointing": {"mode": "attention"}})
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("mesh", [ALONE, "1x2x1", "2x1x2"])
 @pytest.mark.parametrize("small", [SmallModel("llama", layers=4), SmallModel("mixtral", layers=4)], ids=name_of)
 def test_kept_attention_on_the_host(parity: Compare, small: SmallModel, mesh: str) -> None:
@@ -376,7 +377,7 @@ def test_the_casts_of_hugging_face(parity: Compare) -> None:
     assert parity({}, keep_float64=False).tolerance == 1e-6
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, ci=1)
 @pytest.mark.parametrize(
     ("dtype", "kv_gradients"),
     [("float64", "parameter"), ("float32", "fp32"), ("bfloat16", "fp32"), ("bfloat16", "parameter")],

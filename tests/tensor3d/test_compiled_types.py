@@ -107,7 +107,7 @@ def train(path, axes, pipeline, inductor, steps):
     )
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("architecture", "axes", "pipeline", "inductor", "steps"),
     [

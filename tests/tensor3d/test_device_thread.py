@@ -67,7 +67,7 @@ STAGES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("reentrant", REENTRANT)
 @pytest.mark.parametrize("config", [MESH, KEPT, STAGES], ids=["mesh", "kept weights", "stages"])
 def test_a_thread_that_knows_nothing_gives_the_same(pool, checkpoint, config, reentrant):

@@ -446,7 +446,7 @@ def test_optimizers_give_the_same_as_in_one_process_or_are_rejected(pool, framew
             assert "AdamW" in by_case[name]
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize("framework", ["deepspeed", "booster"])
 def test_optimizers_that_need_full_tensors_work_where_tensors_are_full(pool, framework):
     if framework == "booster":

@@ -106,7 +106,7 @@ def test_grouped_query_attention(parity: Compare, mesh: str, kv_heads: int) -> N
     parity(mesh, SmallModel("llama", heads=8, kv_heads=kv_heads))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(
     ("mesh", "small"),
     [
@@ -171,6 +171,7 @@ def test_without_a_mask_and_with_positions(
     parity(mesh, architecture, **options)
 
 
+@pytest.mark.ci
 def test_micro_batches_with_some_or_all_rows_without_labels(parity: Compare) -> None:
     # Row kinds rotate: with one row a rank, some rank's part has no label; with one row, some micro-batch has none.
     parity("2x2x1", "llama", batch=2, accumulate=4, steps=1)
@@ -213,10 +214,12 @@ def test_an_auto_mesh(parity: Compare) -> None:
     assert report.mesh.size == 4
 
 
+@pytest.mark.ci
 def test_the_casts_of_hugging_face(parity: Compare) -> None:
     assert parity("1x2x2", "llama", keep_float64=False).tolerance == 1e-6
 
 
+@pytest.mark.ci
 def test_float32(parity: Compare) -> None:
     parity("2x1x2", "llama", dtype="float32", keep_float64=False)
 

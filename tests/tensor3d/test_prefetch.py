@@ -316,6 +316,7 @@ def test_a_blocks_input_is_gathered_again_before_its_own_code_runs_backward(pool
         assert seen == ["gather", "down_proj", "gather", "o_proj"] * 3
 
 
+@pytest.mark.ci
 def test_a_long_input_is_gathered_again_when_it_is_needed(pool, path):
     for seen, _ in pool.run(6, gathers_and_ways_out, path, (1, 2, 3), [], 0):
         assert seen == ["down_proj", "gather", "o_proj", "gather"] * 3

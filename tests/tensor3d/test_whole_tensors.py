@@ -404,6 +404,7 @@ def seen_by_owners(name, config, folder):
     return seen, engine.skipped_steps
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "layout", "precision"),
     [

@@ -274,6 +274,7 @@ def shifting(forward):
     return inner
 
 
+@pytest.mark.ci
 def test_what_only_late_layers_do_is_probed(monkeypatch):
     mlp = transformers.models.llama.modeling_llama.LlamaMLP
     monkeypatch.setattr(mlp, "forward", shifting(mlp.forward))

@@ -204,7 +204,7 @@ def trained(path, architecture, axes, batch):
     return losses, sum(parameter.numel() for parameter in model.parameters()), model.num_parameters()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("architecture", ["bloom", "mamba2", "bert"])
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "hidden": 2}])
