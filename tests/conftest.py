@@ -36,17 +36,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parent
 #: Timeout of a job of the pool, which takes a second or two; generous for slow machines.
 TIMEOUT_S = 120.0
-#: Files that take longest. They begin first, so that the processes of ``make test`` end together: each takes a whole
-#: file at a time.
+#: Files that take longest, in ``make test`` or ``make test-ci``. They begin first, so that its processes end together:
+#: each takes a whole file at a time.
 _LONGEST_FILES = (
-    *("tensor3d/test_parity.py", "seq1f1b/test_pipeline_parity.py", "planner/test_planner.py"),
-    *("tensor3d/test_compile.py", "seq1f1b/test_spread_head.py", "frameworks/test_import_orders.py"),
-    *("frameworks/test_deterministic.py", "frameworks/test_parity_engine.py", "scripts/test_script_idioms.py"),
-    *("train/test_train_launch.py", "checkpoint/test_checkpoints.py", "models/test_sharded_model.py"),
-    *("models/certification/test_mesh_certification.py", "booster/test_colossalai.py", "planner/test_automatic.py"),
-    *("checkpoint/test_checkpoint_crash.py", "failures/test_failing_together.py", "docs/test_readme.py"),
-    *("tensor3d/test_chunked_loss.py", "tensor3d/test_prefetch.py", "tensor3d/test_host_sync.py"),
-    *("seq1f1b/test_split_backward.py", "checkpoint/test_stage_checkpoints.py", "tensor3d/test_optimizers.py"),
+    *("planner/test_planner.py", "trainer/test_fine_tuning.py", "models/test_fp8.py", "adapters/test_lora_engine.py"),
+    *("seq1f1b/test_pipeline_parity.py", "tensor3d/test_parity.py", "tensor3d/test_compiled_types.py"),
+    *("tensor3d/test_compile.py", "scripts/test_script_idioms.py", "train/test_train_launch.py"),
+    *("models/test_sharded_model.py", "scripts/test_user_changes.py", "checkpoint/test_checkpoints.py"),
+    *("seq1f1b/test_head_schedules.py", "adapters/test_lora_fp8.py", "tensor3d/test_whole_tensors.py"),
+    *("tensor3d/test_host_sync.py", "planner/test_automatic.py", "models/certification/test_certification.py"),
+    *("models/certification/test_mesh_certification.py", "booster/test_colossalai.py", "adapters/test_prompts.py"),
+    *("kinds/test_encoder_decoders.py", "adapters/test_lora_ends.py", "failures/test_failing_together.py"),
+    *("trainer/test_accelerate.py", "tensor3d/test_optimizers.py", "frameworks/test_import_orders.py"),
+    *("frameworks/test_parity_engine.py", "frameworks/test_deterministic.py", "docs/test_readme.py"),
 )
 #: Of fixtures, and of what the modules import, where they start processes.
 _NAMES_OF_RANKS = frozenset(

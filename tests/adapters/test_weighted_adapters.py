@@ -41,6 +41,7 @@ def mixed(rule, options):
     return mix
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("rule", "mesh", "options"), CASES)
 def test_combined_adapters_are_those_of_plain_peft(rule, mesh, options):
     model = built("llama", kv_heads=2)
@@ -51,6 +52,7 @@ def test_combined_adapters_are_those_of_plain_peft(rule, mesh, options):
     assert abs(both(mixed(rule, options)) - first) > 1e-4
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("rule", ["cat", "svd"])
 def test_those_of_embeddings_heads_and_transposed_layers_too(rule):
     for model, targets, vocabulary in (

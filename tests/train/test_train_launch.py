@@ -515,6 +515,7 @@ def test_of_two_runs_that_are_started_together_one_is_refused_with_the_others_na
 # --- bad losses ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_step_with_a_bad_loss_is_skipped_and_the_run_goes_on(job, tmp_path):
     """The model doesn't know one byte, which is in one block of the text."""
     write_model_and_text(tmp_path, layers=1)
