@@ -233,6 +233,7 @@ def test_several_clipped_steps_are_those_of_one_process(tmp_path, mesh):
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("task", HEADS)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1"])
 def test_a_head_that_is_trained_whole_is_on_the_last_stage(tmp_path, task, mesh):

@@ -131,6 +131,7 @@ def test_other_modules_are_refused_by_name(name):
         assert [name for name, _ in sharded.named_modules()] == before
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_they_are_in_pefts_folder(pool, tmp_path, tied):
     model = ended(tied=tied).eval()

@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("architecture", "mesh", "tied", "tokens"), CASES)
 def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tied, tokens):
     model = ended(architecture, tied=tied)
@@ -77,6 +78,7 @@ def test_loss_and_every_gradient_are_those_of_plain_peft(architecture, mesh, tie
     assert any("trainable_tokens_delta" in name and gradient.any() for name, gradient in trained.items())
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_rows_are_disabled_merged_and_unloaded(tied):
     model = ended(tied=tied)

@@ -220,6 +220,7 @@ def assert_close(actual, wanted):
         assert (actual[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
 
 
+@pytest.mark.ci
 def test_a_launched_script_trains_a_model_with_a_frozen_tower_as_plain_transformers_does(tmp_path):
     model = built("llava").float()
     model.save_pretrained(tmp_path / "model")

@@ -492,6 +492,7 @@ PROFILE = """
 """
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_profile_is_measured_and_read(tmp_path, ranks):
     def launch(count, script, root):

@@ -146,6 +146,7 @@ def replace_loss(monkeypatch, where):
     return lambda _: None
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize("where", ["class", "every class", "mapping", "type", "part", "torch"])
 def test_a_loss_replaced_elsewhere_is_as_in_the_plain_model(monkeypatch, where):
     change = replace_loss(monkeypatch, where)
@@ -336,6 +337,7 @@ def test_a_model_that_is_whole_has_penalties_as_it_is():
 # --- gradients of gradients ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("of", ["loss", "logits", "last_hidden_state"])
 def test_a_gradient_penalty_is_refused_before_the_backward(mesh, of):

@@ -88,6 +88,7 @@ def products_of_a_layer(path, axes, rows):
     return forward.count / 2, backward.count / 2
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("axes", "rows", "forward", "backward"),
     [

@@ -82,6 +82,7 @@ def train_with_compiled_code(path, axes, compiler):
     return after_step, float(loss.detach()), cuboid.full_gradients(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("axes", "compiler"),
     [

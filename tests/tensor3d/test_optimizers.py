@@ -174,7 +174,7 @@ def adagrad_step(self):
             parameter.addcdiv_(parameter.grad, total.sqrt() + 1e-10, value=-group["lr"])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2, ci=3)
 @pytest.mark.parametrize(
     ("make", "on_pieces", "needs_whole"),
     [

@@ -309,6 +309,7 @@ def gathers_and_ways_out(path, axes, wanted, early_bytes=linear_op.EARLY_BYTES):
     return seen, []
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("axes", [(1, 2, 3), (2, 3, 1)], ids=str)
 def test_a_blocks_input_is_gathered_again_before_its_own_code_runs_backward(pool, path, axes):
     for seen, _ in pool.run(6, gathers_and_ways_out, path, axes, []):

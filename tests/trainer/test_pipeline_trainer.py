@@ -242,6 +242,7 @@ HALF = """
 """
 
 
+@pytest.mark.ci
 def test_float16_scales_and_skips_in_a_pipeline_as_deepspeed_alone_does(root):
     (root / "half.py").write_text(textwrap.dedent(HALF))
     config = config_of(2, {}) | {
@@ -434,6 +435,7 @@ GROUPS = """
 ODD_GROUPS = ["lower", "upper", "norms", "head", "embedding", "layers"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("groupings", "zeros", "layers"),
     [

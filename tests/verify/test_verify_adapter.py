@@ -45,6 +45,7 @@ def causal(tmp_path_factory):
     return written(folder, AutoModelForCausalLM, "llama", task_type="CAUSAL_LM", lora_dropout=0.1)
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     "config",
     [
@@ -91,6 +92,7 @@ def test_a_classifiers_head_magnitudes_and_the_engine(tmp_path):
         assert any(part in check.name for check in engine.checks if check.kind == "moment")
 
 
+@pytest.mark.ci
 def test_a_mistake_in_the_factors_gradients_is_found(causal):
     model, adapter = causal
     mutation = BY_NAME["all gradients × 1.02"]

@@ -170,7 +170,7 @@ NAMED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(0, ci=2)
 @pytest.mark.parametrize("name", NAMED)
 def test_the_command_makes_a_small_model_of_any_type(name):
     _, layout, reason = NAMED[name]
