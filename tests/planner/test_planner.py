@@ -473,9 +473,10 @@ def run(*arguments):
     return result.output
 
 
+@pytest.mark.ci
 def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     config, out = tmp_path / "ds.json", tmp_path / "out.json"
-    output = run("plan", "--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096, "--global-batch", 16,
+    output = run("plan", "--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096, "--global-batch", 32,
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
@@ -484,7 +485,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert chosen == {"mode": best[0]["layout"]["checkpointing"]}
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(row["fits"] for row in best)
-    arguments = ["--model", model_path, "--cluster", "4xH100-80GB", "--seq-len", 4096]
+    arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
     output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
     assert "It fits" in output
     written = json.loads(out.read_text())
