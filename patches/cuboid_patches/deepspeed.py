@@ -8,6 +8,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -25,8 +26,9 @@ from cuboid.errors import ConfigError, OptimizerError
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import await_all_ranks
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
+from cuboid.integrations.deepspeed.checkpoint import check_not_ours
 from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
-from cuboid.integrations.deepspeed.full_tensors import of_shard, of_whole_parameter
+from cuboid.integrations.deepspeed.full_tensors import changing_whole, check_not_local, of_shard, of_whole_parameter
 from cuboid.integrations.deepspeed.gradient_partition import leave_matrices
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
@@ -135,8 +137,8 @@ def _initialize_sharded(
             "make their own"
         )
     SHARED_MEMORY_BUILD.skip()
-    module = adopt_model(arguments.get("model"), config)
-    # The sharded model inside of PEFT's, if it has adapters.
+    module = adopt_model(arguments.get("model"), config, takes_wrappers=True)
+    # The sharded model inside of PEFT's, if it has adapters, or of a script's own module.
     model: Any = unwrap(module)
     mesh = mesh_of(model)
     config = config.on_mesh(mesh.shape)
@@ -413,26 +415,63 @@ def _writing_shard(original: Any) -> Any:
     return safe_set_full
 
 
+def _changing_whole(original: Any) -> Any:
+    @functools.wraps(original)
+    def safe_update_full(param_list: list[nn.Parameter], update_func: Any, *args: Any, **kwargs: Any) -> None:
+        original(param_list, changing_whole(original.__name__, update_func), *args, **kwargs)
+
+    return safe_update_full
+
+
+def _refusing_local(original: Any) -> Any:
+    @functools.wraps(original)
+    def safe_local(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        check_not_local(original.__name__, param)
+        return original(param, *args, **kwargs)
+
+    return safe_local
+
+
 def _whole_tensors() -> Iterator[Patch]:
     """Of functions that scripts import from the package, and have in the module that defines them."""
+    replacements: dict[str, tuple[tuple[str, ...], Any]] = {
+        "safe_update_full_grad_vectorized": (("param_list", "update_func"), _changing_whole)
+    }
     for kind in ("fp32_param", "grad", "optimizer_state"):
-        for name, parameters, replace in (
-            (f"safe_get_full_{kind}", ("param",), _reading_whole),
-            (f"safe_set_full_{kind}", ("param", "value"), _writing_shard),
-        ):
-            for module in ("deepspeed.utils", "deepspeed.utils.tensor_fragment"):
-                yield Patch(
-                    target=f"{module}:{name}",
-                    package="deepspeed",
-                    reason="read and write whole tensors, where on a mesh it would be a rank's shard",
-                    parameters=parameters,
-                    replace=replace,
-                )
+        replacements[f"safe_get_full_{kind}"] = (("param",), _reading_whole)
+        replacements[f"safe_set_full_{kind}"] = (("param", "value"), _writing_shard)
+        for call in ("get", "set"):
+            replacements[f"safe_{call}_local_{kind}"] = (("param",), _refusing_local)
+    for name, (parameters, replace) in replacements.items():
+        for module in ("deepspeed.utils", "deepspeed.utils.tensor_fragment"):
+            yield Patch(
+                target=f"{module}:{name}",
+                package="deepspeed",
+                reason="read and write whole tensors, where on a mesh it would be a rank's shard",
+                parameters=parameters,
+                replace=replace,
+            )
+
+
+def _reading_fp32(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_fp32_state_dict(checkpoint_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        check_not_ours(Path(checkpoint_dir), tag)
+        return original(checkpoint_dir, tag, *args, **kwargs)
+
+    return get_fp32_state_dict
 
 
 PATCHES: list[Patch | SharedMemoryBuild] = [
     *_whole_tensors(),
     SHARED_MEMORY_BUILD,
+    Patch(
+        target="deepspeed.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint",
+        package="deepspeed",
+        reason="say of a checkpoint of Cuboid how to open it, where DeepSpeed's own files would be looked for",
+        parameters=("checkpoint_dir", "tag"),
+        replace=_reading_fp32,
+    ),
     Patch(
         target="deepspeed.runtime.bf16_optimizer:BF16_Optimizer.__init__",
         package="deepspeed",

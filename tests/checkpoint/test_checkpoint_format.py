@@ -324,6 +324,57 @@ def test_a_flat_copy_is_split_by_parameter():
     assert state.numbers["c"]["step"] == state.numbers["a"]["step"] == 1
 
 
+def settings_of(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def test_groups_stay_apart_while_a_schedule_gives_them_the_same_settings():
+    parameters, optimizer = stepped(torch.optim.AdamW)
+    names = {id(p): name for name, p in parameters.items()}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    numbers, groups = merge_stages([OptimizerAdapter.direct(optimizer, names).state()])
+    assert [group["parameters"] for group in groups] == [["a"], ["b"]]
+    # A script makes its groups with the rates of the first step again.
+    again = torch.optim.AdamW([{"params": [p], "lr": 0.1 * (n + 1)} for n, p in enumerate(parameters.values())])
+    OptimizerAdapter.direct(again, names).restore(numbers, groups)
+    assert settings_of(again) == settings_of(optimizer)
+    together = torch.optim.AdamW(parameters.values())
+    OptimizerAdapter.direct(together, names).restore(numbers, groups)
+    assert settings_of(together) == settings_of(optimizer)[:1]
+
+
+def test_groups_of_stages_are_one_by_their_place():
+    names, stages = {}, []
+    for stage in ("first", "last"):
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        names.update({id(p): f"{stage}.{number}" for number, p in enumerate(parameters)})
+        optimizer = torch.optim.SGD([{"params": [parameters[0]]}, {"params": [parameters[1]]}], lr=0.1)
+        stages.append(OptimizerAdapter.direct(optimizer, names).state())
+    _, groups = merge_stages(stages)
+    assert [group["parameters"] for group in groups] == [["first.0", "last.0"], ["first.1", "last.1"]]
+
+
+@pytest.mark.parametrize(
+    ("option", "here", "then"), [("weight_decay", "0.3 and 0.0", 0.1), ("lr", "0.5 and 0.25", 0.1)]
+)
+def test_parameters_of_one_group_cannot_get_different_settings_in_silence(option, here, then):
+    parameters, names = stepped(torch.optim.AdamW)[0], {}
+    names = {id(p): name for name, p in parameters.items()}
+    together = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.1)
+    numbers, groups = merge_stages([OptimizerAdapter.direct(together, names).state()])
+    values = map(float, here.split(" and "))
+    split = torch.optim.AdamW(
+        [{"params": [p], option: value} for p, value in zip(parameters.values(), values, strict=True)]
+    )
+    before = settings_of(split)
+    with pytest.raises(
+        CheckpointError, match=f"a and b are in parameter groups with {option} {here} here, .* with {then}"
+    ):
+        OptimizerAdapter.direct(split, names).restore(numbers, groups)
+    assert settings_of(split) == before
+
+
 def test_parameters_with_different_settings_cannot_share_a_group():
     parameters, optimizer = stepped(torch.optim.AdamW)
     names = {id(p): name for name, p in parameters.items()}

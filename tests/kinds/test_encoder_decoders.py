@@ -320,7 +320,9 @@ def test_parts_are_refused():
     model, batch = built("bart"), micro_batch()
     ids = {"input_ids": batch["input_ids"]}
     assert "BartModel was called by itself" in message_of(model, ids, lambda model, batch: model.model(**batch))
-    assert "embedding was called by itself" in message_of(model, ids, lambda model, batch: model.get_encoder()(**batch))
+    assert "Embedding of a sharded model was called" in message_of(
+        model, ids, lambda model, batch: model.get_encoder()(**batch)
+    )
     arguments = {**ids, "encoder_outputs": object()}
     assert message_of(model, arguments, lambda model, batch: model.generate(**batch)).startswith(
         "encoder_outputs has no"

@@ -183,8 +183,10 @@ class ChangesNorms(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] == PROMPT + 3:
-            for parameter in self.norms:
-                parameter.mul_(torch.linspace(-1, 2, parameter.numel()).sum() / parameter.numel() + 1)
+            for number, parameter in enumerate(self.norms):
+                # By ``data``, nothing counts the change.
+                values = parameter.data if number % 2 else parameter
+                values.mul_(torch.linspace(-1, 2, parameter.numel()).sum() / parameter.numel() + 1)
         return scores
 
 

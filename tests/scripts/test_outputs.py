@@ -15,6 +15,7 @@ from transformers import (
     DynamicCache,
 )
 
+from cuboid import local_hook
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
@@ -43,6 +44,66 @@ def agree(model, mesh, step):
         expected = step(copy.deepcopy(model))
     for got in Threaded(model, mesh).run(step):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+# --- parts of a model that are called by themselves -----------------------------------------------------------------
+
+PARTS = {
+    "embed_tokens": lambda model, _: model.model.embed_tokens(IDS),
+    "lm_head": lambda model, hidden: model.lm_head(hidden),
+    "norm": lambda model, hidden: model.model.norm(hidden),
+    "q_proj": lambda model, hidden: model.model.layers[0].self_attn.q_proj(hidden),
+    "mlp": lambda model, hidden: model.model.layers[0].mlp(hidden),
+    "layer": lambda model, hidden: model.model.layers[1](
+        hidden, position_embeddings=model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+    ),
+}
+
+
+def called_by_themselves(model):
+    """What parts of a model say to whole hidden states, and to some of the shape of a rank's part."""
+    said = {}
+    for name, call in PARTS.items():
+        for width in (32, 16):
+            hidden = torch.ones(2, 8, width, dtype=torch.float64)
+            with pytest.raises(UnsupportedModelError, match="of a sharded model was called by itself") as error:
+                call(model, hidden)
+            said[name, width] = str(error.value)
+    seen = []
+    model.model.norm.register_forward_hook(local_hook(lambda norm, args, output: seen.append(norm.forward(*args))))
+    model(input_ids=IDS)
+    assert len(seen) == 1
+    return said
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_part_that_is_called_by_itself_raises_an_error(mesh):
+    for said in Threaded(built(), mesh).run(called_by_themselves):
+        assert said["norm", 32].startswith("a ShardedRMSNorm of a sharded model was called by itself")
+        assert said["q_proj", 16].startswith("a ShardedLinear of")
+
+
+@pytest.mark.parametrize(
+    ("auto", "architecture", "options", "call"),
+    [
+        (AutoModelForSequenceClassification, "llama", {"num_labels": 3}, lambda model, hidden: model.score(hidden)),
+        (
+            AutoModelForCausalLM,
+            "bloom",
+            {"n_layer": 2},
+            lambda model, x: model.transformer.h[0].mlp(x, x),
+        ),
+        (AutoModelForCausalLM, "qwen3", {"head_dim": 8}, lambda model, x: model.model.layers[0].self_attn.q_norm(x)),
+        (AutoModelForCausalLM, "gpt2", {"n_positions": 16}, lambda model, hidden: model.transformer.h[0].ln_1(hidden)),
+    ],
+    ids=["label head", "whole block", "norm of heads", "layer norm"],
+)
+def test_other_kinds_of_parts_do_too(auto, architecture, options, call):
+    def step(model):
+        with pytest.raises(UnsupportedModelError, match="of a sharded model was called by itself"):
+            call(model, torch.ones(2, 8, 32, dtype=torch.float64))
+
+    Threaded(built(auto, architecture, **options), "1x2x1").run(step)
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import re
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from conftest import TIMEOUT_S
+from cuboid.config.schema import require_config
 from cuboid.distributed.mesh import current_rank
-from cuboid.errors import CuboidError, OptimizerError
+from cuboid.errors import CuboidError, OptimizerError, UnsupportedModelError
+from cuboid.integrations.handoff import adopt_model
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.verify import SmallModel
 from launching import as_ranks
@@ -247,3 +250,100 @@ def test_a_trainer_without_deepspeed_is_refused_when_it_is_made(checkpoint, tmp_
     assert "ConfigError: the Trainer is given a model that is sharded over 2 ranks" in "".join(
         text for _, text in endings
     )
+
+
+# --- a script's own module around the model --------------------------------------------------------------------------
+
+
+class MeanOfRows(nn.Module):
+    """A model in a module whose forward computes a loss of its own, with a mask that no checkpoint has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inside = model
+        self.register_buffer("weights", torch.tensor([1.0, 0.5, 0.0, 2.0]), persistent=False)
+
+    def forward(self, ids):
+        logits = self.inside(input_ids=ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        return (loss.mean(1) * self.weights).mean()
+
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.3,
+    "zero_optimization": {"stage": 0},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+
+
+def wrapped_in_an_engine(path, mesh, is_sharded_before, folder):
+    """Losses and norms of three steps, the weights after them, and the loss of what a checkpoint of them holds."""
+    if mesh is None:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        run, optimizer, engine = MeanOfRows(model), torch.optim.SGD(model.parameters(), lr=0.5), None
+    else:
+        config = {**DEEPSPEED, **config_of(mesh)}
+        plain = AutoModelForCausalLM.from_pretrained
+        model = cuboid.from_pretrained(path, config) if is_sharded_before else plain(path)
+        wrapper = MeanOfRows(model)
+        run = engine = deepspeed.initialize(model=wrapper, model_parameters=wrapper.parameters(), config=config)[0]
+    run.train()
+    steps = []
+    for _ in range(3):
+        loss = run(IDS)
+        if engine is None:
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+            norm = engine.get_global_grad_norm()
+        steps.append((float(loss.detach()), float(norm)))
+    if engine is None:
+        return steps, model.state_dict(), None
+    engine.save_checkpoint(folder, tag="last")
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/last")
+    engine.load_checkpoint(folder, tag="last")
+    return steps, cuboid.full_state_dict(engine), float((MeanOfRows(saved)(IDS) - engine(IDS)).detach())
+
+
+@pytest.mark.parametrize(("mesh", "is_sharded_before"), [("1x2x1", True), ("1x1x2", False)])
+def test_an_engine_trains_a_model_in_a_module_of_a_script(pool, checkpoint, tmp_path, mesh, is_sharded_before):
+    path = checkpoint(SMALL)
+    expected, weights, _ = wrapped_in_an_engine(path, None, None, None)
+    for steps, state, saved in pool.run(2, wrapped_in_an_engine, path, mesh, is_sharded_before, tmp_path):
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        assert abs(saved) < 1e-5
+        for name, weight in state.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+
+
+class WithHead(MeanOfRows):
+    def __init__(self, model):
+        super().__init__(model)
+        self.head = nn.Linear(4, 2)
+
+
+class OfTwo(MeanOfRows):
+    def __init__(self, model):
+        super().__init__(model)
+        self.teacher = copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "stages", "takes", "said"),
+    [
+        (WithHead, 1, True, r"WithHead has head\.weight beside the LlamaForCausalLM in it, .* loop of torch's alone"),
+        (OfTwo, 1, True, r"OfTwo has 2 models in it \(LlamaForCausalLM, LlamaForCausalLM\)"),
+        (MeanOfRows, 2, True, "calls the forward of the LlamaForCausalLM in it, which a stage"),
+        (MeanOfRows, 1, False, "MeanOfRows isn't a model of transformers, but has one in it"),
+    ],
+    ids=["parameters", "two models", "stages", "colossalai"],
+)
+def test_modules_around_a_model_that_no_engine_can_save_are_refused(model, wrap, stages, takes, said):
+    config = require_config({**DEEPSPEED, **config_of("1x1x1", stages)})[0]
+    with pytest.raises(UnsupportedModelError, match=said):
+        adopt_model(wrap(model), config, takes_wrappers=takes)

@@ -355,6 +355,61 @@ def test_a_gradient_penalty_is_refused_before_the_backward(mesh, of):
     Threaded(causal(), mesh).run(step)
 
 
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "max_norm", "sparse"])
+def test_an_option_of_a_table_that_its_shards_have_not_is_refused(option):
+    def step(model):
+        setattr(model.model.embed_tokens, option, 0.5 if option == "max_norm" else True)
+        with pytest.raises(cuboid.UnsupportedModelError, match=f"embed_tokens.{option} was set after the model was"):
+            model(**uneven_batch())
+
+    Threaded(causal(), "1x2x1").run(step)
+
+
+# --- torch.func ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh", [*MESHES, "2x2x2"])
+@pytest.mark.parametrize("architecture", ["llama", "olmoe"])
+def test_functional_call_takes_other_tensors_in_the_places_of_shards(mesh, architecture):
+    def step(model):
+        tensors = {name: (0.9 * x.detach()).requires_grad_() for name, x in model.named_parameters()}
+        loss = torch.func.functional_call(model, tensors, kwargs={**uneven_batch(), "use_cache": False}).loss
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            parameter.grad = tensors[name].grad
+        return loss.detach()
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    assert_as_alone(causal(architecture, **({} if architecture == "llama" else experts)), mesh, step)
+
+
+def gradient_of_a_norm(model, batch):
+    def loss(weight):
+        return torch.func.functional_call(model, {"model.norm.weight": weight}, kwargs=batch).loss
+
+    return torch.func.grad(loss)(model.model.norm.weight.detach())
+
+
+def each_row(model, batch):
+    return torch.func.vmap(lambda ids: model.model(input_ids=ids[None]).last_hidden_state)(batch["input_ids"])
+
+
+def forward_mode(model, batch):
+    with torch.autograd.forward_ad.dual_level():
+        return model(**batch).loss
+
+
+@pytest.mark.parametrize("transform", [gradient_of_a_norm, each_row, forward_mode])
+def test_transforms_of_torch_func_are_refused(transform):
+    def step(model):
+        with pytest.raises(cuboid.UnsupportedModelError, match=r"transforms .* can't run a sharded Llama"):
+            transform(model, uneven_batch())
+        model(**uneven_batch()).loss.backward()
+
+    Threaded(causal(), "1x2x1").run(step)
+
+
 # --- values changed by ``.data`` -----------------------------------------------------------------------------------
 
 

@@ -248,6 +248,7 @@ class OptimizerAdapter:
         """
         if groups is None:
             groups = [[name for entry in stepped for name in entry.names] for stepped in self.groups]
+        _check_split(self.optimizer.param_groups, groups, saved)
         for group, stepped, names in zip(self.optimizer.param_groups, self.groups, groups, strict=True):
             _restore_group(group, names, saved)
             # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
@@ -318,13 +319,40 @@ def split_state(state: Mapping[str, Any], stepped: OptimizerTensor) -> tuple[dic
     return values, numbers
 
 
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "parameters")}
+
+
+def _check_split(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise an error if parameters of one saved group are in several with other settings: those would be lost.
+
+    ``names`` has the names of each group's parameters.
+    """
+    for source in saved:
+        numbers = [index for index, of_group in enumerate(names) if not set(of_group).isdisjoint(source["parameters"])]
+        kept = [{key: value for key, value in _settings(groups[i]).items() if key in source} for i in numbers]
+        for number, settings in zip(numbers[1:], kept[1:], strict=True):
+            key = next((key for key, value in settings.items() if value != kept[0].get(key)), None)
+            if key is None:
+                continue
+            first, second = (next(n for n in names[i] if n in source["parameters"]) for i in (numbers[0], number))
+            raise CheckpointError(
+                f"{first} and {second} are in parameter groups with {key} {kept[0].get(key)} and {settings[key]} here, "
+                f"but were in one, with {source[key]}, when the checkpoint was written; group the parameters as they "
+                "were, or load without the optimizer's state"
+            )
+
+
 def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore a parameter group's hyperparameters from the one saved group that had its parameters, or raise."""
+    """Restore a parameter group's hyperparameters from the saved groups that had its parameters, or raise."""
     sources = [index for index, other in enumerate(saved) if not set(names).isdisjoint(other["parameters"])]
     if not names or not sources:
         return
-    if len(sources) > 1:
-        first, second = (next(n for n in names if n in saved[index]["parameters"]) for index in sources[:2])
+    other = next((index for index in sources if _settings(saved[index]) != _settings(saved[sources[0]])), None)
+    if other is not None:
+        first, second = (next(n for n in names if n in saved[index]["parameters"]) for index in (sources[0], other))
         raise CheckpointError(
             f"{first} and {second} are in one parameter group here, but were in two with other settings when the "
             "checkpoint was written; group the parameters as they were, or load without the optimizer's state"
@@ -333,19 +361,17 @@ def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[
 
 
 def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Merge the numbers and groups of all pipeline stages; groups with the same hyperparameters become one."""
+    """Merge the numbers and groups of all pipeline stages, which have the same groups in the same order."""
     numbers: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for state in states:
         # Tied weights have the same numbers on all of their stages; the first stage's are kept.
         numbers = {**state.numbers, **numbers}
-        for group in state.groups:
-            settings = {key: value for key, value in group.items() if key != "parameters"}
-            same = next((other for other in groups if other == {**settings, "parameters": other["parameters"]}), None)
-            if same is None:
-                groups.append({**settings, "parameters": list(group["parameters"])})
-            else:
-                same["parameters"] = list(dict.fromkeys([*same["parameters"], *group["parameters"]]))
+        groups = groups or [{"parameters": []} for _ in state.groups]
+        for group, of_stage in zip(groups, state.groups, strict=True):
+            # A group that a stage has no parameters of may lack a setting that only other stages can make.
+            group.update({**_settings(of_stage), **_settings(group)})
+            group["parameters"] = list(dict.fromkeys([*group["parameters"], *of_stage["parameters"]]))
     return numbers, groups
 
 

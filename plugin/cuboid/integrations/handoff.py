@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
 from cuboid.distributed.topology import AXES
-from cuboid.errors import ConfigError, OptimizerError
+from cuboid.errors import ConfigError, OptimizerError, UnsupportedModelError
 from cuboid.failures.rank_agreement import gather_objects
 from cuboid.models.sharded.activation_checkpointing import check_checkpointing, enable_checkpointing
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of, unwrap
@@ -33,8 +34,13 @@ from cuboid.weights.state_dict_map import sharding_specs, stored_names, stored_p
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
 
 
-def adopt_model(model: Any, config: CuboidConfig) -> Any:
+def adopt_model(model: Any, config: CuboidConfig, *, takes_wrappers: bool = False) -> Any:
     """Shard a transformers model, unless it is sharded already, perhaps from a :func:`cuboid.scope`.
+
+    Args:
+        model: the model, or PEFT's around it; or a script's own module that has it and nothing else to train.
+        config: how to shard it.
+        takes_wrappers: whether such a module may be trained, whose own forward then runs.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
@@ -42,6 +48,8 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
     if config.deterministic:
         use_deterministic()
     sharded = unwrap(model) if isinstance(model, nn.Module) else model
+    if _is_wrapper(model):
+        return _adopt_wrapped(model, config, takes_wrappers=takes_wrappers)
     if not isinstance(sharded, ShardedModel):
         return shard(model, config)
     _check_same(sharded, config)
@@ -52,6 +60,55 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
         # A model that a script sharded before, by a config without the key.
         sharded.compile()
     return model
+
+
+def _is_wrapper(model: Any) -> bool:
+    """Whether a script's own module has a model of transformers in it, and calls it in its forward."""
+    is_plain = isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel)
+    # PEFT's models, compiled ones and other wrappers of libraries are told from each other elsewhere.
+    is_known = any(hasattr(model, name) for name in ("get_base_model", "_orig_mod", "module"))
+    return is_plain and not is_known and any(isinstance(module, PreTrainedModel) for module in model.modules())
+
+
+def _adopt_wrapped(wrapper: nn.Module, config: CuboidConfig, *, takes_wrappers: bool) -> nn.Module:
+    """Adopt the model in a script's own module, whose forward goes on as it was written."""
+    models = [module for module in wrapper.modules() if isinstance(module, PreTrainedModel)]
+    inside = {part for model in models for part in model.modules() if part is not model}
+    models = [model for model in models if model not in inside]
+    name = type(wrapper).__name__
+    remedy = (
+        "Give the model itself, and compute the rest in the loop; or train it in a loop of torch's alone, for which "
+        "DistributedDataParallel takes the whole module"
+    )
+    if not takes_wrappers:
+        raise UnsupportedModelError(f"{name} isn't a model of transformers, but has one in it. {remedy}")
+    if len(models) > 1:
+        raise UnsupportedModelError(
+            f"{name} has {len(models)} models in it ({', '.join(type(model).__name__ for model in models)}), of which "
+            f"an engine can shard and save one. {remedy}"
+        )
+    (model,) = models
+    if config.pipeline is not None:
+        raise UnsupportedModelError(
+            f"{name} calls the forward of the {type(model).__name__} in it, which a stage of a pipeline doesn't have; "
+            "give the model itself"
+        )
+    other = next(_tensors_beside(wrapper, set(model.modules())), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{name} has {other} beside the {type(model).__name__} in it, which checkpoints wouldn't have. {remedy}"
+        )
+    adopt_model(model, config)
+    return wrapper
+
+
+def _tensors_beside(wrapper: nn.Module, inside: set[nn.Module]) -> Iterator[str]:
+    """Names of what a state dict of a module would have but for the tensors of the modules ``inside``."""
+    for prefix, module in wrapper.named_modules():
+        if module not in inside:
+            tensors = {**module._parameters, **module._buffers}
+            names = [key for key, tensor in tensors.items() if tensor is not None]
+            yield from (f"{prefix}.{key}".lstrip(".") for key in names if key not in module._non_persistent_buffers_set)
 
 
 def adopt_parameters(model: nn.Module, parameters: Any) -> Any:

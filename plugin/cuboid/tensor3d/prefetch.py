@@ -19,6 +19,7 @@ from cuboid.distributed.axis_collectives import positions_are_whole
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.linear import autocast_dtype
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.bucketing import start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
@@ -36,12 +37,14 @@ class _Place:
     param: ShardedParam
 
     @property
-    def shard(self) -> nn.Parameter:
-        return self.module.get_parameter(self.name)
+    def shard(self) -> torch.Tensor:
+        # Not `get_parameter`: `torch.func.functional_call` puts tensors in the places of parameters.
+        shard: torch.Tensor = getattr(self.module, self.name)
+        return shard
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """The shard, cast to the dtype in which it is gathered."""
-        shard = self.module.get_parameter(self.name)
+        shard: torch.Tensor = getattr(self.module, self.name)
         if self.param.optimizer_steps is not None:
             self.param.set_parameter(shard)
         return shard.to(dtype)
@@ -82,6 +85,7 @@ class LayerPrefetcher:
         for place in small:
             by_axes.setdefault(place.param.spec.fsdp_axes, []).append(place)
         self._groups = [ParamGroup(members) for members in by_axes.values()]
+        self._mesh = next((place.param.mesh for place in (*small, *self._weights)), None)
         if self._blocks is not None:
             self._blocks = LayerBlocks(self._weights)
         if (self._groups or self._weights) and not self._has_hooks:
@@ -150,7 +154,9 @@ class LayerPrefetcher:
             self._blocks.start(shards, is_recomputed=is_recomputed)
 
     @uncompiled
-    def _before(self, *_: Any) -> None:
+    def _before(self, layer: nn.Module, _: Any) -> None:
+        if self._mesh is not None and not forward_runs():
+            check_called_inside(layer, self._mesh)
         self._begin()
         for started in self._started:
             started.finish()

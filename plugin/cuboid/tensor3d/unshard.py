@@ -119,7 +119,8 @@ def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: 
     try:
         yield block
     finally:
-        module.register_parameter(name, parameter)
+        # It may be a tensor that `torch.func.functional_call` has put in the parameter's place.
+        module._parameters[name] = parameter
 
 
 def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:

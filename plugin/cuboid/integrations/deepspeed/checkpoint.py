@@ -178,6 +178,23 @@ def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
     return itertools.islice(iterator, batches, None)
 
 
+def check_not_ours(folder: Path, tag: str | None) -> None:
+    """Check that a function of DeepSpeed's for its own checkpoints isn't given one of Cuboid's.
+
+    Raises:
+        CheckpointError: it is; says how to open that.
+    """
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    path = folder if tag is None else folder / tag
+    if (path / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{path} is a checkpoint of Cuboid, and a Hugging Face checkpoint already: from_pretrained opens it, and "
+            f"cuboid convert --master {path} OUT writes the optimizer's float32 weights as one"
+        )
+
+
 def _is_plain(folder: Path) -> bool:
     """Whether a folder holds a Hugging Face checkpoint that Cuboid didn't write."""
     is_cuboid = (folder / "manifest.json").is_file() or (folder / "latest").is_file()

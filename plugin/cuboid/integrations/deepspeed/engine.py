@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, take_over_gradients
-from cuboid.models.sharded.sharded_model import mesh_of, sharding_of
+from cuboid.models.sharded.sharded_model import mesh_of, sharding_of, unwrap
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.optim.piecewise_step import PiecewiseStep
 from cuboid.weights.save import export_model, full_state_dict
@@ -140,7 +140,7 @@ class CuboidEngine(CheckpointedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip without ZeRO, as torch does and with its precision; DeepSpeed's norm is always in float32."""
-        mesh, module = mesh_of(self.module), self.module
+        mesh, module = mesh_of(self.module), cast(Any, unwrap(self.module))
         gradients = [p.grad for p in module.counted_parameters() if p.grad is not None]
         groups = [mesh.model_parallel_group] if len(mesh.copy_ranks) > 1 else []
         norm = total_norm(gradients, groups, 2.0, next(module.parameters()))
@@ -183,5 +183,5 @@ class CuboidEngine(CheckpointedEngine):
         state = full_state_dict(self.module)
         if not exclude_frozen_parameters:
             return state
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        frozen = {name for name, p in unwrap(self.module).named_parameters() if not p.requires_grad}
         return {name: tensor for name, tensor in state.items() if name not in frozen}

@@ -6,6 +6,8 @@ Hugging Face's parameter, and such a tensor becomes the shard again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -53,6 +55,37 @@ def of_shard(name: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.T
         f"{name}: the value has the shape {tuple(value.shape)}; the parameter has {tuple(spec.shape)}, of which this "
         f"rank of the mesh has a shard of {tuple(parameter.shape)}"
     )
+
+
+def changing_whole(
+    name: str, update: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> Callable[[torch.Tensor, nn.Parameter], torch.Tensor]:
+    """A function of a parameter's gradient that gives ``update`` the whole one, and returns this rank's part again.
+
+    Args:
+        name: of the function that it was given to, for errors.
+        update: of a gradient and its parameter to the new gradient.
+    """
+
+    def of_part(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        whole_gradient = of_whole_parameter(parameter, gradient)
+        assert whole_gradient is not None
+        return of_shard(name, parameter, update(whole_gradient, parameter))
+
+    return of_part
+
+
+def check_not_local(name: str, parameter: nn.Parameter) -> None:
+    """Check that a function for the partitions of ZeRO 3 isn't called for a parameter of a sharded model.
+
+    Raises:
+        CuboidError: it is.
+    """
+    if _place_of(parameter) is not None:
+        raise CuboidError(
+            f"{name} is for ZeRO 3, which a mesh goes without: a rank's part of a parameter is the parameter itself, "
+            f"and of its gradient .grad. {name.replace('local', 'full')} takes whole tensors"
+        )
 
 
 def _place_of(parameter: nn.Parameter) -> tuple[ShardingSpec, Mesh] | None:

@@ -78,6 +78,15 @@ def adapters_refused(what: str) -> UnsupportedModelError:
     )
 
 
+def transforms_refused(model: nn.Module) -> UnsupportedModelError:
+    """The error for ``torch.func``'s transforms of a forward, and for forward-mode differentiation."""
+    return UnsupportedModelError(
+        f"torch.func's transforms (grad, vmap, jvp, jacrev, …) and forward-mode differentiation can't run a sharded "
+        f"{type(model).__name__}, whose forward and backward have collectives; use loss.backward() or "
+        "torch.autograd.grad, and a loop over rows. torch.func.functional_call works outside of them"
+    )
+
+
 def compiling_refused(model: nn.Module) -> UnsupportedModelError:
     """The error for ``torch.compile`` of a whole model."""
     return UnsupportedModelError(

@@ -22,6 +22,7 @@ from cuboid.models.batch.local_batch import LocalBatch
 from cuboid.models.batch.rank_cache import RankCache
 from cuboid.models.batch.row_images import RankImages
 from cuboid.seq1f1b.attention.kv_cache import KVCache
+from cuboid.tensor3d.running_forward import begin_forward, end_forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +86,12 @@ class UnitSlot(CallCounter):
             raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
         before, self.current = self.current, unit
         self._calls.clear()
-        token = _context.set(replace(_context.get(), slot=self))
+        token, begun = _context.set(replace(_context.get(), slot=self)), begin_forward(True)
         try:
             yield
         finally:
             self.current = before
+            end_forward(begun)
             _context.reset(token)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -13,15 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cuboid.tensor3d.running_forward import begin_forward, end_forward
 from cuboid.tensor3d.unshard import UnshardedParam, unshard_modules
-
-#: Whether a :class:`Head` runs, so that a sharded head may be called: it takes and returns a rank's part.
-_runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
-
-
-def is_in_head() -> bool:
-    """Whether this thread is inside :meth:`Head.logits`."""
-    return _runs.get()
 
 
 class BasePlace(Protocol):
@@ -80,13 +72,14 @@ class Head:
         """Call the model's own forward with some arguments, in which the base model returns ``output``."""
         forward = type(self.model).forward if self.forward is None else self.forward
         base = self.model.get_submodule(self.outline.base)
-        token = _runs.set(True)
+        # Of a stage, whose head runs outside of its units.
+        token = begin_forward(True)
         self.model.set_submodule(self.outline.base, _Answer(base, output))
         try:
             return forward(self.model, **arguments)
         finally:
             self.model.set_submodule(self.outline.base, base)
-            _runs.reset(token)
+            end_forward(token)
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
         """In the ``with`` block, the head's parameters are unsharded; see :func:`unshard_modules`."""

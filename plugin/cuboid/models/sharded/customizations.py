@@ -311,7 +311,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
             getattr(new, flags).update(getattr(old, flags))
     new._is_full_backward_hook = old._is_full_backward_hook
     # What a script would set in vain, such as a norm's `variance_epsilon`.
-    vars(new)[_REPLACED_OPTIONS] = frozenset(key for key in vars(old) if not hasattr(new, key))
+    vars(new)[_REPLACED_OPTIONS] = frozenset(vars(old).keys() - vars(new).keys())
 
 
 def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:

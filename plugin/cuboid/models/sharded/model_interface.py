@@ -27,6 +27,8 @@ from cuboid.tensor3d.sharding.refused_draws import RefusesDraws, words_of_apply
 from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
 
 _logger = logging.getLogger(__name__)
+#: Arguments of ``generate`` that are a script's own code.
+_SCRIPT_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 
 
 class WholeInterface:
@@ -177,7 +179,8 @@ class WholeInterface:
             kwargs = _with_encoder_ids(args, kwargs)
         self.cuboid.mesh.connect()
         _share_generator(self.cuboid.mesh, self.device)
-        with keeping_blocks():
+        # Code of a script that runs in the call may change weights by ``.data``, which nothing counts.
+        with nullcontext() if any(kwargs.get(name) for name in _SCRIPT_CODE) else keeping_blocks():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(

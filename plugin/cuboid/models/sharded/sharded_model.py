@@ -6,12 +6,14 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -20,13 +22,12 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
-from cuboid.models.architectures.refusals import compiling_refused
-from cuboid.models.architectures.roles import layer_names, token_embeddings, tower_names
+from cuboid.models.architectures.refusals import compiling_refused, transforms_refused
+from cuboid.models.architectures.roles import layer_names, tower_names
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
 from cuboid.models.attention.interface import use_sharded_attention
 from cuboid.models.attention.segments import uses_interface
 from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT
-from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
 from cuboid.models.kinds.images_with_text import ComputesFeatures, ImagesWithText
@@ -40,7 +41,7 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.whole_block import ImageSplit
-from cuboid.tensor3d.sharding.sharded_param import is_recomputing
+from cuboid.tensor3d.running_forward import begin_forward, end_forward
 
 #: See :func:`sharded_models`. By a number that counts up, so that their order is the same on all ranks.
 _sharded_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -171,13 +172,6 @@ def shard_modules(
         mixin = ShardedBaseWithImages if isinstance(kind, ImagesWithText) else ShardedBase
         inner.__class__ = _sharded_base_class(type(inner), mixin)  # type: ignore[arg-type]
     is_cut = mesh.shape.size > 1
-    if is_cut:
-        # The embedding and the head take or return a rank's part, so they raise an error when called directly.
-        ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
-        ends[model.get_output_embeddings()] = "head"
-        for module, what in ends.items():
-            if module is not None:
-                module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
     hook_heads(model)
     early = next(iter((*attention, *blocks)), None)
     if early is not None:
@@ -239,15 +233,6 @@ def _read_check(*_: Any) -> None:
         check.read()
 
 
-@uncompiled
-def _check_in_forward(_: Any, __: Any, what: str) -> None:
-    if not (is_in_forward() or is_in_head() or is_recomputing()):
-        raise UnsupportedModelError(
-            f"the sharded model's {what} was called by itself, but takes and returns a rank's part of a micro-batch; "
-            "call the model, its base model (model.base_model) or what model.get_output_embeddings() returns"
-        )
-
-
 def keep_track_of(model: Any) -> None:
     """Let :func:`sharded_models` return a model while it lives."""
     _sharded_models[next(_numbers)] = model
@@ -278,15 +263,27 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The sharded model inside engines and wrappers that keep it as ``module``, and in models of PEFT."""
+    """The sharded model inside engines and wrappers that keep it as ``module``, in models of PEFT, and in a module of a
+    script that has just one. Anything else is returned as far as it was unwrapped.
+    """
     while not isinstance(model, ShardedModel):
         if callable(getattr(model, "get_base_model", None)):
             model = model.get_base_model()  # type: ignore[operator]
         elif isinstance(getattr(model, "module", None), nn.Module):
             model = model.module  # type: ignore[assignment]
         else:
-            break
+            inside = list(itertools.islice(_sharded_in(model), 2))
+            return inside[0] if len(inside) == 1 else model
     return model
+
+
+def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The sharded models among a module's descendants, without a look into them."""
+    for child in module.children():
+        if isinstance(child, ShardedModel):
+            yield child
+        else:
+            yield from _sharded_in(child)
 
 
 def plain_class(cls: type[Any]) -> type[Any]:
@@ -311,9 +308,15 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             _reject_compiling(self)
-        with StepGuard(self.cuboid.mesh, "forward"):
-            run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
-            return _handed_out(self.cuboid.kind.forward(self, run, arguments), self.cuboid.state.made)
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise transforms_refused(self)
+        token = begin_forward(True)
+        try:
+            with StepGuard(self.cuboid.mesh, "forward"):
+                run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
+                return _handed_out(self.cuboid.kind.forward(self, run, arguments), self.cuboid.state.made)
+        finally:
+            end_forward(token)
 
     return derived_class(ShardedModel, base, forward)
 
@@ -327,11 +330,17 @@ def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_in_forward():
             return base.forward(self, *args, **kwargs)
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise transforms_refused(self)
         # The forward of a classifier around it has a guard, too; the outer one leaves alone what this one has reported.
-        with StepGuard(self.cuboid.mesh, "forward"):
-            run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
-            self.cuboid.kind.check_base_call(self)
-            return _handed_out(forward_of_base(self, run, arguments), self.cuboid.state.made)
+        token = begin_forward(True)
+        try:
+            with StepGuard(self.cuboid.mesh, "forward"):
+                run, arguments = functools.partial(base.forward, self), bind(self, args, kwargs)
+                self.cuboid.kind.check_base_call(self)
+                return _handed_out(forward_of_base(self, run, arguments), self.cuboid.state.made)
+        finally:
+            end_forward(token)
 
     return derived_class(mixin, base, forward)
 

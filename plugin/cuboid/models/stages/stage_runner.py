@@ -29,6 +29,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.dropout import compared_by
+from cuboid.tensor3d.running_forward import begin_forward, end_forward
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
@@ -232,7 +233,9 @@ class StageRunner:
             if self._mesh.shape.size > 1 and self._model.cuboid.verdict.inputs == "embeddings":
                 # A sharded embedding takes the whole segment's ids and returns the rank's part. Given ids, the model's
                 # own code would derive all later shapes from theirs, so give it embeddings instead.
+                token = begin_forward(True)
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
+                end_forward(token)
             else:
                 options["ids"] = ids
         elif self._model.cuboid.late is not None:

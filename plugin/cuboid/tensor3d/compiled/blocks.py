@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from cuboid.tensor3d.layers.whole_block import KeptWhole
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 def block_of(module: ShardedModule, name: str) -> torch.Tensor:
     """A parameter's block."""
+    # Dynamo can't ask a context variable.
+    if not (torch.compiler.is_compiling() or forward_runs()):
+        check_called_inside(module, module.mesh)
     parameter: torch.Tensor = module._parameters[name]  # type: ignore[assignment]
     return parameter if module.sharded_params[name].ranks == 1 else module.prefetched_params[name]
 

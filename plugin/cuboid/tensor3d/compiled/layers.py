@@ -33,6 +33,7 @@ from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.random_draws import RANDOM_FUNCTIONS, draws_at_all, without_draws
 from cuboid.tensor3d.layers.whole_block import KeptWhole
 from cuboid.tensor3d.prefetch import LayerPrefetcher, ModelPrefetcher
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 #: Graphs of all kinds of layers together: with and without gradients, masks and dynamic lengths.
@@ -176,6 +177,8 @@ class CompiledLayers:
 
     def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
         layer, prefetcher = self._layers[number], self._prefetchers[number]
+        if self._mesh is not None and not forward_runs():
+            check_called_inside(layer, self._mesh)
         if number == 0:
             self.check_hooks()
         if self.reason is not None:

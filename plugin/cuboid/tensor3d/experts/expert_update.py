@@ -121,4 +121,4 @@ class UpdatedModule(ShardedModule):
         """The block of a small parameter and its update, differentiably."""
         if name not in self.updates:
             return super().unsharded(name)
-        return self.updates[name].add_to(unshard_parameter(self.get_parameter(name), self.sharded_params[name]))
+        return self.updates[name].add_to(unshard_parameter(getattr(self, name), self.sharded_params[name]))

@@ -25,6 +25,7 @@ from cuboid.tensor3d.experts.expert_update import UpdatedModule
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 
 
 class ShardedRouter(UpdatedModule):
@@ -40,6 +41,8 @@ class ShardedRouter(UpdatedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, on ``[T/s, H/h]``."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         if self.mesh.shape.size == 1:
             return super().forward(*args, **kwargs)
         hidden = self.mesh.along("hidden")

@@ -15,6 +15,7 @@ from cuboid.tensor3d.experts.dispatch import Dispatch
 from cuboid.tensor3d.experts.expert_update import UpdatedModule
 from cuboid.tensor3d.experts.grouped_linear import Features, GroupedProduct, Side, Tokens, gather_routing
 from cuboid.tensor3d.layers.linear import autocast_dtype
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class ShardedExperts(UpdatedModule):
         Returns:
             ``[T/s, H/h]``.
         """
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         if self.mesh.shape.size == 1:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         form, hidden = self.form, self.mesh.along("hidden")
@@ -99,7 +102,7 @@ class ShardedExperts(UpdatedModule):
         return out.to(hidden_states.dtype)
 
     def _multiply(self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side) -> torch.Tensor:
-        param, parameter = self.sharded_params[name], self.get_parameter(name)
+        param, parameter = self.sharded_params[name], getattr(self, name)
         # Repeats ShardedLinear.operand, which is called too often to share a helper.
         shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
         if param.optimizer_steps is not None:
@@ -133,6 +136,8 @@ class ShardedScaledExperts(ShardedExperts):
         Returns:
             ``[E · T/s, H/h]`` in the same order.
         """
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         if self.mesh.shape.size == 1:
             return super(ShardedExperts, self).forward(hidden_states)
         assert self.form.given_all is not None

@@ -28,6 +28,7 @@ from cuboid.tensor3d.layers.linear import (
     take_results,
 )
 from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 
 
 class InputProducts(Protocol):
@@ -117,6 +118,8 @@ class FusedProjections:
         The projections' results are attached to the gathered tensor. Flattened tokens ``[B/b · S/s, H/h]``, as shared
         experts may get them, are treated as one sequence.
         """
+        if not forward_runs():
+            check_called_inside(module, self.projections[0].mesh)
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -22,18 +23,21 @@ class HeadBias(ShardedModule, nn.Embedding):
 
     # As norm weights: it is small, and the lookup's backward doesn't need its values.
     gathered_once = ("weight",)
+    # As in `ShardedEmbedding`.
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(self, old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, specs: dict[str, ShardingSpec]) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = specs["weight"].shape
         self.padding_idx = old.padding_idx
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = weight
         self.init_sharding(mesh, specs)
 
     @uncompiled
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Look up ``rows``."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         return nn.functional.embedding(rows, self.unsharded("weight"), self.padding_idx)
 
     def extra_repr(self) -> str:
@@ -47,5 +51,7 @@ class PerHeadParameters(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with ``[A/(s·h)]`` in place of ``[A]``."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         with self.unsharded_in_place():
             return super().forward(*args, **kwargs)

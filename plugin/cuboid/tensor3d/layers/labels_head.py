@@ -15,6 +15,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.full_params import whole_parameter
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -54,6 +55,8 @@ class LabelsHead(ShardedModule, nn.Linear):
     @uncompiled
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B/b, S/s, H/h]`` to the logits of all positions, ``[B, S, L]``, on every rank."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         logits: torch.Tensor = nn.functional.linear(hidden, self.unsharded("weight"))
         if self.mesh.shape.size > 1:
             logits = _WholeSum.apply(logits, self.mesh)

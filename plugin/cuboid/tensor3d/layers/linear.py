@@ -17,6 +17,7 @@ from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SumFeatures
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.fp8_blocks import Fp8Blocks
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -106,6 +107,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
         For "up" projections and the head, ``x`` is usually already gathered along the sequence.
         """
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         next_backward, self.next_backward = self.next_backward, None
         attached: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
         if id(self) in attached:

@@ -18,6 +18,7 @@ from cuboid.distributed.axis_collectives import all_gather, all_reduce
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import Axis
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -175,6 +176,8 @@ class ShardedRMSNorm(_ShardedNorm):
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         weight, bias = self._blocks()
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
         y = rms_norm(x, weight, self.eps, self.offset, self._along)
@@ -210,6 +213,8 @@ class HeadsRMSNorm(_ShardedNorm):
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., own heads · head dim]`` to the same shape."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         weight, _ = self._blocks()
         assert weight is not None
         weight = weight if self.rows is None else weight[self.rows]
@@ -223,6 +228,8 @@ class ShardedLayerNorm(_ShardedNorm):
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         weight, bias = self._blocks()
         if weight is not None and self.offset:
             weight = self.offset + weight

@@ -12,6 +12,7 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -37,6 +38,8 @@ class UnshardedModule(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the template's forward."""
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         parameters = {name: self.unsharded(name) for name in self.sharded_params}
         return torch.func.functional_call(self._template[0], parameters, args, kwargs)
 

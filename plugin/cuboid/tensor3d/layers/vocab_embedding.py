@@ -15,6 +15,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, positions_are_whole, scatter_dim
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -72,11 +73,13 @@ def look_up(ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam, paddin
 class ShardedEmbedding(ShardedModule, nn.Embedding):
     """``[B/b, S]`` ids to ``[B/b, S/s, H/h]``. Ids of the whole sequence go in, the rank's part comes out."""
 
+    # Of the class: set on an instance they would have no effect, which is an error.
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
+
     def __init__(self, weight: nn.Parameter, *, mesh: Mesh, spec: ShardingSpec, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = spec.shape
         self.padding_idx = padding_idx
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = weight
         self.init_sharding(mesh, {"weight": spec})
 
@@ -86,6 +89,8 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
         The model checks that ids are in the table (``models/batch/batch_check.py``); here, others would yield zeros.
         """
+        if not forward_runs():
+            check_called_inside(self, self.mesh)
         param = self.sharded_params["weight"]
         if param.optimizer_steps is not None:
             param.set_parameter(self.weight)

@@ -35,6 +35,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import random_numbers_of_block
+from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, shard_in_place
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
@@ -244,6 +245,8 @@ def _computed_whole(cls: Any) -> type[nn.Module]:
 
 
 def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not forward_runs():
+        check_called_inside(block, block.mesh)
     mesh: Mesh = block.mesh
     late: LateSplit | ImageSplit | None = block.cuboid_late
     images: ImageSplit | None = block.cuboid_images
