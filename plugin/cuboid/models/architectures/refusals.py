@@ -83,7 +83,7 @@ def transforms_refused(model: nn.Module) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"torch.func's transforms (grad, vmap, jvp, jacrev, …) and forward-mode differentiation can't run a sharded "
         f"{type(model).__name__}, whose forward and backward have collectives; use loss.backward() or "
-        "torch.autograd.grad, and a loop over rows. torch.func.functional_call works outside of them"
+        "torch.autograd.grad, and a loop over rows"
     )
 
 

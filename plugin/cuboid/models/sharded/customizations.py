@@ -576,6 +576,13 @@ class AsSharded:
                 "torch.no_grad(): parameter.copy_(shard)"
             )
         for key, parameter in module._parameters.items():
+            is_parameter = parameter is None or isinstance(parameter, nn.Parameter)
+            if self.is_cut and not is_parameter and torch.is_grad_enabled():
+                raise UnsupportedModelError(
+                    f"{part.name}.{key} is a tensor in the place of the parameter, as torch.func.functional_call puts "
+                    "them there for a forward: its backward would unshard the parameter itself again. Call it under "
+                    "torch.no_grad(), or change the parameter's values in place"
+                )
             if self.taken_by is not None and parameter is not part.parameters.get(key):
                 raise UnsupportedModelError(
                     f"{part.name}.{key} is another parameter than {self.taken_by} was given, and wouldn't be trained; "

@@ -8,7 +8,6 @@ from operator import is_
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
@@ -31,7 +30,7 @@ class Member(Protocol):
         ...
 
     @property
-    def shard(self) -> nn.Parameter:
+    def shard(self) -> torch.Tensor:
         """The current parameter."""
         ...
 
@@ -45,7 +44,7 @@ class ParamGroup:
 
     def start(self) -> Sequence[ParamGroupUnshard | KeptGroup]:
         """Start the all-gather of all of them; one for each dtype that they have now."""
-        shards: list[nn.Parameter] = []
+        shards: list[torch.Tensor] = []
         trained, is_mixed = [], False
         for member in self._members:
             shards.append(member.shard)
