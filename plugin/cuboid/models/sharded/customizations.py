@@ -591,7 +591,8 @@ class AsSharded:
         if self.is_cut:
             # Other parameters of the same shapes, as ``tie_weights`` and scripts put in their places.
             self._check_ties(model)
-        part.parameters = dict(module._parameters)
+        if all(isinstance(parameter, nn.Parameter | None) for parameter in module._parameters.values()):
+            part.parameters = dict(module._parameters)
 
 
 def _own_methods(module: nn.Module) -> Iterator[str]:
