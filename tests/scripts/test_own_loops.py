@@ -310,6 +310,7 @@ def wrapped_in_an_engine(path, mesh, is_sharded_before, folder):
     return steps, cuboid.full_state_dict(engine), float((MeanOfRows(saved)(IDS) - engine(IDS)).detach())
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(("mesh", "is_sharded_before"), [("1x2x1", True), ("1x1x2", False)])
 def test_an_engine_trains_a_model_in_a_module_of_a_script(pool, checkpoint, tmp_path, mesh, is_sharded_before):
     path = checkpoint(SMALL)
