@@ -328,6 +328,12 @@ class WithHead(MeanOfRows):
         self.head = nn.Linear(4, 2)
 
 
+class NamedAsInDdp(WithHead):
+    def __init__(self, model):
+        super().__init__(model)
+        self.module = self.inside
+
+
 class OfTwo(MeanOfRows):
     def __init__(self, model):
         super().__init__(model)
@@ -338,11 +344,12 @@ class OfTwo(MeanOfRows):
     ("wrap", "stages", "takes", "said"),
     [
         (WithHead, 1, True, r"WithHead has head\.weight beside the LlamaForCausalLM in it, .* loop of torch's alone"),
+        (NamedAsInDdp, 1, True, r"NamedAsInDdp has head\.weight beside the LlamaForCausalLM in it"),
         (OfTwo, 1, True, r"OfTwo has 2 models in it \(LlamaForCausalLM, LlamaForCausalLM\)"),
         (MeanOfRows, 2, True, "calls the forward of the LlamaForCausalLM in it, which a stage"),
         (MeanOfRows, 1, False, "MeanOfRows isn't a model of transformers, but has one in it"),
     ],
-    ids=["parameters", "two models", "stages", "colossalai"],
+    ids=["parameters", "parameters beside module", "two models", "stages", "colossalai"],
 )
 def test_modules_around_a_model_that_no_engine_can_save_are_refused(model, wrap, stages, takes, said):
     config = require_config({**DEEPSPEED, **config_of("1x1x1", stages)})[0]

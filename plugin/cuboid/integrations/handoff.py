@@ -48,7 +48,7 @@ def adopt_model(model: Any, config: CuboidConfig, *, takes_wrappers: bool = Fals
     if config.deterministic:
         use_deterministic()
     sharded = unwrap(model) if isinstance(model, nn.Module) else model
-    if _is_wrapper(model):
+    if _is_wrapper(model, takes_wrappers=takes_wrappers):
         return _adopt_wrapped(model, config, takes_wrappers=takes_wrappers)
     if not isinstance(sharded, ShardedModel):
         return shard(model, config)
@@ -62,11 +62,12 @@ def adopt_model(model: Any, config: CuboidConfig, *, takes_wrappers: bool = Fals
     return model
 
 
-def _is_wrapper(model: Any) -> bool:
+def _is_wrapper(model: Any, *, takes_wrappers: bool) -> bool:
     """Whether a script's own module has a model of transformers in it, and calls it in its forward."""
     is_plain = isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel)
-    # PEFT's models, compiled ones and other wrappers of libraries are told from each other elsewhere.
-    is_known = any(hasattr(model, name) for name in ("get_base_model", "_orig_mod", "module"))
+    # PEFT's models and compiled ones are told from others elsewhere; a Booster takes what wrappers of libraries have.
+    of_libraries = ("get_base_model", "_orig_mod", *([] if takes_wrappers else ["module"]))
+    is_known = any(hasattr(model, name) for name in of_libraries)
     return is_plain and not is_known and any(isinstance(module, PreTrainedModel) for module in model.modules())
 
 
