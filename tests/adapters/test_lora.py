@@ -220,6 +220,26 @@ def calls_of_a_step(threaded):
     return sum(threaded.ranks.meshes[0].comm_counter.calls().values())
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("architecture", "mesh", "rows"),
+    [("llama", "1x1x2", 3), ("gpt2", "2x2x2", 1), ("llama", "2x1x2", 3), ("gpt2", "1x1x2", 1)],
+)
+def test_generated_logits_are_those_of_plain_peft(architecture, mesh, rows):
+    model, micro_batch = built(architecture, **({"kv_heads": 2} if architecture == "llama" else {})).eval(), batch(rows)
+    targets = {"target_modules": "all-linear"}
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True}
+
+    def logits(peft_model):
+        ids = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
+        return torch.stack(peft_model.generate(**ids, **options, return_dict_in_generate=True).logits)
+
+    with KeepFloat64():
+        expected = logits(adapted(copy.deepcopy(model), **targets))
+    for rank_logits in Adapted(model, mesh, **targets).run(logits):
+        torch.testing.assert_close(rank_logits, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("mesh", "targets"), [("1x1x2", ["q_proj"]), ("1x2x1", ["q_proj", "gate_proj"])], ids=["1x1x2", "1x2x1"]
 )

@@ -53,7 +53,7 @@ def test_direct_messages_bring_the_same(pool, ranks, dtype):
 def run_model(path, axes, networks):
     """Loss and gradients of a mesh whose ranks believe to be on so many networks, and what it found out."""
     mesh.host_identity = lambda _: str(dist.get_rank() % networks)
-    collectives._DIRECT_BYTES = 0
+    collectives.DIRECT_BYTES = 0
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
     model = cuboid.shard(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {"tensor_parallel": section})
     ids = torch.arange(6 * 12).view(6, 12) * 7 % 131

@@ -143,22 +143,40 @@ def sent_of_a_step(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "of_a_layer", "others"),
+    ("architecture", "mesh", "rows", "of_a_layer", "others"),
     [
         # After o and down, with the embedding, the logits, and the check of the micro-batch.
-        ("1x2x1", 2, 3),
-        # With both norms, before o and down, and after all; the last norm, the logits, the check.
-        ("1x1x2", 6, 3),
-        # Before and after each product: tokens are sent to the weights. The ids and the vectors of the embedding.
-        ("2x1x1", 8, 6),
+        ("llama", "1x2x1", 1, 2, 3),
+        # After q, k and v, before o, after gate and up, before down; the logits, the check. Norms' statistics travel
+        # with what follows them.
+        ("llama", "1x1x2", 1, 4, 2),
+        ("gpt2", "1x1x2", 1, 4, 2),
+        # After each product, as with the embedding and the logits; the check. All ranks have the only row.
+        ("llama", "2x1x1", 1, 4, 3),
+        # Before each product too. With the embedding; the head and the logits, each twice.
+        ("llama", "2x1x1", 2, 8, 6),
+        # After each product, and before o and down. The logits are gathered over `sequence`.
+        ("llama", "2x2x2", 1, 6, 4),
+        ("gpt2", "2x2x2", 1, 6, 5),
     ],
 )
-def test_a_step_sends_a_few_short_messages_and_no_weight(mesh, of_a_layer, others):
-    ids = prompts(1)["input_ids"].clamp(min=1)
-    for count, largest in Threaded(whole_model("llama"), mesh).run(lambda rank: sent_of_a_step(rank, ids)):
+def test_a_step_sends_a_few_short_messages_and_no_weight(architecture, mesh, rows, of_a_layer, others):
+    ids = prompts(rows)["input_ids"].clamp(min=1)
+    for count, largest in Threaded(whole_model(architecture), mesh).run(lambda rank: sent_of_a_step(rank, ids)):
         assert count == 2 * of_a_layer + others
-        # Gate and up of two rows; the smallest weight's block has 24 · 48 elements.
-        assert largest <= 2 * 2 * 96 * 8
+        # The smallest weight's block has 24 · 24 elements or more.
+        assert largest < 24 * 24 * 8
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_statistics_of_norms_travel_in_16_bits(architecture):
+    model = whole_model(architecture)
+    rounded = copy.deepcopy(model).bfloat16()
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    plain = rounded.generate(**prompts(), **options).logits[1]
+    expected = copy.deepcopy(rounded).double().generate(**prompts(), **options).logits[1]
+    for output in Threaded(rounded, "1x1x2").run(lambda rank: rank.generate(**prompts(), **options)):
+        assert (output.logits[1] - expected).norm() < 2 * (plain - expected).norm()
 
 
 def other_weights(model):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.collectives import (
-    exchanges_directly,
+    DIRECT_BYTES,
     start_exchange,
     start_gather_into,
     start_reduce_scatter_into,
@@ -32,6 +32,9 @@ SEQUENCE_DIM = 1
 _are_positions_whole: ContextVar[bool] = ContextVar("cuboid_whole_positions", default=False)
 #: Whether each rank has all positions of the running forward; see :func:`whole_positions`.
 positions_are_whole: Callable[[], bool] = _are_positions_whole.get
+_are_rows_alike: ContextVar[bool] = ContextVar("cuboid_rows_alike", default=False)
+#: Whether all ranks of `batch` have the same rows of the running forward; see :func:`whole_positions`.
+rows_are_alike: Callable[[], bool] = _are_rows_alike.get
 
 
 def start_all_gather(
@@ -50,7 +53,7 @@ def start_all_gather(
         return AsyncResult(x.unsqueeze(0), change=change)
     assert group is not None, "a mesh that isn't connected"
     x = x.contiguous()
-    if positions_are_whole() and exchanges_directly(x, group):
+    if positions_are_whole() and along.exchanges and x.nbytes <= DIRECT_BYTES:
         along.counted["all_gather", ranks * x.nbytes] += 1
         return start_exchange(x, group, change)
     out = x.new_empty((ranks, *x.shape))
@@ -116,7 +119,7 @@ def start_all_reduce(
         return AsyncResult(x, change=change)
     assert along.process_group is not None, "a mesh that isn't connected"
     x = x.contiguous()
-    if positions_are_whole() and exchanges_directly(x, along.process_group):
+    if positions_are_whole() and along.exchanges and x.nbytes <= DIRECT_BYTES:
         along.counted["all_gather", along.size * x.nbytes] += 1
         return start_exchange(x, along.process_group, partial(_sum_of_ranks, change))
     along.counted["all_reduce", x.nbytes] += 1
@@ -144,18 +147,22 @@ def _sum_of_ranks(change: Callable[[torch.Tensor], Any] | None, stacked: torch.T
 
 
 @contextmanager
-def whole_positions() -> Iterator[None]:
+def whole_positions(*, rows_alike: bool = False) -> Iterator[None]:
     """In the ``with`` block, this thread's forward isn't cut over its positions: each rank has all of them.
 
     So run the steps of a generation, of few tokens and without a graph. What cuts a sequence elsewhere, or the head's
     positions over `hidden`, gives all ranks the sum then, and nothing is gathered. A product and its neighbour send as
     many bytes as otherwise, in half as many messages.
+
+    Args:
+        rows_alike: whether the micro-batch has a single row, of which the ranks of `batch` have copies.
     """
-    token = _are_positions_whole.set(True)
+    token, rows_token = _are_positions_whole.set(True), _are_rows_alike.set(rows_alike)
     try:
         yield
     finally:
         _are_positions_whole.reset(token)
+        _are_rows_alike.reset(rows_token)
 
 
 def gather_positions(x: torch.Tensor, along: AxisGroup, dim: int = SEQUENCE_DIM) -> torch.Tensor:

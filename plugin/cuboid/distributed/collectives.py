@@ -16,8 +16,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-#: Minimum bytes of a message for which sending it directly saves more on a link than it costs to set up.
-_DIRECT_BYTES = 64 << 10
+#: Minimum bytes of a message for which sending it directly saves more on a link than it costs to set up; up to them,
+#: what counts is the number of messages.
+DIRECT_BYTES = 64 << 10
 #: Maximum number of ranks for which direct messages between all of them are faster than gloo's ring.
 _DIRECT_GATHER_RANKS = 4
 
@@ -43,7 +44,7 @@ def start_gather_into(
         ``out``, or the value of ``change``.
     """
     ranks = group.size()
-    if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
+    if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < DIRECT_BYTES:
         return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x, change=change)
     slots = out.view(ranks, -1)
     slot = slots[group.rank()]
@@ -52,12 +53,13 @@ def start_gather_into(
     return AsyncResult(out, _exchange(slots, [slot] * ranks, group), change=change)
 
 
-def exchanges_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether :func:`start_exchange` is faster than a collective, as it is over gloo with few and short messages.
+def exchanges_directly(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`start_exchange` is faster than a collective for messages up to :data:`DIRECT_BYTES`.
 
-    gloo's all-gather and all-reduce of some bytes take two and three times as long as its all-to-all.
+    It is over gloo with few ranks, whose all-gather and all-reduce of some bytes take two and three times as long as an
+    all-to-all.
     """
-    if getattr(group, "in_threads", False) or x.nbytes > _DIRECT_BYTES or group.size() > _DIRECT_GATHER_RANKS:
+    if getattr(group, "in_threads", False) or group.size() > _DIRECT_GATHER_RANKS:
         return False
     return bool(dist.get_backend(group) == "gloo")
 
@@ -114,7 +116,7 @@ def start_reduce_scatter_into(
     ranks, rank = group.size(), group.rank()
     slices = x.view(ranks, -1)
     own_slice = slices[rank]
-    direct = direct and own_slice.nbytes >= _DIRECT_BYTES
+    direct = direct and own_slice.nbytes >= DIRECT_BYTES
     is_single = len(outs) == 1
     finish: Callable[[], object]
     if ranks == 2:

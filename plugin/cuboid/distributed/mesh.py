@@ -17,6 +17,7 @@ from itertools import chain, combinations, pairwise
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed.collectives import exchanges_directly
 from cuboid.distributed.comm_counter import CommCounter, Operation, axes_label
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.process_groups import Purpose, make_groups, make_host_groups, make_lone_group
@@ -53,6 +54,7 @@ class AxisGroup:
         index: this rank's position among them, the first axis varying slowest.
         counted: counts the group's collectives, in the mesh's communication counter.
         process_group: None before the mesh is connected, and for a single rank.
+        exchanges: whether its short messages are faster as an exchange than as a collective.
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[Axis]) -> None:
@@ -67,6 +69,7 @@ class AxisGroup:
     def connect(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
         """Find the process group among those of the mesh, by their axes."""
         self.process_group = groups.get(frozenset(self.axes))
+        self.exchanges = self.process_group is not None and exchanges_directly(self.process_group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
         # As for the mesh: a copied module is on the same mesh.

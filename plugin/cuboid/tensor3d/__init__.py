@@ -16,4 +16,6 @@ A training step through this folder, for one linear layer:
 
 A mixture of experts (``experts/``) routes each rank's own tokens (``router.py``), sorts the tokens by expert
 (``dispatch.py``), and runs the "up" and "down" products on each expert's rows (``grouped_linear.py``).
+
+Forwards without a graph that have few tokens, as the steps of a generation, are computed in ``decoding/``.
 """

@@ -51,6 +51,8 @@ class RankCache(DynamicCache):
         super().__init__(config=config.get_text_config(decoder=True))
         self._mesh = mesh
         self._rows = self._new = 0
+        #: Whether all tokens so far, if any, are of a single row.
+        self._has_one_row = True
         #: Whether the running call of ``generate`` has checked that the model is as it was when it was sharded.
         self.is_checked = False
         #: Number of tokens before the forward that has begun.
@@ -73,6 +75,10 @@ class RankCache(DynamicCache):
         # A model's own code that draws would need to know which ranks have the same tokens.
         return has_few and not has_labels and not torch.is_grad_enabled() and not sharding.draws.has_modules
 
+    def has_one_row(self, arguments: dict[str, Any]) -> bool:
+        """Whether a forward with these arguments, and the tokens before it, have one row; ranks of `batch` copy it."""
+        return bool(arguments["input_ids"].shape[0] == 1 and (self._has_one_row or not self.get_seq_length()))
+
     @staticmethod
     def keeps_few(keep: Any, arguments: dict[str, Any], mesh: Mesh) -> bool:
         """Whether a forward that is cut returns so few positions' logits that the head computes only these."""
@@ -82,6 +88,7 @@ class RankCache(DynamicCache):
     def begin(self, rows: int, new: int) -> None:
         """Begin a forward of ``new`` tokens in each of ``rows`` rows, which are the whole model's."""
         self._rows, self._new, self.seen = rows, new, int(self.get_seq_length())
+        self._has_one_row = rows == 1 and (self._has_one_row or not self.seen)
         self.lengths = set()
 
     def update(

@@ -235,7 +235,7 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
 
 
 @contextmanager
-def keeping_last(model: Any, batch: LocalBatch, keep: int) -> Iterator[None]:
+def keeping_last(model: Any, batch: LocalBatch, keep: int, *, rows_alike: bool) -> Iterator[None]:
     """In the ``with`` block, the head computes the logits of the last ``keep`` positions, with whole positions."""
     along, stack = model.cuboid.mesh.along("sequence"), ExitStack()
 
@@ -247,7 +247,7 @@ def keeping_last(model: Any, batch: LocalBatch, keep: int) -> Iterator[None]:
         last = hidden.new_zeros((hidden.shape[0], keep, hidden.shape[2]))
         if start < stop:
             last[:, start:stop] = hidden[:, start - first : stop - first]
-        stack.enter_context(whole_positions())
+        stack.enter_context(whole_positions(rows_alike=rows_alike))
         output.last_hidden_state = all_reduce(last, along)
         return output
 

@@ -71,11 +71,12 @@ class LanguageModel(ModelKind):
         own_loss = replaced_loss(model, arguments)
         gathers = sharding.verdict.gathers_logits or own_loss is not None
         cache = arguments.get("past_key_values")
-        takes_whole = keeps_few = False
+        takes_whole = keeps_few = has_one_row = False
         if isinstance(cache, RankCache):
             takes_whole = cache.takes_whole(arguments, sharding)
+            has_one_row = cache.has_one_row(arguments)
             keeps_few = not takes_whole and not gathers and cache.keeps_few(keep, arguments, sharding.mesh)
-        with whole_positions() if takes_whole else nullcontext():
+        with whole_positions(rows_alike=has_one_row) if takes_whole else nullcontext():
             with ExitStack() as stack:
                 batch = stack.enter_context(sharded_batch(model, arguments, own_loss=own_loss))
                 # Logits aren't wanted, and the ordinary loss can be computed in chunks without them.
@@ -98,7 +99,7 @@ class LanguageModel(ModelKind):
                     # The model's own router loss takes the whole mask; a hook gives the base model the rank's rows.
                     local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
                 if keeps_few:
-                    stack.enter_context(keeping_last(model, batch, keep))
+                    stack.enter_context(keeping_last(model, batch, keep, rows_alike=has_one_row))
                 run = functools.partial(base_forward, **local, return_dict=True)
                 if bounded:
                     output = forward_with_bounded_loss(
@@ -112,7 +113,7 @@ class LanguageModel(ModelKind):
                 else:
                     output = run()
             if not bounded and not gathers:
-                with whole_positions() if keeps_few else nullcontext():
+                with whole_positions(rows_alike=has_one_row) if keeps_few else nullcontext():
                     output.logits = whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
             if keep is not None and output.logits is not None:
                 output.logits = keep_logits(output.logits, keep)

@@ -28,6 +28,7 @@ from cuboid.tensor3d.layers.linear import (
     take_results,
 )
 from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
+from cuboid.tensor3d.layers.norm import LateNorm
 from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 
 
@@ -126,7 +127,9 @@ class FusedProjections:
         self._is_flat = shard.dim() == 2
         if self._is_flat:
             shard = shard.unsqueeze(0)
-        dtype = autocast_dtype(shard)
+        # A norm's output that isn't known yet is multiplied before it is.
+        norm = shard.pending if type(shard) is LateNorm else None
+        dtype = autocast_dtype(shard) if norm is None else norm.dtype
         linear_op, operands = self._linear_op, []
         for layer, product in zip(self.projections, linear_op.products, strict=True):
             operands.append(layer.operand(dtype))
@@ -137,12 +140,15 @@ class FusedProjections:
         is_cut = not positions_are_whole()
         returns_input = is_cut and linear_op.input_gather.reduces and not linear_op.gathers_fp8
         products = None
-        if self.factors is not None and is_cut:
+        if self.factors is not None:
             products = self.factors.products(linear_op, operands, shard, dtype)
-        if products is None:
-            gathered, results = linear_op(shard.to(dtype), operands, returns_input=returns_input)
+        factors: Sequence[Operand] = operands
+        if products is not None:
+            linear_op, factors = products.linear_op, products.operands
+        if norm is None:
+            gathered, results = linear_op(shard.to(dtype), factors, returns_input=returns_input)
         else:
-            gathered, results = products.linear_op(shard.to(dtype), products.operands, returns_input=returns_input)
+            gathered, results = None, linear_op.without_graph(norm, factors)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for down_projection in self._down_projections:

@@ -25,7 +25,6 @@ collectives cross a network, the batch's rows are cut into parts: one part is mu
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,17 +39,23 @@ from torch.autograd.graph import Node
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
     SEQUENCE_DIM,
-    all_gather,
-    all_reduce,
-    gather_dim,
     positions_are_whole,
     scatter_dim,
 )
+from cuboid.tensor3d.decoding.few_tokens import FewTokens, FewTokensProduct
+from cuboid.tensor3d.decoding.late_norm import PendingNorm
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.fp8.quantized import Quantized
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.layers.output_reduce import Columns, Fp8Columns, OutputReduce, multiply_batch, share_reduces
+from cuboid.tensor3d.layers.output_reduce import (
+    Columns,
+    Fp8Columns,
+    OutputReduce,
+    SelectHeads,
+    multiply_batch,
+    share_reduces,
+)
 from cuboid.tensor3d.sharding.bucketing import find_largest, start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
@@ -161,7 +166,7 @@ class LinearOp:
             The gathered input or None, and the products' outputs.
         """
         if positions_are_whole():
-            return None, self._without_graph(x, operands)
+            return None, self.without_graph(x, operands)
         weights, biases, deferrals, deferred_weights = [], [], [], []
         if self.has_fp8:
             rowwise.check_dtypes(x, operands[0].weight)
@@ -181,75 +186,42 @@ class LinearOp:
         gathered, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return gathered, outs
 
-    def _without_graph(self, x: torch.Tensor, operands: Sequence[Operand]) -> Sequence[torch.Tensor]:
-        """The products' outputs, for few tokens whose positions are whole."""
+    def without_graph(self, x: torch.Tensor | PendingNorm, operands: Sequence[Operand]) -> Sequence[torch.Tensor]:
+        """The products' outputs, of whole positions. ``x`` may be the norm that the input is of."""
         weights = [operand.weight for operand in operands]
-        if self.has_fp8:
-            rowwise.check_dtypes(x, weights[0])
-        # In fp8, products round their inputs, row by row and piece by piece, as if they came rounded.
-        pieces = self.input_gather.start(x).wait()
-        if self._multiplies_shards(pieces):
-            outs = self._shard_products(pieces, weights)
+        if not self.has_fp8 and self._few_tokens.takes(x):
+            outs = self._few_tokens(x, weights)
         else:
-            if self.is_sharded:
-                start_unshards(self.params, weights, BlockForm.ROWS)
-            columns = [(reduce, self.columns(weights, numbers)) for reduce, numbers in self.groups]
-            outs = self.in_order([reduce.start(pieces, of_group) for reduce, of_group in columns])
-            for param in self.params:
-                if param.ranks > 1:
-                    param.reshard()
+            outs = self._of_unsharded(x.values() if isinstance(x, PendingNorm) else x, weights)
         for out, operand in zip(outs, operands, strict=True):
             if operand.bias is not None:
                 out.add_(operand.bias)
         return outs
 
-    def _multiplies_shards(self, pieces: torch.Tensor) -> bool:
-        """Whether to send the tokens to the shards of the weights, rather than the shards to the tokens.
+    def _of_unsharded(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.has_fp8:
+            rowwise.check_dtypes(x, weights[0])
+        # In fp8, products round their inputs, row by row and piece by piece, as if they came rounded.
+        pieces = self.input_gather.start(x).wait()
+        if self.is_sharded:
+            start_unshards(self.params, weights, BlockForm.ROWS)
+        columns = [(reduce, self.columns(weights, numbers)) for reduce, numbers in self.groups]
+        outs = self.in_order([reduce.start(pieces, of_group) for reduce, of_group in columns])
+        for param in self.params:
+            if param.ranks > 1:
+                param.reshard()
+        return outs
 
-        ``pieces`` are ``[n, B/b, S, I/n]``. The answer is the same on all ranks.
-        """
-        if not all(param.ranks > 1 for param in self.params) or self.has_fp8:
-            return False
-        tokens = self.mesh.size("batch") * pieces.shape[1] * pieces.shape[2]
-        width, height = pieces.shape[0] * pieces.shape[3], sum(math.prod(param.block_shape) for param in self.params)
-        return tokens * (width + height // width) < height
-
-    def _shard_products(self, pieces: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The products of whole positions with weights that stay sharded: tokens of all rows are gathered, and each
-        shard gives some features of theirs, or a term of all features if it has some of the in features.
-        """
-        batch = self.mesh.along("batch")
-        # [n, B/b, S, I/n] -> [B, S, I]
-        x = gather_dim(pieces[0] if len(pieces) == 1 else torch.cat(pieces.unbind(), -1), 0, batch)
-        own_rows = slice(batch.index * pieces.shape[1], (batch.index + 1) * pieces.shape[1])
-        outs: list[Any] = [None] * len(weights)
-        by_ranks: dict[int, list[int]] = {}
-        for number, (product, weight) in enumerate(zip(self.products, weights, strict=True)):
-            along = product.weight.along
-            if product.in_first:
-                start = along.index * weight.shape[0]
-                columns = x[..., start : start + weight.shape[0]]
-                outs[number] = all_reduce(columns @ weight[: columns.shape[-1]], along)
-            else:
-                outs[number] = torch.nn.functional.linear(x, weight)
-                by_ranks.setdefault(id(along), []).append(number)
-        for numbers in by_ranks.values():
-            stacked = all_gather(torch.cat([outs[number] for number in numbers], -1), self.params[numbers[0]].along)
-            widths = [outs[number].shape[-1] for number in numbers]
-            for number, part in zip(numbers, stacked.split(widths, -1), strict=True):
-                # [ranks, B, S, features] -> [B, S, ranks · features], without the last shard's padding
-                outs[number] = part.movedim(0, -2).flatten(-2)[..., : self.params[number].block_shape[0]]
-        for number, product in enumerate(self.products):
-            out = outs[number][own_rows]
-            outs[number] = out if product.rows is None else out[..., slice(*product.rows)]
-        for reduce, numbers in self.groups:
-            if reduce.along is None:
-                continue
-            total = all_reduce(torch.cat([outs[number] for number in numbers], -1), reduce.along)
-            parts = total.split([outs[number].shape[-1] for number in numbers], -1)
-            for place, (number, part) in enumerate(zip(numbers, parts, strict=True)):
-                outs[number] = reduce.own_features(part, place)
-        return [out.contiguous() for out in outs]
+    @cached_property
+    def _few_tokens(self) -> FewTokens:
+        few = []
+        for product, (group, place) in zip(self.products, self.places, strict=True):
+            reduce, _ = self.groups[group]
+            rows = None if product.rows is None else slice(*product.rows)
+            selects = isinstance(reduce, SelectHeads) or (reduce.along is not None and reduce.along.size > 1)
+            select = partial(reduce.own_features, product=place) if selects else None
+            few.append(FewTokensProduct(product.weight, product.in_first, rows, reduce.along, select))
+        return FewTokens(few, gathers_features=isinstance(self.input_gather, GatherFeatures))
 
     def defer(self, weights: Sequence[DeferredWeight], x: torch.Tensor, dy: Sequence[torch.Tensor]) -> None:
         """Add what the weights' gradients need to their store: the rank's parts of the input and of outputs' gradients.

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import all_gather, all_reduce
+from cuboid.distributed.axis_collectives import all_gather, all_reduce, positions_are_whole
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import Axis
+from cuboid.tensor3d.decoding.late_norm import PendingLayerNorm, PendingNorm, PendingRMSNorm
+from cuboid.tensor3d.layers.late_gather import LateTensor
 from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -165,9 +167,32 @@ class _ShardedNorm(ShardedModule):
         weight = None if self.weight is None else self.unsharded("weight")
         return weight, None if self.bias is None else self.unsharded("bias")
 
+    def _may_be_late(self, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+        """Where positions are whole: whether products of the output may complete it."""
+        # Otherwise they would cast it, or eps wouldn't bound what a rank's own features are divided by.
+        is_cast = torch.is_autocast_enabled(x.device.type) or (weight is not None and weight.dtype != x.dtype)
+        return self.eps > 0 and not is_cast
+
     def extra_repr(self) -> str:
         """Epsilon and the mesh."""
         return f"eps={self.eps}, mesh={self.mesh.shape}"
+
+
+class LateNorm(LateTensor):
+    """Stands for a norm's output: products of it complete its statistics, if they are the first to take it."""
+
+    pending: PendingNorm
+
+    @staticmethod
+    def of(norm: PendingNorm, x: torch.Tensor) -> LateNorm:
+        """The output for an input ``x``."""
+        late: LateNorm = LateNorm.standing(x, x.shape)
+        late.pending = norm
+        return late
+
+    def values_of(self) -> torch.Tensor:
+        """See :class:`LateTensor`."""
+        return self.pending.values()
 
 
 class ShardedRMSNorm(_ShardedNorm):
@@ -180,6 +205,9 @@ class ShardedRMSNorm(_ShardedNorm):
             check_called_inside(self, self.mesh)
         weight, bias = self._blocks()
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
+        if self._along.size > 1 and positions_are_whole() and bias is None and self._may_be_late(x, weight):
+            wide = x.to(statistics_dtype(x.dtype))
+            return LateNorm.of(PendingRMSNorm(x, wide, weight, self.eps, self.offset, self._along), x)
         y = rms_norm(x, weight, self.eps, self.offset, self._along)
         return y if bias is None else y + bias
 
@@ -233,4 +261,7 @@ class ShardedLayerNorm(_ShardedNorm):
         weight, bias = self._blocks()
         if weight is not None and self.offset:
             weight = self.offset + weight
+        if self._along.size > 1 and positions_are_whole() and self._may_be_late(x, weight):
+            wide = x.to(statistics_dtype(x.dtype))
+            return LateNorm.of(PendingLayerNorm(x, wide, weight, bias, self.eps, self._along), x)
         return _LayerNorm.apply(x, weight, bias, self.eps, self._along)

@@ -20,6 +20,7 @@ import torch
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
     SEQUENCE_DIM,
+    own_slice,
     positions_are_whole,
     start_all_gather,
     start_all_reduce,
@@ -230,7 +231,10 @@ class ScatterFeatures:
 
     def own_features(self, total: torch.Tensor, product: int) -> torch.Tensor:
         """See :class:`OutputReduce`."""
-        by_rank = total.unflatten(-1, (self.parts[product], self.along.size, -1))
+        parts = self.parts[product]
+        if parts <= 1:
+            return own_slice(total, total.dim() - 1, self.along) if parts else total
+        by_rank = total.unflatten(-1, (parts, self.along.size, -1))
         return by_rank[..., self.along.index, :].flatten(-2)
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, gather_positions, own_slice
+from cuboid.distributed.axis_collectives import (
+    SEQUENCE_DIM,
+    all_reduce,
+    gather_dim,
+    gather_positions,
+    own_slice,
+    rows_are_alike,
+)
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.norm import statistics_dtype
@@ -210,6 +217,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, cuts: Sequence[tuple[int, Axis]]) -> torch.Tensor:
         ctx.mesh, ctx.cuts = mesh, cuts
         for dim, axis in cuts:
+            if axis == "batch" and rows_are_alike():
+                continue
             along = mesh.along(axis)
             x = gather_positions(x, along) if dim == SEQUENCE_DIM else gather_dim(x, dim, along)
         return x

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, all_reduce, gather_dim, positions_are_whole, scatter_dim
+from cuboid.distributed.axis_collectives import (
+    SEQUENCE_DIM,
+    all_reduce,
+    gather_dim,
+    positions_are_whole,
+    rows_are_alike,
+    scatter_dim,
+)
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.topology import RANK_ORDER
 from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -22,15 +30,17 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 def _look_up_in_shards(ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """Vectors ``[B/b, S, …]`` of a table that stays sharded: each rank looks up the ids of all rows in its own rows."""
-    batch, sequence = param.mesh.along("batch"), param.mesh.along("sequence")
+    mesh, batch, sequence = param.mesh, param.mesh.along("batch"), param.mesh.along("sequence")
     (block_rows, *_), (height, *_) = param.block_shape, weight.shape
     start = param.along.index * height
-    local = gather_dim(ids, 0, batch) - sequence.index * block_rows - start
+    all_ids = ids if rows_are_alike() else gather_dim(ids, 0, batch)
+    local = all_ids - sequence.index * block_rows - start
     # The last shard may be padded.
     elsewhere = (local < 0) | (local >= min(height, block_rows - start))
     vectors = nn.functional.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-    total = all_reduce(all_reduce(vectors, param.along), sequence)
-    return total[batch.index * len(ids) : (batch.index + 1) * len(ids)]
+    axes = {*param.along.axes, *sequence.axes}
+    total = all_reduce(vectors, mesh.along(*(axis for axis in RANK_ORDER if axis in axes)))
+    return total if rows_are_alike() else total[batch.index * len(ids) : (batch.index + 1) * len(ids)]
 
 
 class _LookUp(torch.autograd.Function):
