@@ -164,8 +164,8 @@ def test_a_step_sends_a_few_short_messages_and_no_weight(architecture, mesh, row
     ids = prompts(rows)["input_ids"].clamp(min=1)
     for count, largest in Threaded(whole_model(architecture), mesh).run(lambda rank: sent_of_a_step(rank, ids)):
         assert count == 2 * of_a_layer + others
-        # The smallest weight's block has 24 · 24 elements or more.
-        assert largest < 24 * 24 * 8
+        # From four ranks 96 features of the token, and of the weight and bias of the norm in front, and its statistics.
+        assert largest <= 4 * 3 * (96 + 2) * 8
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

@@ -77,7 +77,9 @@ class RankCache(DynamicCache):
 
     def has_one_row(self, arguments: dict[str, Any]) -> bool:
         """Whether a forward with these arguments, and the tokens before it, have one row; ranks of `batch` copy it."""
-        return bool(arguments["input_ids"].shape[0] == 1 and (self._has_one_row or not self.get_seq_length()))
+        ids = arguments.get("input_ids")
+        is_one = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] == 1
+        return is_one and (self._has_one_row or not self.get_seq_length())
 
     @staticmethod
     def keeps_few(keep: Any, arguments: dict[str, Any], mesh: Mesh) -> bool:

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from cuboid.distributed.axis_collectives import all_gather, rows_are_alike
-from cuboid.distributed.mesh import AxisGroup
+from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.topology import RANK_ORDER, Axis
 from cuboid.tensor3d.decoding.late_norm import PendingNorm
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
@@ -64,6 +64,24 @@ class FewTokensProduct:
         return frozenset(() if self.in_first else self.param.along.axes)
 
 
+class _PlaceInMessage:
+    """What the ranks' dims of a message ``[ranks, …, B/b, S, features]`` are to one of the products."""
+
+    def __init__(self, product: FewTokensProduct, axes: Sequence[Axis], mesh: Mesh) -> None:
+        #: Dims of ranks that have the same, the last one first, with the rank's own index.
+        self.same: list[tuple[int, int]] = []
+        kept: list[Axis] = []
+        for dim, axis in reversed(list(enumerate(axes))):
+            if axis in product.term_axes or axis in product.feature_axes:
+                kept.insert(0, axis)
+            else:
+                self.same.append((dim, mesh.index(axis)))
+        #: Of the dims that are left then, those with terms. The number of the others, and where they belong.
+        self.terms = tuple(dim for dim, axis in enumerate(kept) if axis in product.term_axes)
+        self.features = len(product.feature_axes)
+        self.leading, self.last = tuple(range(self.features)), tuple(range(-1 - self.features, -1))
+
+
 class FewTokens:
     """See the module.
 
@@ -86,6 +104,7 @@ class FewTokens:
         self._all_dims = tuple(range(len(self._axes)))
         #: Whether all ranks have terms of all products.
         self._are_sums = all(product.term_axes == in_use for product in products)
+        self._places = [_PlaceInMessage(product, self._axes, mesh) for product in products]
         cuts: tuple[Axis, ...] = ("hidden",) if gathers_features and mesh.size("hidden") > 1 else ()
         self._alone = mesh.along(*cuts)
         self._with_rows = mesh.along("batch", *cuts)
@@ -193,31 +212,27 @@ class FewTokens:
             total = stacked.sum(self._all_dims, dtype=dtype)
             parts = (total,) if len(widths) == 1 else total.split(widths, -1)
         else:
-            pairs = zip(stacked.split(widths, -1), self._products, strict=True)
-            parts = tuple([self._joined(part, product, dtype) for part, product in pairs])
+            pairs = zip(stacked.split(widths, -1), self._products, self._places, strict=True)
+            parts = tuple([self._joined(part, product, place, dtype) for part, product, place in pairs])
         return [_own_output(part, product) for part, product in zip(parts, self._products, strict=True)]
 
-    def _joined(self, part: torch.Tensor, product: FewTokensProduct, dtype: torch.dtype) -> torch.Tensor:
+    def _joined(
+        self, part: torch.Tensor, product: FewTokensProduct, place: _PlaceInMessage, dtype: torch.dtype
+    ) -> torch.Tensor:
         """One product's features ``[B/b, S, out]``, from what the ranks along all axes have."""
-        terms: list[int] = []
-        for dim in reversed(self._all_dims):
-            axis = self._axes[dim]
-            if axis in product.term_axes:
-                terms.append(dim)
-            elif axis not in product.feature_axes:
-                # Ranks along this axis have the same.
-                part = part.select(dim, self._mesh.index(axis))
-                terms = [other - 1 for other in terms]
-        if terms:
-            part = part.sum(terms, dtype=dtype)
+        for dim, index in place.same:
+            part = part.select(dim, index)
+        if place.terms:
+            part = part.sum(place.terms, dtype=dtype)
         elif part.dtype != dtype:
             part = part.to(dtype)
-        count = len(product.feature_axes)
-        if not count:
+        if not place.features:
             return part
+        shape, height = part.shape[place.features :], product.param.block_shape[0]
         # [ranks, …, B/b, S, features] -> [B/b, S, ranks · … · features], without the last shard's padding
-        joined = part.movedim(tuple(range(count)), tuple(range(-1 - count, -1))).flatten(-1 - count)
-        height = product.param.block_shape[0]
+        if shape[0] * shape[1] > 1:
+            part = part.movedim(place.leading, place.last)
+        joined = part.reshape(*shape[:2], -1)
         return joined if joined.shape[-1] == height else joined[..., :height]
 
 
