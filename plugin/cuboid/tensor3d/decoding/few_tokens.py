@@ -256,9 +256,9 @@ def _own_output(out: torch.Tensor, product: FewTokensProduct) -> torch.Tensor:
     return out.contiguous()
 
 
-def _as_features(squares: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Statistics ``[…, 1]`` as features of a dtype, bit by bit."""
-    return squares if squares.dtype == dtype else squares.view(dtype)
+def _as_features(statistics: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Statistics ``[…, k]`` as features of a dtype, bit by bit."""
+    return statistics if statistics.dtype == dtype else statistics.view(dtype)
 
 
 def _as_statistics(features: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
