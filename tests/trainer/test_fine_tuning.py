@@ -14,6 +14,7 @@ from launching import alone, as_ranks
 SCRIPT = """
     import json, sys
     import cuboid
+    import deepspeed
     import numpy as np
     import torch
     from accelerate.state import AcceleratorState, GradientState
@@ -25,6 +26,8 @@ SCRIPT = """
     )
 
     logging.set_verbosity_error()
+    # Which accelerate would let DeepSpeed compile for a minute, before the config is read.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     root, out, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     draws = torch.Generator().manual_seed(3)
     common = dict(
