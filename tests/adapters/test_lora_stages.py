@@ -26,8 +26,10 @@ from transformers import AutoModelForSequenceClassification
 
 import cuboid
 from conftest import TIMEOUT_S
+from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import ConfigError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.layer_halves import layer_halves
@@ -138,6 +140,26 @@ def test_a_stage_without_adapter_layers_disables_and_unloads_them_as_others_do()
         peft_model.merge_adapter()
         peft_model.unmerge_adapter()
         assert peft_model.merge_and_unload() is unwrap(stage)
+
+
+HEAD_OPTIONS = {
+    "target_modules": ["q_proj", "lm_head"],
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": {"lm_head": [3]},
+}
+
+
+def test_a_head_that_is_spread_over_the_stages_has_no_adapter():
+    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2, "schedule": "zero_bubble", "head": "spread"}
+    for stage in Staged(built("llama")).models:
+        config = CuboidConfig.model_validate({"pipeline": pipeline})
+        stage.staging.plan = dataclasses.replace(stage.staging.plan, config=config)
+        before = [name for name, _ in stage.named_modules()]
+        for option, value in HEAD_OPTIONS.items():
+            with pytest.raises(ConfigError, match=rf"pipeline.head is \"spread\", and {option} .* names lm_head"):
+                adapted(stage, **{"target_modules": ["q_proj"], option: value})
+        assert [name for name, _ in stage.named_modules()] == before
+        adapted(stage, target_modules="all-linear")
 
 
 def test_a_stage_counts_a_prompt_that_only_the_first_one_has():

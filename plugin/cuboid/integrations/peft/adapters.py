@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import Mesh, WeightSeed
-from cuboid.errors import MeshError, UnsupportedModelError
+from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.integrations.peft.adapter_files import AdapterFiles, save_adapters
 from cuboid.integrations.peft.counting import asked_targets
 from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
@@ -82,6 +82,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
 
     Raises:
         UnsupportedModelError: before the model is changed, if an option or a layer of the adapter has no rule.
+        ConfigError: likewise, if it trains a head that the config spreads over the stages.
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
@@ -89,6 +90,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
         asked_targets(tuner)[adapter_name] = config.target_modules
     with _giving_head(model):
         prepared = _prepared(tuner, model, config)
+    _check_spread_head(tuner, model, prepared)
     of_experts = getattr(prepared, "target_parameters", None)
     if model.cuboid.state.compiled is not None and (of_experts or isinstance(config, IA3Config)):
         what = f"target_parameters={of_experts}" if of_experts else "IA3Config"
@@ -358,6 +360,34 @@ def _check_targets(tuner: BaseTuner, model: Any, config: Any) -> bool:
         return True
     # A name that no stage has is left to PEFT's own error.
     return not any(type(tuner)._check_target_module_exists(config, name) for name in names_of_all_stages(model))
+
+
+def _check_spread_head(tuner: BaseTuner, model: Any, config: Any) -> None:
+    """Check that an adapter that is trained leaves a head alone whose rows are computed on all stages.
+
+    Raises:
+        ConfigError: on each stage, with a config by :func:`_prepared`; it names the option and the head.
+    """
+    if not isinstance(model, StageModel) or config.inference_mode:
+        return
+    plan = model.staging.plan
+    assert plan.config.pipeline is not None
+    if not plan.config.pipeline.spreads_head:
+        return
+    (head,) = plan.outline.head
+    tokens, weight = getattr(config, "trainable_token_indices", None), f"{head}.weight"
+    options = {
+        "target_modules": type(tuner)._check_target_module_exists(config, head),
+        "modules_to_save": any(map(head.endswith, config.modules_to_save or ())),
+        "trainable_token_indices": isinstance(tokens, dict) and any(map(head.endswith, tokens)),
+        "target_parameters": any(map(weight.endswith, getattr(config, "target_parameters", None) or ())),
+    }
+    option = next((option for option, names_head in options.items() if names_head), None)
+    if option is not None:
+        raise ConfigError(
+            f'pipeline.head is "spread", and {option} of the adapter names {head}: every stage computes rows of a '
+            f'plain nn.Linear, without an adapter; write "head": "last", or leave {head} out of {option}'
+        )
 
 
 def _is_in_whole_block(model: Any, name: str, base: nn.Module) -> bool:
