@@ -18,6 +18,7 @@ from conftest import TIMEOUT_S
 from cuboid.distributed.topology import RANK_ORDER
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.autograd_graph import graph_of
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.verify import SmallModel
@@ -304,6 +305,29 @@ def test_no_gradient_of_a_frozen_weight_is_computed(make, targets, mesh):
     assert full_there - low_rank_there == pytest.approx(full - low_rank, rel=0.02)
     # Each rank computes the angles of the positions itself.
     assert low_rank_there == pytest.approx(low_rank, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "products", "trained"),
+    [
+        # In the second layer, A is one of the products of the input of q_proj; in the first, that needs no gradient.
+        (lambda: built("llama", kv_heads=2), "1x1x2", 7, 1),
+        (lambda: built("llama", kv_heads=2), "1x2x1", 7, 0),
+        (lambda: mixture("qwen3_moe"), "2x1x1", 3 + 2 * 2, 1),
+    ],
+    ids=["1x1x2", "1x2x1", "mixture"],
+)
+def test_no_input_is_kept_for_the_gradient_of_a_frozen_weight(make, mesh, products, trained):
+    threaded = Adapted(make(), mesh, target_modules=["q_proj"])
+
+    def kept_inputs(rank_model):
+        loss = rank_model(**batch(vocabulary=61), use_cache=False).loss
+        names = ("_LinearFunctionBackward", "_GroupedLinearBackward")
+        return [node.saved_tensors[0] for node in graph_of(loss) if type(node).__name__ in names]
+
+    for inputs in threaded.run(kept_inputs):
+        assert len(inputs) == products
+        assert sum(x is not None for x in inputs) == trained
 
 
 def losses(threaded, micro_batch):

@@ -153,7 +153,8 @@ class _GroupedLinear(torch.autograd.Function):
         rows = multiply_rows(gathering.wait(), product.in_out(shard, x.dtype), dispatch)
         scattering = product.target.start_scatter(rows, dispatch)
         # Checkpointing drops the dispatch with all else that is saved; the spans, on the host, stay.
-        ctx.save_for_backward(x, shard, *dispatch.tensors)
+        keeps_input = any(ctx.needs_input_grad[1:4])
+        ctx.save_for_backward(x if keeps_input else None, shard, *dispatch.tensors)
         ctx.per_token, ctx.known_spans = dispatch.per_token, dispatch.known_spans
         # With "weight_gather": "step", keeps the block for backward.
         ctx.copy = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
@@ -174,7 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
         dy = gathering.wait()
         scattering = None
         if needs_x:
-            by_out = product.in_out(shard, x.dtype).transpose(1, 2)
+            by_out = product.in_out(shard, gradient.dtype).transpose(1, 2)
             scattering = product.source.start_scatter(multiply_rows(dy, by_out, dispatch), dispatch)
         # dW's product overlaps with dx's reduction.
         dweight: torch.Tensor | None = None

@@ -91,7 +91,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, along: AxisGroup) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.along = along
         wide = statistics_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -102,9 +102,10 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wide = statistics_dtype(x.dtype)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        wide = statistics_dtype(gradient.dtype)
         # A copy: the all-reduce would overwrite the caller's gradient.
         dy = all_reduce(gradient.to(wide, copy=True), ctx.along)
-        dx = (dy @ weight.to(wide)).to(x.dtype)
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2).to(wide)
-        return dx, dweight.to(weight.dtype), None
+        dx = (dy @ weight.to(wide)).to(gradient.dtype) if needs_x else None
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2).to(wide) if needs_weight else None
+        return dx, None if dweight is None else dweight.to(weight.dtype), None

@@ -127,7 +127,7 @@ def check_dtypes(x: torch.Tensor, weight: torch.Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply(x.flatten(0, -2), weight, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -136,5 +136,5 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        dx = multiply(rows, weight.t()).unflatten(0, x.shape[:-1]) if needs_x else None
+        dx = multiply(rows, weight.t()).unflatten(0, dy.shape[:-1]) if needs_x else None
         return dx, rows.t().mm(x.flatten(0, -2)) if needs_weight else None

@@ -179,7 +179,8 @@ class LinearOp:
         saved = None
         # Whether hooks take what autograd saves, as those of activation checkpointing do.
         if self.may_be_last and _hooks_of_saved_tensors(True) is not None:
-            first = _SavedOperands.apply(x, *weights)
+            keeps_input = any(deferred_weights) or any(map(attrgetter("requires_grad"), weights))
+            first = _SavedOperands.apply(keeps_input, x, *weights)
             if first.requires_grad:
                 edge, saved = first, first.grad_fn
         call = _ProductCall(self, deferrals, deferred_weights, returns_input, next_backward, saved)
@@ -347,8 +348,8 @@ class _SavedOperands(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, keeps_input: bool, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x if keeps_input else None, *weights)
         ctx.set_materialize_grads(False)
         return x.new_empty(0)
 
@@ -368,7 +369,9 @@ class _LinearFunction(torch.autograd.Function):
         linear_op, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
         if call.saved is None:
-            ctx.save_for_backward(x, *weights)
+            # Of frozen weights, backward computes dx alone, for which the input isn't needed.
+            keeps_input = any(ctx.needs_input_grad[3 : 3 + count]) or any(call.deferred_weights)
+            ctx.save_for_backward(x if keeps_input else None, *weights)
         ctx.call, ctx.started, ctx.copies = call, None, None
         ctx.parts = linear_op.parts(x) if linear_op.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)

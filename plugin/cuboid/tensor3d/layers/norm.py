@@ -122,8 +122,9 @@ class _LayerNorm(torch.autograd.Function):
         hidden = x.shape[-1] * ctx.along.size
         mean_scaled, mean_normed = (all_reduce(sums, ctx.along) / hidden).split(1, -1)
         dx = (rstd * (scaled - mean_scaled - normed * mean_normed)).to(x.dtype)
-        dweight = None if weight is None else (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        dbias = None if ctx.bias_dtype is None else dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
+        dbias = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if needs_bias else None
         return dx, dweight, dbias, None, None
 
 
