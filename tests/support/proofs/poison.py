@@ -113,7 +113,8 @@ def poisoned() -> Iterator[list[str]]:
         result = torch.empty_like(out)
         gather(result, x.clone(), group=group)
         if not async_op:
-            return out.copy_(result) and None
+            out.copy_(result)
+            return None
         # The rank's own part may lie in its place already, and stays there.
         ranks, rank = group.size(), group.rank()
         others = [place for place in range(ranks) if place != rank]
@@ -127,20 +128,18 @@ def poisoned() -> Iterator[list[str]]:
     def start_reduce_scatter(out: Any, x: Any, group: Any = None, async_op: bool = False) -> Any:
         result = torch.empty_like(out)
         reduce_scatter(result, x.clone(), group=group)
-        return (
-            _Poisoned("reduce-scatter", [out], [result], [x], open_works, started)
-            if async_op
-            else out.copy_(result) and None
-        )
+        if async_op:
+            return _Poisoned("reduce-scatter", [out], [result], [x], open_works, started)
+        out.copy_(result)
+        return None
 
     def start_all_to_all(out: Any, x: Any, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
         result = torch.empty_like(out)
         all_to_all(result, x.clone(), *sizes, group=group)
-        return (
-            _Poisoned("all-to-all", [out], [result], [x], open_works, started)
-            if async_op
-            else out.copy_(result) and None
-        )
+        if async_op:
+            return _Poisoned("all-to-all", [out], [result], [x], open_works, started)
+        out.copy_(result)
+        return None
 
     def start_all_reduce(x: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if not async_op:
