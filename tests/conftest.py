@@ -45,7 +45,7 @@ _LONGEST_FILES = (
     *("models/test_sharded_model.py", "scripts/test_user_changes.py", "checkpoint/test_checkpoints.py"),
     *("seq1f1b/test_head_schedules.py", "adapters/test_lora_fp8.py", "tensor3d/test_whole_tensors.py"),
     *("tensor3d/test_host_sync.py", "planner/test_automatic.py", "models/certification/test_certification.py"),
-    *("models/certification/test_mesh_certification.py", "booster/test_colossalai.py", "adapters/test_prompts.py"),
+    *("models/certification/test_mesh_certification.py", "booster/test_colossalai.py", "adapters/test_other_kinds.py"),
     *("kinds/test_encoder_decoders.py", "adapters/test_lora_ends.py", "failures/test_failing_together.py"),
     *("trainer/test_accelerate.py", "tensor3d/test_optimizers.py", "frameworks/test_import_orders.py"),
     *("frameworks/test_parity_engine.py", "frameworks/test_deterministic.py", "docs/test_readme.py"),

@@ -1,4 +1,4 @@
-"""Prompt tuning and P-tuning by PEFT on meshes and in pipelines: gradients and files are plain PEFT's."""
+"""Kinds of adapters other than LoRA, on meshes and in stages as in plain PEFT: IA³, prompt tuning and P-tuning."""
 
 import copy
 import itertools
@@ -6,21 +6,114 @@ import itertools
 import deepspeed
 import pytest
 import torch
-from test_lora import Adapted, assert_losses, batch, built, classifier
-from test_lora_stages import Staged
+from safetensors.torch import load_file
+from test_lora import Adapted, assert_losses, assert_step, batch, built, classifier, in_both
+from test_lora_stages import Staged, assert_as_plain
 from transformers import AutoModelForCausalLM
 
 import cuboid
+from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.models.certification.sides import run_stages
 from cuboid.verify import SmallModel
 from threaded import Threaded, step_of
 from training import ROWS, VOCABULARY, settings, small_checkpoint
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
-from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+LLAMA = {"target_modules": ["k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+GPT2 = {"target_modules": ["c_attn", "mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"]}
+
+
+def scaled(model, **options):
+    torch.manual_seed(7)
+    return get_peft_model(model, IA3Config(**{**LLAMA, "init_ia3_weights": False, **options}))
+
+
+class Scaled(Adapted):
+    def __init__(self, model, mesh, **options):
+        Threaded.__init__(self, model, mesh)
+        self.models = [scaled(rank_model, **options) for rank_model in self.models]
+
+
+IA3_CASES = [
+    ("llama", {"kv_heads": 2}, "1x2x1", {}),
+    ("llama", {"kv_heads": 2}, "1x1x2", {}),
+    ("llama", {"kv_heads": 2}, "2x1x1", {}),
+    ("llama", {"kv_heads": 2}, "2x2x2", {}),
+    ("qwen2", {"kv_heads": 1}, "1x2x2", {}),
+    ("gpt2", {}, "3x1x2", GPT2),
+]
+
+
+@pytest.mark.sample(3, ci="others")
+@pytest.mark.parametrize(("architecture", "sizes", "mesh", "options"), IA3_CASES)
+def test_ia3_loss_and_every_gradient_are_those_of_plain_peft(architecture, sizes, mesh, options):
+    model, micro_batch = built(architecture, **sizes), batch(rows=6)
+    plain, threaded = scaled(copy.deepcopy(model), **options), Scaled(model, mesh, **options)
+    assert_step(plain, threaded, micro_batch)
+
+
+@pytest.mark.parametrize(("architecture", "options"), [("qwen2", {}), ("gpt2", GPT2)])
+def test_vectors_are_disabled_merged_and_unloaded(architecture, options):
+    model = built(architecture)
+    plain, threaded = scaled(copy.deepcopy(model), **options), Scaled(model, "1x2x2", **options)
+    first = assert_losses(plain, threaded)
+    both = in_both(plain, threaded)
+    disabled = both(lambda peft_model: peft_model.base_model.disable_adapter_layers())
+    assert abs(disabled - first) > 1e-4
+    both(lambda peft_model: peft_model.base_model.enable_adapter_layers())
+    assert both(lambda peft_model: peft_model.merge_adapter()) == pytest.approx(first, abs=1e-9)
+    # PEFT adds 1e-8 to what it divides by.
+    assert both(lambda peft_model: peft_model.unmerge_adapter()) == pytest.approx(first, abs=1e-4)
+    plain = plain.merge_and_unload()
+    threaded.models = threaded.run(lambda peft_model: peft_model.merge_and_unload())
+    assert assert_losses(plain, threaded) == pytest.approx(first, abs=1e-4)
+
+
+@pytest.mark.parametrize(("mesh", "lengths"), [("1x1x1", (5, 4, 3)), ("1x2x1", (8, 4))])
+def test_ia3_gradients_in_segments(tmp_path, mesh, lengths):
+    model, micro_batch = built("llama", kv_heads=2), batch()
+    micro_batch["labels"][:, -1] = -100
+    assert_as_plain(model, scaled(copy.deepcopy(model)), Staged(model, mesh), micro_batch, lengths, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["up_proj", "q_proj", "embed_tokens", "lm_head"])
+def test_ia3_without_a_rule_is_refused_by_name(name):
+    model = Threaded(built("llama", kv_heads=2), "1x2x1").models[0]
+    feedforward = [name] if name.endswith("proj") else []
+    with pytest.raises(UnsupportedModelError, match=rf"IA3Config.*{name}|{name}.*IA3Config"):
+        scaled(model, target_modules=[name], feedforward_modules=feedforward)
+
+
+def vectors_saved_by_ranks(start, folder):
+    def on(mesh):
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+        return cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)}).eval()
+
+    model, other = scaled(on("1x2x1")), on("2x1x1")
+    with precision(keep_float64=True):
+        model.save_pretrained(folder)
+        read = PeftModel.from_pretrained(other, folder, is_trainable=True)
+        return [either(**batch()).logits.detach() for either in (model, read)]
+
+
+def test_ia3_is_in_pefts_folder(pool, tmp_path):
+    model = built("llama", kv_heads=2).eval()
+    model.save_pretrained(tmp_path / "start")
+    results = pool.run(2, vectors_saved_by_ranks, tmp_path / "start", tmp_path / "adapter", timeout_s=TIMEOUT_S)
+    scaled(copy.deepcopy(model)).save_pretrained(tmp_path / "plain")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "plain"))
+    assert saved.keys() == expected.keys()
+    plain = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad(), KeepFloat64():
+        logits = plain(**batch()).logits
+    for rank_logits in results:
+        for either in rank_logits:
+            torch.testing.assert_close(either, logits, rtol=1e-9, atol=1e-9)
 
 
 def prompted(model, count=5, **options):
@@ -105,7 +198,7 @@ def test_an_encoders_gradients_are_those_of_plain_peft(mesh, encoder, tmp_path):
         ("gemma", {}, "3x2x1"),
     ],
 )
-def test_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
+def test_a_prompts_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
     model = built(architecture, **sizes)
     micro_batch = batch(rows=6, vocabulary=model.config.vocab_size)
     plain, threaded = prompted(copy.deepcopy(model)), Prompted(model, mesh)
@@ -121,7 +214,7 @@ def test_loss_and_gradient_are_those_of_plain_peft(architecture, sizes, mesh):
     ("mesh", "lengths", "encoder"),
     [("1x1x1", (7, 6, 4), None), ("1x2x1", (10, 8), None), ("2x1x2", (12, 6), None), ("1x2x1", (10, 8), "LSTM")],
 )
-def test_gradient_in_segments(mesh, lengths, encoder):
+def test_a_prompts_gradient_in_segments(mesh, lengths, encoder):
     model, micro_batch = built("llama", kv_heads=2), batch()
     micro_batch["labels"][:, -1] = -100
     plain, staged = prompted(copy.deepcopy(model), encoder=encoder), Staged(model, mesh)
@@ -138,7 +231,7 @@ def test_gradient_in_segments(mesh, lengths, encoder):
 
 
 @pytest.mark.parametrize("encoder", [None, "MLP"])
-def test_it_is_disabled_and_generates_as_plain_peft(encoder):
+def test_a_prompt_is_disabled_and_generates_as_plain_peft(encoder):
     model = built("llama", kv_heads=2).eval()
     plain, threaded = prompted(copy.deepcopy(model), encoder=encoder), Prompted(model, "1x2x1", encoder=encoder)
     first = assert_losses(plain, threaded)
@@ -158,7 +251,7 @@ def test_it_is_disabled_and_generates_as_plain_peft(encoder):
         assert torch.equal(generated, tokens)
 
 
-def test_a_rank_keeps_its_part_and_nothing_for_what_is_frozen():
+def test_a_rank_keeps_its_part_of_a_prompt_and_nothing_for_what_is_frozen():
     threaded = Prompted(built("llama", kv_heads=2), "2x1x2", count=6)
     threaded.run(step_of(**batch()))
     for rank_model in threaded.models:
@@ -171,7 +264,7 @@ def test_a_rank_keeps_its_part_and_nothing_for_what_is_frozen():
     )
 
 
-def test_what_has_no_rule_is_refused_by_name_before_the_model_is_changed():
+def test_a_prompt_without_a_rule_is_refused_by_name_before_the_model_is_changed():
     bert = SmallModel("bert", heads=4).config()
     bert.is_decoder = True
     classified, _ = classifier("sequence")
