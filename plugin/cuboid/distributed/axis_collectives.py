@@ -136,6 +136,11 @@ def all_reduce(x: torch.Tensor, along: AxisGroup, op: dist.ReduceOp.RedOpType = 
         return total
     x = x.contiguous()
     along.counted["all_reduce", x.nbytes] += 1
+    if along.exchanges and along.size == 2 and op is dist.ReduceOp.SUM:
+        # gloo's all-reduce takes four times as many system calls as an exchange. Either order gives the same sum.
+        received, counts = torch.empty_like(x), [x.numel(), 0] if along.index else [0, x.numel()]
+        dist.all_to_all_single(received.view(-1), x.view(-1), counts, counts, group=along.process_group)
+        return x.add_(received)
     dist.all_reduce(x, op=op, group=along.process_group)
     return x
 

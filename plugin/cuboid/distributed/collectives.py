@@ -44,13 +44,21 @@ def start_gather_into(
         ``out``, or the value of ``change``.
     """
     ranks = group.size()
-    if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < DIRECT_BYTES:
+    direct = direct and ranks <= _DIRECT_GATHER_RANKS and x.nbytes >= DIRECT_BYTES
+    is_pair = ranks == 2 and not getattr(group, "in_threads", False) and dist.get_backend(group) == "gloo"
+    if not direct and not is_pair:
         return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x, change=change)
-    slots = out.view(ranks, -1)
-    slot = slots[group.rank()]
+    slots, flat, rank = out.view(ranks, -1), x.view(-1), group.rank()
+    slot, works = slots[rank], []
+    if not direct:
+        # gloo's all-gather receives into a buffer of its own and copies that, which takes twice as long as an exchange.
+        counts = [0, x.numel()] if rank == 0 else [x.numel(), 0]
+        works = [dist.all_to_all_single(slots[1 - rank], flat, counts, counts, group=group, async_op=True)]
     if slot.data_ptr() != x.data_ptr():
-        slot.copy_(x.view(-1))
-    return AsyncResult(out, _exchange(slots, [slot] * ranks, group), change=change)
+        slot.copy_(flat)
+    if direct:
+        works = _exchange(slots, [slot] * ranks, group)
+    return AsyncResult(out, works, holds=x, change=change)
 
 
 def exchanges_directly(group: dist.ProcessGroup) -> bool:
