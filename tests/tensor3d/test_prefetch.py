@@ -23,6 +23,7 @@ from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.layers import input_gather, linear, linear_op
+from cuboid.tensor3d.running_forward import begin_forward, end_forward
 from cuboid.tensor3d.sharding import bucketing
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
 from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
@@ -333,10 +334,12 @@ def peak_of_a_backward(early_bytes, monkeypatch):
     settings = CuboidConfig().tensor_parallel
     model = shard_modules(llama, plan, mesh, settings, lambda x, spec: take_shard(x, spec, mesh))
     x = torch.zeros(1, 1024, 64, requires_grad=True)
+    token = begin_forward(True)
     with LiveBytes() as live:
         out = checkpoint(model.model.layers[0].mlp, x, use_reentrant=False)
         live.most = live.now
         out.sum().backward()
+    end_forward(token)
     return live.most
 
 
