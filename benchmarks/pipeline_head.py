@@ -213,7 +213,7 @@ class HeadCase(Case):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stages", type=int, choices=[4, 8, 16], nargs="+", help="emulated (default 4 8)")
-        parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8, and 2 where it's real)")
+        parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8; on real stages 2 as well)")
         parser.add_argument("--chunks", type=int, choices=[2, 4], nargs="+", default=[2], help="of a rank (default 2)")
 
     def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
