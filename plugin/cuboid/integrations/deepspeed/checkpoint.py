@@ -12,6 +12,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import DummyOptim
 
+from cuboid.checkpoint.format.folder import LATEST, read_pointer
 from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.errors import CheckpointError
@@ -184,9 +185,8 @@ def check_not_ours(folder: Path, tag: str | None) -> None:
     Raises:
         CheckpointError: it is; says how to open that.
     """
-    latest = folder / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    if tag is None and (folder / LATEST).is_file():
+        tag = read_pointer(folder / LATEST)
     path = folder if tag is None else folder / tag
     if (path / "manifest.json").is_file():
         raise CheckpointError(
