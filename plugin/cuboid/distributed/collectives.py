@@ -45,6 +45,7 @@ def start_gather_into(
     """
     ranks = group.size()
     direct = direct and ranks <= _DIRECT_GATHER_RANKS and x.nbytes >= DIRECT_BYTES
+    # Repeats exchanges_directly, which a step would call too often here.
     is_pair = ranks == 2 and not getattr(group, "in_threads", False) and dist.get_backend(group) == "gloo"
     if not direct and not is_pair:
         return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x, change=change)

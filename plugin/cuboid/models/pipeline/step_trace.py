@@ -12,7 +12,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import StagePlan
 from cuboid.seq1f1b.runtime.profiler import UnitProfiler, gather_times_s
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
-from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
+from cuboid.seq1f1b.schedule.lowering import to_simulate
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import unit_flops
@@ -83,8 +83,7 @@ class StepTrace:
         def duration_s(action: Action) -> float:
             return costs[action.micro_batch](action) * s_per_flop
 
-        programs = insert_messages_once_sent(self.schedule, self.shape, duration_s) if head_ranks else self.schedule
-        return simulate(programs, self.shape, duration_s)
+        return simulate(to_simulate(self.schedule, self.shape, duration_s), self.shape, duration_s)
 
     def write(self, folder: Path, step: int, lengths: list[tuple[int, ...]], stages: StagePlan) -> None:
         """Write ``step_N.json`` for Perfetto and ``step_N.png``, on the first rank of the world."""

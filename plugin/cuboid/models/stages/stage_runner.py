@@ -234,8 +234,10 @@ class StageRunner:
                 # A sharded embedding takes the whole segment's ids and returns the rank's part. Given ids, the model's
                 # own code would derive all later shapes from theirs, so give it embeddings instead.
                 token = begin_forward(True)
-                options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
-                end_forward(token)
+                try:
+                    options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
+                finally:
+                    end_forward(token)
             else:
                 options["ids"] = ids
         elif self._model.cuboid.late is not None:

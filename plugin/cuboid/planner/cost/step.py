@@ -18,7 +18,7 @@ from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED, ModelPipeline, fixed_schedule
 from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS
-from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
+from cuboid.seq1f1b.schedule.lowering import to_simulate
 from cuboid.seq1f1b.schedule.partition import balance_by_flops, cut_sequence
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import ActionGraph, Timeline, simulate
@@ -498,6 +498,4 @@ def _generated_order(sizes: ModelSizes, pipeline: ModelPipeline, micro_batches: 
     schedule = pipeline.order(sizes, micro_batches, tried_actions=tried)
     head_ranks = pipeline.ranks if pipeline.spreads_head else 0
     shape = PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths), head_ranks)
-    if head_ranks:
-        return ActionGraph(insert_messages_once_sent(schedule, shape, pipeline.durations(sizes)), shape)
-    return ActionGraph(schedule, shape)
+    return ActionGraph(to_simulate(schedule, shape, pipeline.durations(sizes)), shape)

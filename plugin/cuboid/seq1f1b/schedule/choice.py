@@ -9,7 +9,7 @@ from types import MappingProxyType
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS, ActionCosts, list_schedule
-from cuboid.seq1f1b.schedule.lowering import insert_messages_once_sent
+from cuboid.seq1f1b.schedule.lowering import to_simulate
 from cuboid.seq1f1b.schedule.schedules import (
     SCHEDULES,
     PipelineShape,
@@ -389,7 +389,7 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
         schedule = fixed_schedule(name, shape, request.ranks)
     costs = placed.actions
     timeline = simulate(
-        insert_messages_once_sent(schedule, shape, costs.duration_s) if head_ranks else schedule,
+        to_simulate(schedule, shape, costs.duration_s),
         shape,
         costs.duration_s,
         transfer_s=lambda _: costs.transfer_s,

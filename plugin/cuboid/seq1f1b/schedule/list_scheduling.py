@@ -58,7 +58,7 @@ _MOST_SHARES = 2
 _LATE = 0.25
 #: Average actions between a collective's end and the place of what needs it. Rules are compared with the first.
 _SLACKS = (_LATE, 0.0, 0.5, 1.0, 2.0)
-#: Part of the tried actions that are for other slacks of the best rules; those of the best one are tried in any case.
+#: One in so many of the tried actions is for other slacks of the best rules; the best one's are tried in any case.
 _SLACKS_SHARE = 16
 #: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9

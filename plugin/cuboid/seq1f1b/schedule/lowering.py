@@ -106,6 +106,15 @@ def insert_messages_once_sent(
     return tuple(map(tuple, programs))
 
 
+def to_simulate(schedule: Schedule, shape: PipelineShape, duration_s: Callable[[Action], float]) -> Schedule:
+    """What :func:`~cuboid.seq1f1b.schedule.simulator.simulate` takes for a schedule as training runs it.
+
+    With a head that is spread these are the programs, which say when ranks join its collectives; otherwise the schedule
+    itself, whose messages wait for nothing.
+    """
+    return insert_messages_once_sent(schedule, shape, duration_s) if shape.head_ranks else schedule
+
+
 def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[RankPair, list[Action]]:
     """Return the receives of each channel between two ranks, in the order of the sends."""
     rank_of = placement(schedule)
