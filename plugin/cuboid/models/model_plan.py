@@ -15,6 +15,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.sharded.activation_checkpointing import enable_checkpointing
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import ShardOf
+from cuboid.models.sharded.quantization import QuantizedLayers
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StagePlan, Staging, cut_model, finish_stage
 
@@ -29,6 +30,7 @@ class ModelPlan:
         mesh: of this rank.
         parallel: how the whole model is sharded over the mesh; None for stages of one rank each, which shard nothing.
         stages: this rank's stages; None without a pipeline.
+        quantized: the layers whose weights are stored in 4 bits.
     """
 
     cls: type[PreTrainedModel]
@@ -36,6 +38,7 @@ class ModelPlan:
     mesh: Mesh
     parallel: ParallelPlan | None
     stages: StagePlan | None = None
+    quantized: QuantizedLayers | None = None
 
     def cut(self, model: PreTrainedModel) -> RankPart:
         """Remove from a model, in place and on any device, what this rank's stages don't need.
@@ -72,12 +75,12 @@ class RankPart:
 
     def finish(self, model: PreTrainedModel, shard_of: ShardOf) -> PreTrainedModel:
         """Turn what is left of the model into a sharded model or a pipeline stage, in place."""
-        mesh, config = self.plan.mesh, self.plan.config
+        mesh, config, quantized = self.plan.mesh, self.plan.config, self.plan.quantized
         if self.staging is not None:
-            finished = finish_stage(model, self.staging, mesh, self.parallel, shard_of)
+            finished = finish_stage(model, self.staging, mesh, self.parallel, shard_of, quantized)
         else:
             assert self.parallel is not None, "a mesh without stages has a plan"
-            finished = shard_modules(model, self.parallel, mesh, config.tensor_parallel, shard_of)
+            finished = shard_modules(model, self.parallel, mesh, config.tensor_parallel, shard_of, quantized)
         if config.activation_checkpointing is not None:
             enable_checkpointing(finished, config.activation_checkpointing)
         return finished

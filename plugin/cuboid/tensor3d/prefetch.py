@@ -45,6 +45,8 @@ class _Place:
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """The shard, cast to the dtype in which it is gathered."""
         shard: torch.Tensor = getattr(self.module, self.name)
+        if self.param.four_bits is not None:
+            return shard
         if self.param.optimizer_steps is not None:
             self.param.set_parameter(shard)
         return shard.to(dtype)

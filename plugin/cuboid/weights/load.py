@@ -30,6 +30,7 @@ from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.kinds.registry import check_class
 from cuboid.models.model_plan import ModelPlan, RankPart
 from cuboid.models.plain_construction import plain_construction
+from cuboid.models.sharded.quantization import quantization_of
 from cuboid.models.stages.placeholders import taken_for_initialized
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -55,7 +56,6 @@ from cuboid.weights.slicing import mark_parameters, unmark_parameters
 #: Arguments of ``from_pretrained`` that place or transform weights in ways that contradict sharded loading.
 _INCOMPATIBLE = (
     "device_map",
-    "quantization_config",
     "load_in_8bit",
     "load_in_4bit",
     "tp_plan",
@@ -96,12 +96,15 @@ def _load_sharded(
     for name in _INCOMPATIBLE:
         if kwargs.get(name) not in (None, False):
             instead = ""
-            if name.startswith(("quantization", "load_in")):
-                instead = "; load weights of 16 bits (dtype=torch.bfloat16), and adapt those with LoRA"
+            if name.startswith("load_in"):
+                instead = "; write quantization_config=BitsAndBytesConfig(load_in_4bit=True, …)"
             raise UnsupportedModelError(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 f"seq1f1b{instead}"
             )
+    kwargs = dict(kwargs)
+    quantization_config = kwargs.pop("quantization_config", None)
+    quantization = None if quantization_config is None else quantization_of(quantization_config)
     if config.deterministic:
         use_deterministic()
     check_class(cls, stages=config.pipeline is not None)
@@ -112,7 +115,9 @@ def _load_sharded(
     if isinstance(kwargs.get("config"), PretrainedConfig):
         check_unquantized(kwargs["config"], f"the config given to {cls.__name__}.from_pretrained")
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
-    loading = loading_class(cls, lambda whole_model: resolve(whole_model, config, cls), stored=stored, new_head=True)
+    loading = loading_class(
+        cls, lambda whole_model: resolve(whole_model, config, cls, quantization), stored=stored, new_head=True
+    )
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
     elif folder is not None:
@@ -325,6 +330,9 @@ class _Loading:
         self.__class__ = self._cuboid_base
         del self.cuboid_part
         part.finish(self, lambda shard, _: shard.detach())
+        if part.plan.quantized is not None:
+            # What libraries ask of a model of transformers, before they prepare it for adapters.
+            self.is_loaded_in_4bit = True
         self.cuboid.state.save = save_sharded
         self.cuboid.state.made.code = CodeCheck(self.cuboid.base, self.config)
 

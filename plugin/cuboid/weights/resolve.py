@@ -16,6 +16,7 @@ from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.activation_checkpointing import check_checkpointing
 from cuboid.models.sharded.fp8 import check_fp8
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.quantization import Quantization, check_settings
 from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
@@ -43,13 +44,19 @@ def settle(
     return shape, settle_stages(model, config, shape, cls, world_size=world_size)
 
 
-def resolve(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel] | None = None) -> ModelPlan:
+def resolve(
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    cls: type[PreTrainedModel] | None = None,
+    quantization: Quantization | None = None,
+) -> ModelPlan:
     """Decide what becomes of a model on this rank; nothing is changed, and no weight is read.
 
     Args:
         model: the whole model, on any device, meta included.
         config: Cuboid's config.
         cls: the architecture's class, if the model's own class is derived from it.
+        quantization: how the model's linear layers are stored in 4 bits.
 
     Raises:
         UnsupportedModelError: the architecture isn't right on such a mesh or in such a pipeline, or can't be probed.
@@ -62,7 +69,7 @@ def resolve(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedMo
         check_loss_in_pipeline(model, kind_of_class(cls).ordinary_loss)
     shape, config = settle(model, config, cls, world_size=world_size)
     mesh = Mesh(shape, pipe=config.stages, placement=config.placement)
-    return _certified(model, config, cls, mesh, runs_here=True)
+    return _certified(model, config, cls, mesh, runs_here=True, quantization=quantization)
 
 
 def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: int | None) -> ModelPlan:
@@ -80,20 +87,30 @@ def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: 
 
 
 def _certified(
-    model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel], mesh: Mesh, *, runs_here: bool
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    cls: type[PreTrainedModel],
+    mesh: Mesh,
+    *,
+    runs_here: bool,
+    quantization: Quantization | None = None,
 ) -> ModelPlan:
     if config.activation_checkpointing is not None:
         check_checkpointing(model, cls, config.activation_checkpointing)
-    parallel = stages = None
+    parallel = stages = quantized = None
     # Stages of one rank each shard nothing, so architectures without rules for a mesh have them too.
-    if config.pipeline is None or mesh.shape.size > 1:
+    if config.pipeline is None or mesh.shape.size > 1 or quantization is not None:
         parallel = certified_plan(model, mesh.shape, cls, config.pipeline)
     if config.tensor_parallel.fp8 is not None:
         check_fp8(model, cls, config, parallel)
+    if quantization is not None:
+        assert parallel is not None, "made for quantised layers on any mesh"
+        check_settings(config)
+        quantized = quantization.layers_of(model, parallel)
     if config.pipeline is not None:
         choice = segment_choice(model, config, mesh, cls) if runs_here else None
         stages = plan_staging(model, config, mesh, cls, choice)
-    return ModelPlan(cls, config, mesh, parallel, stages)
+    return ModelPlan(cls, config, mesh, parallel, stages, quantized)
 
 
 def plan_of(sharded: PreTrainedModel, whole_model: PreTrainedModel) -> ModelPlan:

@@ -23,6 +23,7 @@ from cuboid.models.kinds.registry import kind_of
 from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
 from cuboid.models.sharded.fp8 import fp8_products
 from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.sharded.quantization import QuantizedLayers
 from cuboid.models.sharded.random_modules import ModelDraws, seed_random_modules
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScaledExperts
@@ -63,6 +64,7 @@ def parallelize_modules(
     config: TensorParallelConfig,
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
+    quantized: QuantizedLayers | None = None,
 ) -> tuple[LateSplit | ImageSplit | None, ModelDraws]:
     """Replace every module of the parallel plan and all dropouts, and adapt the sizes that attention modules read.
 
@@ -75,6 +77,7 @@ def parallelize_modules(
         config: when to gather weights, and how to reduce gradients.
         shard_of: see :data:`ShardOf`.
         stages: on a pipeline rank, the layers' names of each of its stages; the stages run separately.
+        quantized: the layers whose weights are stored in 4 bits.
 
     Returns:
         The hooks that split activations at the first layer, None if the embedding splits them; and what the model's own
@@ -95,12 +98,18 @@ def parallelize_modules(
         if role.kind == "per head":
             shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, specs=parallel_plan.specs[name])
             continue
+        four_bits = None
+        if quantized is not None and name in quantized.names:
+            spec = parallel_plan.specs[name]["weight"]
+            parameters["weight"], four_bits = quantized.pack(parameters["weight"], spec, mesh)
         new: nn.Module
         if role.norm is not None and role.heads is not None:
             new = _norm_over_heads(role, parameters["weight"], parallel_plan, name, mesh)
         else:
             new = _build(old, role, parameters, parallel_plan.specs[name], mesh)
         if isinstance(new, ShardedLinear):
+            if four_bits is not None:
+                new.sharded_params["weight"].store_in(four_bits)
             product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
             product = replace(product, is_fp8=name in in_fp8)
             new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)

@@ -39,6 +39,7 @@ from cuboid.models.sharded.customizations import AsSharded, guard_hooks, is_of_f
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
+from cuboid.models.sharded.quantization import QuantizedLayers
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 from cuboid.tensor3d.running_forward import begin_forward, end_forward
@@ -119,7 +120,12 @@ class ShardedBaseWithImages(ComputesFeatures, ShardedBase):
 
 
 def shard_modules(
-    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+    model: PreTrainedModel,
+    parallel_plan: ParallelPlan,
+    mesh: Mesh,
+    config: TensorParallelConfig,
+    shard_of: ShardOf,
+    quantized: QuantizedLayers | None = None,
 ) -> PreTrainedModel:
     """Shard a model over a mesh, in place.
 
@@ -129,6 +135,7 @@ def shard_modules(
         mesh: this rank's mesh.
         config: the tensor parallel settings.
         shard_of: see :data:`~cuboid.models.sharded.parallelize.ShardOf`.
+        quantized: the layers whose weights are stored in 4 bits.
     """
     shapes = {name: spec.shape for name, spec in parallel_plan.by_parameter.items()}
     kind = kind_of(type(model), model.config)
@@ -141,7 +148,7 @@ def shard_modules(
         shifts_labels=kind.is_causal,
     )
     whole_model = replace(whole_model, limits=limits)
-    late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
+    late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of, quantized=quantized)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
     named = [part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)]

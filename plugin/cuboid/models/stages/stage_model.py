@@ -26,6 +26,7 @@ from cuboid.models.sharded.customizations import AsSharded, guard_hooks
 from cuboid.models.sharded.fp8 import use_fp8
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
+from cuboid.models.sharded.quantization import QuantizedLayers
 from cuboid.models.sharded.random_modules import ModelDraws
 from cuboid.models.sharded.sharded_model import (
     ShardedModel,
@@ -230,7 +231,12 @@ def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
 
 
 def finish_stage(
-    model: PreTrainedModel, staging: Staging, mesh: Mesh, parallel_plan: ParallelPlan | None, shard_of: ShardOf
+    model: PreTrainedModel,
+    staging: Staging,
+    mesh: Mesh,
+    parallel_plan: ParallelPlan | None,
+    shard_of: ShardOf,
+    quantized: QuantizedLayers | None = None,
 ) -> PreTrainedModel:
     """Turn a cut model into a stage, in place: shard it, and install what runs its units.
 
@@ -239,13 +245,15 @@ def finish_stage(
         staging, mesh: this rank's.
         parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: returns the shard of a parameter.
+        quantized: the layers whose weights are stored in 4 bits.
     """
     plan = staging.plan
     late: LateSplit | None = None
     draws: ModelDraws | None = None
     if parallel_plan is not None:
         stages = [{plan.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in plan.cuts]
-        split, draws = parallelize_modules(model, parallel_plan, mesh, plan.config.tensor_parallel, shard_of, stages)
+        config = plan.config.tensor_parallel
+        split, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of, stages, quantized)
         # Image models are never cut into stages.
         late = split if isinstance(split, LateSplit) else None
         if plan.config.tensor_parallel.gradient_sync == "step":

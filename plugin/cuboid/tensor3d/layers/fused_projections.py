@@ -23,8 +23,8 @@ from cuboid.tensor3d.layers.late_gather import GatherPositions, LateGather
 from cuboid.tensor3d.layers.linear import (
     ShardedLinear,
     attach_results,
-    autocast_dtype,
     leave_weight_gradients,
+    product_dtype,
     take_results,
 )
 from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
@@ -129,8 +129,8 @@ class FusedProjections:
             shard = shard.unsqueeze(0)
         # A norm's output that isn't known yet is multiplied before it is.
         norm = shard.pending if type(shard) is LateNorm else None
-        dtype = autocast_dtype(shard) if norm is None else norm.dtype
         linear_op, operands = self._linear_op, []
+        dtype = product_dtype(shard, linear_op) if norm is None else norm.dtype
         for layer, product in zip(self.projections, linear_op.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
@@ -149,6 +149,9 @@ class FusedProjections:
             gathered, results = linear_op(shard.to(dtype), factors, returns_input=returns_input)
         else:
             gathered, results = None, linear_op.without_graph(norm, factors)
+        if linear_op.restored_dtype is not None:
+            results = [result.to(shard.dtype) for result in results]
+            gathered = None if gathered is None else gathered.to(shard.dtype)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for down_projection in self._down_projections:

@@ -76,7 +76,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
             places = product.output_reduce.rows(numbers, 0).squeeze(-1)
             height = param.spec.shard_shape(self.mesh.shape)[0]
             param.fp8 = Fp8Blocks(places, input_gather.pieces, param.along, height)
-        self._is_alone = self.mesh.shape.size == 1
+        self._is_alone = self.mesh.shape.size == 1 and param.four_bits is None
         self.next_backward: weakref.ref[Node] | None = None
 
     @property
@@ -119,12 +119,12 @@ class ShardedLinear(ShardedModule, nn.Linear):
             if self.product.is_fp8:
                 return rowwise.linear(x, weight, self.bias)
             return nn.functional.linear(x, weight, self.bias)
-        dtype = autocast_dtype(x)
+        dtype = product_dtype(x, self._linear_op)
         if self._linear_op.products[0] is not self.product:
             # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
             self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], next_backward=next_backward)
-        return result
+        return result if self._linear_op.restored_dtype is None else result.to(x.dtype)
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """This layer's weight and bias for a multiplication with an input of ``dtype``."""
@@ -137,11 +137,16 @@ class ShardedLinear(ShardedModule, nn.Linear):
         param = self.sharded_params["weight"]
         if param.optimizer_steps is not None:
             param.set_parameter(self.weight)
-        if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
+        if param.four_bits is None and weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Not the prefetched shard: autograd would cast its gradient while the reduce-scatter is still in flight.
             weight, deferred = (weight if deferred_weight else self.weight).to(dtype), None
         bias = None if self.bias is None else self.output_bias().to(dtype)
         return Operand(weight, deferred, bias, deferred_weight)
+
+    def weight_shard(self) -> torch.Tensor:
+        """The values of the rank's shard of the weight, which may be stored in 4 bits."""
+        four_bits = self.sharded_params["weight"].four_bits
+        return self.weight if four_bits is None else four_bits.block(self.weight.unsqueeze(0))
 
     def output_bias(self) -> torch.Tensor:
         """The bias, of the features that the rank's output has. There must be one."""
@@ -173,6 +178,23 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that a product's operands are cast to: autocast's where it is on, else the input's own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def product_dtype(x: torch.Tensor, linear_op: LinearOp) -> torch.dtype:
+    """:func:`autocast_dtype`, or that in which weights stored in 4 bits are multiplied.
+
+    Raises:
+        UnsupportedModelError: autocast would multiply in another one.
+    """
+    restored = linear_op.restored_dtype
+    if restored is None:
+        return autocast_dtype(x)
+    if torch.is_autocast_enabled(x.device.type) and autocast_dtype(x) != restored:
+        raise UnsupportedModelError(
+            f"weights of 4 bits are multiplied in {restored} (bnb_4bit_compute_dtype), and torch.autocast asks for "
+            f"{autocast_dtype(x)}: give both the same dtype, or leave autocast out"
+        )
+    return restored
 
 
 def attach_results(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:

@@ -130,7 +130,9 @@ class LinearOp:
         self.params = [product.weight for product in products]
         self.mesh = self.params[0].mesh
         #: Whether any weight is sharded over its ``fsdp_axes``: only then is anything unsharded or reduce-scattered.
-        self.is_sharded = any(param.ranks > 1 for param in self.params)
+        self.is_sharded = any(param.unshards for param in self.params)
+        #: The dtype that weights stored in 4 bits are restored in; None if all are stored as they are multiplied.
+        self.restored_dtype = next((param.four_bits.dtype for param in self.params if param.four_bits), None)
         self.has_fp8 = any(map(attrgetter("is_fp8"), products))
         self.is_fp8 = all(map(attrgetter("is_fp8"), products))
         #: Whether forward gathers the input in fp8. Backward gathers it as it is, for the weights' gradients.
@@ -190,7 +192,7 @@ class LinearOp:
     def without_graph(self, x: torch.Tensor | PendingNorm, operands: Sequence[Operand]) -> Sequence[torch.Tensor]:
         """The products' outputs, of whole positions. ``x`` may be the norm that the input is of."""
         weights = [operand.weight for operand in operands]
-        if not self.has_fp8 and self._few_tokens.takes(x):
+        if not self.has_fp8 and self.restored_dtype is None and self._few_tokens.takes(x):
             outs = self._few_tokens(x, weights)
         else:
             outs = self._of_unsharded(x.values() if isinstance(x, PendingNorm) else x, weights)
@@ -202,6 +204,8 @@ class LinearOp:
     def _of_unsharded(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.has_fp8:
             rowwise.check_dtypes(x, weights[0])
+        if self.restored_dtype is not None:
+            x = x.to(self.restored_dtype)
         # In fp8, products round their inputs, row by row and piece by piece, as if they came rounded.
         pieces = self.input_gather.start(x).wait()
         if self.is_sharded:
@@ -209,7 +213,7 @@ class LinearOp:
         columns = [(reduce, self.columns(weights, numbers)) for reduce, numbers in self.groups]
         outs = self.in_order([reduce.start(pieces, of_group) for reduce, of_group in columns])
         for param in self.params:
-            if param.ranks > 1:
+            if param.unshards:
                 param.reshard()
         return outs
 
@@ -241,7 +245,7 @@ class LinearOp:
     def block(self, weights: Sequence[torch.Tensor], number: int) -> Any:
         """A product's weight as ``[out, in]``, or in fp8 (see :class:`Fp8Blocks`); waits until it is unsharded."""
         product = self.products[number]
-        block = product.weight.unsharded() if product.weight.ranks > 1 else weights[number]
+        block = product.weight.unsharded() if product.weight.unshards else weights[number]
         return block if product.is_plain else product.out_in(block)
 
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:

@@ -23,6 +23,7 @@ from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_s
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.four_bits import FourBits
 from cuboid.tensor3d.sharding.fp8_blocks import BlockForm, Fp8Blocks, start_largest
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.kept_blocks import kept_blocks
@@ -81,8 +82,12 @@ class ShardedParam:
         self.mesh = mesh
         #: The ranks that the block is sharded over.
         self.along = mesh.along(*spec.fsdp_axes)
-        #: Shards per block. If it is 1, the shard is the block, and there is never a collective.
+        #: Shards per block. If it is 1, there is never a collective.
         self.ranks = self.along.size
+        #: Whether the block is another tensor than the shard.
+        self.unshards = self.ranks > 1
+        #: How a frozen weight's shard is stored in 4 bits; None if it has the weight's own elements.
+        self.four_bits: FourBits | None = None
         self.block_shape = spec.block_shape(mesh.shape)
         self._shard_shape = spec.shard_shape(mesh.shape)
         self.state = ShardedState.SHARDED
@@ -113,7 +118,7 @@ class ShardedParam:
         """Of another parameter with the same spec and settings, on the same mesh."""
         copied = ShardedParam(self.spec, self.mesh)
         copied.follow(self)
-        copied.fp8 = self.fp8
+        copied.fp8, copied.four_bits, copied.unshards = self.fp8, self.four_bits, self.unshards
         memo[id(self)] = copied
         return copied
 
@@ -121,6 +126,10 @@ class ShardedParam:
         """Unshard and reduce as another parameter of the model is set to; for one that came into the model later."""
         self.optimizer_steps, self.copies_of_step = other.optimizer_steps, other.copies_of_step
         self.gradient_reduce, self.gradient_sync = other.gradient_reduce, other.gradient_sync
+
+    def store_in(self, four_bits: FourBits) -> None:
+        """Set how the shards of the next calls are stored."""
+        self.four_bits, self.unshards = four_bits, True
 
     def set_parameter(self, parameter: torch.Tensor) -> None:
         """Set the model's own parameter, of which the shards of the next calls are views or casts."""
@@ -150,7 +159,7 @@ class ShardedParam:
 
     def needs_unshard(self, shard: torch.Tensor, form: BlockForm = BlockForm.WIDE) -> bool:
         """Whether an all-gather must be started. Discards a block of another dtype or form; reuses a valid copy."""
-        if self.ranks == 1:
+        if not self.unshards:
             return False
         if self.state is not ShardedState.SHARDED:
             # A block in its own dtype is right for each product.
@@ -185,7 +194,9 @@ class ShardedParam:
         assert self.state is not ShardedState.SHARDED, "not unsharded"
         if self._pending is not None:
             stacked = self._pending.wait()
-            if self.fp8 is None or self._form is BlockForm.WIDE:
+            if self.four_bits is not None:
+                self._block = self.four_bits.block(stacked)[: self.block_shape[0]]
+            elif self.fp8 is None or self._form is BlockForm.WIDE:
                 # The last shard may be padded: cut the block back to its own rows.
                 self._block = stacked.flatten(0, 1)[: self.block_shape[0]]
             elif self._form is BlockForm.ROWS:
@@ -209,7 +220,7 @@ class ShardedParam:
         With "weight_gather": "step", returns the block. As long as it is referred to, it stays unsharded for the
         backward, and in a pipeline for other forwards until then.
         """
-        if self.ranks == 1 or is_recomputing():
+        if not self.unshards or is_recomputing():
             # The backward of a recomputed forward follows at once, and uses the same block.
             return None
         block = self.unsharded()
@@ -243,7 +254,7 @@ class ShardedParam:
     @contextmanager
     def unshard(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
         """Unshard for the duration of a ``with`` statement."""
-        if self.ranks == 1:
+        if not self.unshards:
             yield shard.detach()
             return
         self.start_unshard(shard)
@@ -314,7 +325,7 @@ class _Unshard(torch.autograd.Function):
 
 def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """Differentiable unshard, for small parameters (norms, biases) whose block autograd may save."""
-    if param.ranks == 1:
+    if not param.unshards:
         return shard
     kept = kept_blocks()
     if kept is None or torch.is_grad_enabled():
@@ -492,7 +503,9 @@ def disable_reshard_after_forward(model: nn.Module) -> None:
     """Keep weights unsharded from a forward to its backward."""
     steps = OptimizerSteps()
     for param in _params_of(model):
-        param.optimizer_steps = steps
+        # What is stored in 4 bits isn't kept in more.
+        if param.four_bits is None:
+            param.optimizer_steps = steps
 
 
 def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:

@@ -1,0 +1,195 @@
+"""Frozen linear layers in 4 bits, by the ``quantization_config`` of ``from_pretrained``: which ones, and whether a model
+can have them (QLoRA).
+
+Which layers are quantised is transformers' own rule, and so are the values; see
+:mod:`cuboid.tensor3d.sharding.four_bits`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.axis_collectives import all_gather
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
+from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.requirements import check_version
+from cuboid.tensor3d.sharding.four_bits import BLOCK, FourBits
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
+
+_KEY = "quantization_config"
+#: Roles of linear layers that may be quantised.
+_KINDS = ("up", "down", "latent", "from latent")
+#: Scales that share one scale of their own, with double quantisation.
+_NESTED_BLOCK = 256
+_KEEP = "or keep it in 16 bits: name it in llm_int8_skip_modules"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model's linear layers are quantised.
+
+    Attributes:
+        values: the 16 values of an element: ``"nf4"`` or ``"fp4"``.
+        dtype: what weights are multiplied in.
+        nested: whether the scales are rounded too (``bnb_4bit_use_double_quant``).
+        skipped: patterns of the names of layers that stay as they are; None for transformers' own choice.
+    """
+
+    values: str
+    dtype: torch.dtype
+    nested: bool
+    skipped: tuple[str, ...] | None
+
+    def layers_of(self, model: PreTrainedModel, parallel_plan: ParallelPlan) -> QuantizedLayers:
+        """The layers to quantise.
+
+        Args:
+            model: the whole model, on any device, meta included.
+            parallel_plan: how it is sharded.
+
+        Raises:
+            UnsupportedModelError: one of them has no rule.
+            MeshError: the mesh cuts a row of one between elements that share a scale.
+        """
+        skipped = None if self.skipped is None else list(self.skipped)
+        kept = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+        names = []
+        for name, module in model.named_modules():
+            if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept):
+                self._check(name, module, parallel_plan)
+                names.append(name)
+        if not names:
+            raise UnsupportedModelError(
+                f"{_KEY}: {type(model).__name__} has no linear layer that transformers would quantise; leave it out"
+            )
+        return QuantizedLayers(frozenset(names), self)
+
+    @staticmethod
+    def _check(name: str, module: nn.Module, parallel_plan: ParallelPlan) -> None:
+        role = parallel_plan.roles.get(name)
+        if isinstance(module, Conv1D):
+            raise UnsupportedModelError(
+                f"{_KEY}: {name} stores its weight transposed (Conv1D), for which 4 bits have no rule on a mesh; leave "
+                f"{_KEY} out"
+            )
+        if role is None or role.kind not in _KINDS:
+            where = "the head" if role is not None and role.kind == "head" else "in a part that ranks compute whole"
+            raise UnsupportedModelError(
+                f"{_KEY}: {name} is {where}, for which 4 bits have no rule; leave {_KEY} out, {_KEEP}"
+            )
+        spec = parallel_plan.specs[name]["weight"]
+        width = spec.shard_shape(parallel_plan.mesh)[1]
+        if width % BLOCK:
+            raise MeshError(
+                f"{_KEY}: a rank's rows of {name} would have {width} of {spec.shape[1]} elements, and {BLOCK} "
+                f"neighbours share a scale: take a mesh that cuts rows into fewer parts (hidden those of query, key, "
+                f"value, gate and up, sequence those of output and down), {_KEEP}"
+            )
+
+
+@dataclass(frozen=True)
+class QuantizedLayers:
+    """A model's quantised layers.
+
+    Attributes:
+        names: of the layers, in the whole model.
+        quantization: how their weights are quantised.
+    """
+
+    names: frozenset[str]
+    quantization: Quantization
+
+    def pack(self, shard: nn.Parameter, spec: ShardingSpec, mesh: Mesh) -> tuple[nn.Parameter, FourBits]:
+        """Round a weight's shard; collective if scales are ``nested``."""
+        quantization = self.quantization
+        form = FourBits(quantization.values, quantization.dtype, spec.shard_shape(mesh.shape))
+        with torch.no_grad():
+            packed = form.pack(shard.detach())
+            if quantization.nested:
+                scales = form.scales(packed)
+                scales.copy_(_nested(scales, spec, mesh))
+        return nn.Parameter(packed, requires_grad=False), form
+
+
+def _nested(scales: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
+    """A shard's scales, rounded as those of the whole weight are; collective."""
+    bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")
+    of_scales = ShardingSpec((spec.shape[0], spec.shape[1] // BLOCK), spec.tp_axes, spec.parts, spec.ragged)
+    whole_scales = scales.new_empty(of_scales.shape)
+    mesh.connect()
+    for rank, piece in zip(mesh.mesh_ranks, all_gather(scales.contiguous(), mesh.along(*AXES)), strict=True):
+        put_shard(whole_scales, piece, of_scales, mesh.shape, mesh.topology.coordinate(rank))
+    flat = whole_scales.flatten()
+    mean = flat.mean()
+    rounded, state = bitsandbytes.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK)
+    restored = bitsandbytes.dequantize_blockwise(rounded, state) + mean
+    return take_shard(restored.view(of_scales.shape), of_scales, mesh)
+
+
+def check_settings(config: CuboidConfig) -> None:
+    """Check that a config's settings go with quantised layers.
+
+    Raises:
+        ConfigError: names the key that doesn't.
+    """
+    for key, is_set in (("compile", config.tensor_parallel.compile), ("fp8", config.tensor_parallel.fp8 is not None)):
+        if is_set:
+            raise ConfigError(
+                f"tensor_parallel.{key} has no rule for weights of 4 bits ({_KEY} of from_pretrained); leave one of "
+                "the two out"
+            )
+
+
+def quantization_of(value: Any) -> Quantization:
+    """What a ``quantization_config`` of ``from_pretrained`` asks for.
+
+    Raises:
+        UnsupportedModelError: there is no rule for it.
+        ImportError: bitsandbytes is missing or too old.
+    """
+    if isinstance(value, dict):
+        value = _from_dict(value)
+    if not isinstance(value, BitsAndBytesConfig):
+        method = getattr(value, "quant_method", type(value).__name__)
+        raise UnsupportedModelError(
+            f"{_KEY} has quant_method {getattr(method, 'value', method)!r}, for which there is no rule on a mesh or in "
+            "a pipeline; take BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)"
+        )
+    for name, is_asked, why in (
+        ("load_in_8bit", value.load_in_8bit, "it rounds whole inputs, of which a rank has a part; take load_in_4bit"),
+        ("llm_int8_enable_fp32_cpu_offload", value.llm_int8_enable_fp32_cpu_offload, "layers aren't moved; leave it out"),
+    ):
+        if is_asked:
+            raise UnsupportedModelError(f"{_KEY}.{name} has no rule on a mesh or in a pipeline: {why}")
+    if not value.load_in_4bit:
+        raise UnsupportedModelError(f"{_KEY} says neither load_in_4bit nor load_in_8bit; leave it out")
+    check_version("bitsandbytes")
+    # Its operators are found by torch once it is imported.
+    importlib.import_module("bitsandbytes")
+    skipped = value.llm_int8_skip_modules
+    return Quantization(
+        value.bnb_4bit_quant_type,
+        value.bnb_4bit_compute_dtype,
+        value.bnb_4bit_use_double_quant,
+        None if skipped is None else tuple(skipped),
+    )
+
+
+def _from_dict(value: dict[str, Any]) -> Any:
+    if value.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        raise UnsupportedModelError(
+            f"{_KEY} has quant_method {value['quant_method']!r}, for which there is no rule on a mesh or in a pipeline"
+        )
+    return BitsAndBytesConfig.from_dict(value)
