@@ -52,6 +52,7 @@ from cuboid.weights.read_once import load_once
 from cuboid.weights.resolve import plan_of, resolve
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
+from cuboid.weights.state_dict_map import check_has_whole_tensors
 
 #: Arguments of ``from_pretrained`` that place or transform weights in ways that contradict sharded loading.
 _INCOMPATIBLE = (
@@ -164,6 +165,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the checkpoint is of another architecture, or lacks a parameter.
     """
+    check_has_whole_tensors(model)
     check_model_folder(Path(folder))
     config = model_config(Path(folder))
     if config.model_type != model.config.model_type:

@@ -27,7 +27,7 @@ from cuboid.optim.grad_buffer import gradient_of
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
 from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_auxiliary_files
-from cuboid.weights.state_dict_map import model_items, sharding_specs
+from cuboid.weights.state_dict_map import check_has_whole_tensors, model_items, sharding_specs
 
 _ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -39,6 +39,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     must call it.
     """
     inner = unwrap(model)
+    check_has_whole_tensors(inner)
     state = local_state(inner)
     tensors = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
     return _gather_full(inner, tensors, torch.Tensor.detach)

@@ -14,6 +14,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.checkpoint.metadata import ShardedTensor, ShardRange
 from cuboid.checkpoint.save_plan import WriteItem
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -27,6 +28,20 @@ def sharding_specs(model: nn.Module) -> dict[str, ShardingSpec]:
         if isinstance(module, ShardedModule)
         for name, param in module.sharded_params.items()
     }
+
+
+def check_has_whole_tensors(model: nn.Module) -> None:
+    """Check that a model's weights can be put together to whole ones.
+
+    Raises:
+        UnsupportedModelError: they are stored in 4 bits.
+    """
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise UnsupportedModelError(
+            f"the weights of {type(model).__name__} are stored in 4 bits (quantization_config), and no whole ones are "
+            "made of them: save the adapter, by save_pretrained of PEFT's model, and load it beside the checkpoint that "
+            "the model came from, or merge it there"
+        )
 
 
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -74,6 +89,7 @@ def sharded_tensor(
 def model_items(model: nn.Module) -> list[WriteItem]:
     """The weights and persistent buffers of a model or a stage, for the files in a checkpoint's own folder."""
     inner: Any = unwrap(model)
+    check_has_whole_tensors(inner)
     parameters = counted_here(inner)
     buffers = {
         name: value

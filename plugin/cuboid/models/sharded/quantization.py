@@ -169,7 +169,11 @@ def quantization_of(value: Any) -> Quantization:
         )
     for name, is_asked, why in (
         ("load_in_8bit", value.load_in_8bit, "it rounds whole inputs, of which a rank has a part; take load_in_4bit"),
-        ("llm_int8_enable_fp32_cpu_offload", value.llm_int8_enable_fp32_cpu_offload, "layers aren't moved; leave it out"),
+        (
+            "llm_int8_enable_fp32_cpu_offload",
+            value.llm_int8_enable_fp32_cpu_offload,
+            "layers aren't moved; leave it out",
+        ),
     ):
         if is_asked:
             raise UnsupportedModelError(f"{_KEY}.{name} has no rule on a mesh or in a pipeline: {why}")

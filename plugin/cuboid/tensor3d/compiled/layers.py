@@ -328,6 +328,8 @@ def _obstacle(module: nn.Module, *, has_blocks: bool) -> str | None:
         return f"{name} draws random numbers, for which graphs have no seeds of a mesh"
     if draws_in_common(module):
         return f"{name} drops the same elements on several ranks, for which graphs have no seeds"
+    if isinstance(module, ShardedModule) and any(p.four_bits for p in module.sharded_params.values()):
+        return f"{name} has a weight of 4 bits, which has no form in a graph"
     is_sharded = isinstance(module, ShardedModule) and any(p.ranks > 1 for p in module.sharded_params.values())
     return f"{name} is in a layer whose weights aren't unsharded ahead" if is_sharded and not has_blocks else None
 

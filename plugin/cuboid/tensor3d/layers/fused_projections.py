@@ -149,9 +149,6 @@ class FusedProjections:
             gathered, results = linear_op(shard.to(dtype), factors, returns_input=returns_input)
         else:
             gathered, results = None, linear_op.without_graph(norm, factors)
-        if linear_op.restored_dtype is not None:
-            results = [result.to(shard.dtype) for result in results]
-            gathered = None if gathered is None else gathered.to(shard.dtype)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for down_projection in self._down_projections:
@@ -161,11 +158,13 @@ class FusedProjections:
         if is_cut and linear_op.gathers_fp8 and isinstance(linear_op.input_gather, GatherSequence):
             full = LateGather.of(shard, linear_op.input_gather.along)
         elif gathered is not None:
-            full = gathered
+            full = gathered if linear_op.restored_dtype is None else gathered.to(shard.dtype)
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         if products is not None:
-            results = products.attach(full, shard, results)
+            results = products.attach(full, shard.to(dtype), results)
+        if linear_op.restored_dtype is not None:
+            results = [result.to(shard.dtype) for result in results]
         attach_results(full, self.projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 

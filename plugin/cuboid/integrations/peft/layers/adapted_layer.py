@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class AdaptedLayer:
@@ -37,8 +38,9 @@ class AdaptedLayer:
         """As PEFT's method.
 
         Raises:
-            UnsupportedModelError: the weight is tied.
+            UnsupportedModelError: the weight is tied, or stored in 4 bits.
         """
+        check_mergeable(self)
         if self.tied_to is not None:
             raise UnsupportedModelError(
                 f"this adapter's layer shares its weight with {self.tied_to} (config.tie_word_embeddings), whose "
@@ -47,6 +49,21 @@ class AdaptedLayer:
             )
         parent: Any = super()
         parent.merge(safe_merge, adapter_names)
+
+
+def check_mergeable(layer: Any) -> None:
+    """Check that an adapter can be merged into its layer's weight.
+
+    Raises:
+        UnsupportedModelError: it is stored in 4 bits.
+    """
+    base = layer.get_base_layer()
+    params = base.sharded_params.values() if isinstance(base, ShardedModule) else ()
+    if any(param.four_bits is not None for param in params):
+        raise UnsupportedModelError(
+            "this adapter's layer has a weight of 4 bits (quantization_config), which would be rounded again: save the "
+            "adapter, load the checkpoint without quantization_config, and merge it there"
+        )
 
 
 def check_finite(update: torch.Tensor, adapter: str) -> None:

@@ -9,7 +9,7 @@ from peft.tuners import ia3
 from peft.tuners.ia3 import IA3Config
 from peft.tuners.tuners_utils import check_adapters_to_merge
 
-from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer, check_finite
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer, check_finite, check_mergeable
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.scaling import input_spec, output_spec
 from cuboid.tensor3d.sharding.full_params import whole_parameter
@@ -63,6 +63,7 @@ class ShardedIA3Linear(AdaptedLayer, ia3.Linear):
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Multiply the weight's shard, and the bias's, with vectors; collective. See PEFT's ``Linear.merge``."""
+        check_mergeable(self)
         for name in check_adapters_to_merge(self, adapter_names):
             if name in self.ia3_l:
                 vector = self._whole_vector(name)
