@@ -39,8 +39,8 @@ def check_has_whole_tensors(model: nn.Module) -> None:
     if getattr(model, "is_loaded_in_4bit", False):
         raise UnsupportedModelError(
             f"the weights of {type(model).__name__} are stored in 4 bits (quantization_config), and no whole ones are "
-            "made of them: save the adapter, by save_pretrained of PEFT's model, and load it beside the checkpoint that "
-            "the model came from, or merge it there"
+            "made of them: save the adapter, by save_pretrained of PEFT's model, and load it beside the checkpoint "
+            "that the model came from"
         )
 
 

@@ -1,8 +1,7 @@
-"""Frozen linear layers in 4 bits, by the ``quantization_config`` of ``from_pretrained``: which ones, and whether a model
-can have them (QLoRA).
+"""Frozen linear layers in 4 bits (QLoRA), by the ``quantization_config`` of ``from_pretrained``: which layers they are,
+by transformers' own rule, and whether a model can have them.
 
-Which layers are quantised is transformers' own rule, and so are the values; see
-:mod:`cuboid.tensor3d.sharding.four_bits`.
+Their weights have the values that bitsandbytes gives whole ones; :mod:`cuboid.tensor3d.sharding.four_bits` stores them.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ _KEY = "quantization_config"
 _KINDS = ("up", "down", "latent", "from latent")
 #: Scales that share one scale of their own, with double quantisation.
 _NESTED_BLOCK = 256
+#: In which weights can be restored.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEEP = "or keep it in 16 bits: name it in llm_int8_skip_modules"
 
 
@@ -167,18 +168,19 @@ def quantization_of(value: Any) -> Quantization:
             f"{_KEY} has quant_method {getattr(method, 'value', method)!r}, for which there is no rule on a mesh or in "
             "a pipeline; take BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)"
         )
-    for name, is_asked, why in (
-        ("load_in_8bit", value.load_in_8bit, "it rounds whole inputs, of which a rank has a part; take load_in_4bit"),
-        (
-            "llm_int8_enable_fp32_cpu_offload",
-            value.llm_int8_enable_fp32_cpu_offload,
-            "layers aren't moved; leave it out",
-        ),
+    for name, why in (
+        ("load_in_8bit", "it rounds whole inputs, of which a rank has a part; take load_in_4bit"),
+        ("llm_int8_enable_fp32_cpu_offload", "layers aren't moved to the host; leave it out"),
     ):
-        if is_asked:
+        if getattr(value, name, False):
             raise UnsupportedModelError(f"{_KEY}.{name} has no rule on a mesh or in a pipeline: {why}")
     if not value.load_in_4bit:
         raise UnsupportedModelError(f"{_KEY} says neither load_in_4bit nor load_in_8bit; leave it out")
+    if value.bnb_4bit_compute_dtype not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{_KEY}.bnb_4bit_compute_dtype is {value.bnb_4bit_compute_dtype}, in which bitsandbytes restores no "
+            "weights; take torch.bfloat16, torch.float16 or torch.float32"
+        )
     check_version("bitsandbytes")
     # Its operators are found by torch once it is imported.
     importlib.import_module("bitsandbytes")

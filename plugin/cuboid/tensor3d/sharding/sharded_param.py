@@ -421,11 +421,6 @@ def take_whole(module: ShardedModule, state: dict[str, Any], prefix: str, *_: An
         if isinstance(value, torch.Tensor) and module.is_transposed:
             value = value.t()
         if isinstance(value, torch.Tensor) and tuple(value.shape) == param.spec.shape:
-            if param.four_bits is not None:
-                raise UnsupportedModelError(
-                    f"load_state_dict: {prefix}{name} is stored in 4 bits (quantization_config), into which no whole "
-                    "weight is loaded; load the adapter's tensors alone, or the checkpoint by from_pretrained"
-                )
             state[f"{prefix}{name}"] = take_shard(value, param.spec, module.mesh)
 
 
