@@ -4,8 +4,10 @@ import functools
 import re
 import tempfile
 
+import deepspeed
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -22,11 +24,13 @@ from cuboid.errors import ConfigError, CuboidError, MeshError, UnsupportedModelE
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights.state_dict_map import sharding_specs
 from threaded import ThreadWorld
+from training import _batches, ranks_of, settings, train
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes isn't installed")
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
+STEPS = 3
 #: Weights of 256 and 512 in features, each row of which has 4 or 8 scales.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -62,13 +66,14 @@ def adapter(options):
     """An adapter's folder, as plain PEFT saves it."""
     torch.manual_seed(7)
     asked = dict(options)
+    vocabulary = asked.pop("vocabulary", 96)
     if asked.pop("ia3", False):
         config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     else:
         asked = {"r": 3, "lora_alpha": 6, "init_lora_weights": False, "target_modules": "all-linear", **asked}
         config = LoraConfig(task_type="CAUSAL_LM", **asked)
     folder = tempfile.mkdtemp(prefix="adapter")
-    model = get_peft_model(small(), config)
+    model = get_peft_model(small(vocab_size=vocabulary), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "ia3" in name:
@@ -237,6 +242,78 @@ def test_a_mesh_that_cuts_between_elements_of_one_scale_is_refused(tmp_path):
             cuboid.from_pretrained(str(tmp_path), config, quantization_config=four_bits())
 
     ThreadWorld().run(4, run)
+
+
+def config_of(mesh, stages, schedule=None):
+    config = settings(mesh, stages, zero=1, learning_rate=1e-2, pipeline={"schedule": schedule} if schedule else {})
+    del config["scheduler"]
+    # Large, so that an update doesn't depend on the rounding of a gradient that is about zero.
+    config["optimizer"]["params"]["eps"] = 1e-4
+    return config
+
+
+NESTED = functools.partial(four_bits, bnb_4bit_use_double_quant=True)
+
+
+def engine_of(path, folder, config):
+    model = cuboid.from_pretrained(path, config, dtype=torch.float32, quantization_config=NESTED())
+    model = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+def trained_sharded(path, folder, config, other, root):
+    """Losses of four steps, the last of which is from a checkpoint, on another layout."""
+    engine = engine_of(path, folder, config)
+    losses = train(engine, STEPS)
+    engine.save_checkpoint(root)
+    engine.module.save_pretrained(f"{root}/adapter")
+    again = engine_of(path, folder, other)
+    again.load_checkpoint(root)
+    return losses + train(again, 1, skip=STEPS), float(engine.get_global_grad_norm())
+
+
+def trained_plain(path, folder):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=NESTED()).train()
+    model = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    batches, losses = _batches(0, 1), []
+    for step in range(STEPS + 1):
+        losses.append(0.0)
+        for _ in range(2):
+            loss = model(**next(batches)).loss / 2
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        if step < STEPS:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norm, {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        (("1x1x1", 2, "zero_bubble"), ("1x2x1", None)),
+        (("1x1x2", None), ("1x1x1", 2)),
+        (("1x2x1", 2), ("2x1x2", None)),
+    ],
+)
+def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(pool, tmp_path, layout, other):
+    path, folder = tmp_path / "start", adapter((("init_lora_weights", False), ("vocabulary", 131)))
+    small(vocab_size=131).save_pretrained(path)
+    config, resumed = config_of(*layout), config_of(*other)
+    arguments = str(path), folder, config, resumed, str(tmp_path / "out")
+    results = pool.run(ranks_of(config), trained_sharded, *arguments, timeout_s=120.0)
+    losses, norm, state = trained_plain(str(path), folder)
+    for rank_losses, rank_norm in results:
+        assert rank_losses == pytest.approx(losses, rel=5e-6)
+        assert rank_norm == pytest.approx(norm, rel=1e-4)
+    saved = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
+    for name, value in state.items():
+        torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_transposed_weights_are_refused(tmp_path):

@@ -107,6 +107,7 @@ def _certified(
         assert parallel is not None, "made for quantised layers on any mesh"
         check_settings(config)
         quantized = quantization.layers_of(model, parallel)
+        quantization.connect(mesh)
     if config.pipeline is not None:
         choice = segment_choice(model, config, mesh, cls) if runs_here else None
         stages = plan_staging(model, config, mesh, cls, choice)

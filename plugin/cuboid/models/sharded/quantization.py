@@ -77,6 +77,22 @@ class Quantization:
             )
         return QuantizedLayers(frozenset(names), self)
 
+    def connect(self, mesh: Mesh) -> None:
+        """Connect the ranks if that is needed to quantise; every rank of the world calls it.
+
+        Raises:
+            MeshError: ``torch.distributed`` isn't initialised.
+        """
+        if self.nested:
+            try:
+                mesh.connect()
+            except MeshError as error:
+                raise MeshError(
+                    f"{_KEY}.bnb_4bit_use_double_quant rounds the scales of whole weights, which ranks gather while "
+                    f"they load: {error}. Call deepspeed.init_distributed() before from_pretrained (a "
+                    "TrainingArguments does), or leave it out"
+                ) from error
+
     @staticmethod
     def _check(name: str, module: nn.Module, parallel_plan: ParallelPlan) -> None:
         role = parallel_plan.roles.get(name)
