@@ -61,11 +61,13 @@ setup(
     ],
     extras_require={
         "lora": [f"peft{OPTIONAL['peft']}"],
+        "qlora": [f"{package}{OPTIONAL[package]}" for package in ("peft", "bitsandbytes")],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             f"peft{OPTIONAL['peft']}",
+            f"bitsandbytes{OPTIONAL['bitsandbytes']}",
             "ruff>=0.12",
             "import-linter>=2.6",
             "mypy>=1.15",

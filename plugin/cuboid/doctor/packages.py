@@ -15,7 +15,7 @@ from cuboid.requirements import OPTIONAL, PYTHON, RANGES, TESTED_PYTHON, check_v
 
 #: For all imports together; a few seconds on an idle machine, and much longer from a cold network file system.
 _PATIENCE_S = 180.0
-_USED_FOR = {"peft": "LoRA", "colossalai": "ColossalAI's Booster"}
+_USED_FOR = {"peft": "LoRA", "colossalai": "ColossalAI's Booster", "bitsandbytes": "QLoRA"}
 
 
 class Installation:
