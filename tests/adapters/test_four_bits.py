@@ -113,14 +113,14 @@ def on_mesh(path, mesh, asked, options=None, dtype=torch.float32, prepare=None, 
         packed = sum(x.nbytes for x in inner.parameters() if x.dtype == torch.uint8)
         return loss, gradients(model), sharding_specs(inner), cuboid.mesh_of(inner), packed
 
-    losses, whole, packed = [], {}, []
+    losses, whole_gradients, packed = [], {}, []
     for loss, parts, specs, place, count in ThreadWorld().run(MeshShape.parse(mesh).size, run):
         losses.append(loss)
         packed.append(count)
         for name, part in parts.items():
-            full = whole.setdefault(name, part.new_zeros(specs[name].shape))
+            full = whole_gradients.setdefault(name, part.new_zeros(specs[name].shape))
             put_shard(full, part, specs[name], place.shape, place.coordinate)
-    return losses, whole, packed
+    return losses, whole_gradients, packed
 
 
 def plain(path, asked, options=None, dtype=torch.float32, prepare=None):
@@ -151,9 +151,9 @@ CASES = [
 def test_the_loss_and_every_gradient_are_those_of_plain_transformers(start, mesh, options, quantised):
     asked = functools.partial(four_bits, **quantised)
     expected_loss, expected = plain(start, asked, options)
-    losses, whole, packed = on_mesh(start, mesh, asked, options)
+    losses, gathered, packed = on_mesh(start, mesh, asked, options)
     assert losses == pytest.approx([expected_loss] * len(losses), rel=1e-6)
-    assert apart(whole, expected) < 2e-5
+    assert apart(gathered, expected) < 2e-5
     if quantised.get("llm_int8_skip_modules") is None and not mesh.startswith("3"):
         elements = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512)
         # Half a byte each, and four bytes for every 64.
@@ -178,9 +178,9 @@ def test_in_16_bits_gradients_are_as_near_to_float32_as_plain_ones(start, mesh, 
     asked = functools.partial(four_bits, compute)
     _, exact = plain(start, four_bits)
     _, of_plain = plain(start, asked, dtype=dtype, prepare=prepare)
-    losses, whole, _ = on_mesh(start, mesh, asked, dtype=dtype, prepare=prepare)
+    losses, gathered, _ = on_mesh(start, mesh, asked, dtype=dtype, prepare=prepare)
     assert len(set(losses)) == 1
-    assert apart(whole, exact) < 1.5 * apart(of_plain, exact)
+    assert apart(gathered, exact) < 1.5 * apart(of_plain, exact)
 
 
 def test_greedy_tokens_are_those_of_plain_transformers(start):
@@ -329,9 +329,9 @@ def test_transposed_weights_are_refused(tmp_path):
 def test_what_would_round_again_or_needs_whole_weights_is_refused(start):
     config = {"tensor_parallel": mesh_section("1x1x1")}
     model = cuboid.from_pretrained(start, config, dtype=torch.float32, quantization_config=four_bits())
-    for whole in (cuboid.full_state_dict, lambda model: cuboid.save_pretrained(model, "nowhere")):
+    for save in (cuboid.full_state_dict, lambda model: cuboid.save_pretrained(model, "nowhere")):
         with pytest.raises(UnsupportedModelError, match=r"stored in 4 bits .* save the adapter"):
-            whole(model)
+            save(model)
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(CuboidError, match=re.escape("torch.float32 (bnb_4bit_compute_dtype), and torch.autocast")),

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoConfig, BitsAndBytesConfig, FineGrainedFP8Config, LlamaForCausalLM
 
 import cuboid
 from comparing import mesh_section
@@ -56,10 +56,17 @@ def test_a_quantised_checkpoint_is_refused_by_its_file(start, tmp_path, method, 
         cuboid.shard(model, config)
 
 
-@pytest.mark.parametrize("asked", [{"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, {"load_in_4bit": 1}])
-def test_quantising_while_loading_is_refused_by_the_key(start, asked):
-    (key,) = asked
-    with pytest.raises(UnsupportedModelError, match=rf"^from_pretrained\({key}=…\) can't be combined .* of 16 bits"):
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, r"^quantization_config\.load_in_8bit has no"),
+        ({"quantization_config": FineGrainedFP8Config()}, "^quantization_config has quant_method 'fp8'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "^quantization_config has quant_method 'gptq'"),
+        ({"load_in_4bit": 1}, r"^from_pretrained\(load_in_4bit=…\) can't .*=BitsAndBytesConfig"),
+    ],
+)
+def test_quantising_while_loading_is_refused_by_the_key(start, asked, said):
+    with pytest.raises(UnsupportedModelError, match=said):
         cuboid.from_pretrained(start, CONFIG, **asked)
 
 

@@ -23,8 +23,9 @@ from cuboid.tensor3d.layers.late_gather import GatherPositions, LateGather
 from cuboid.tensor3d.layers.linear import (
     ShardedLinear,
     attach_results,
+    autocast_dtype,
+    checked_dtype,
     leave_weight_gradients,
-    product_dtype,
     take_results,
 )
 from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
@@ -130,7 +131,11 @@ class FusedProjections:
         # A norm's output that isn't known yet is multiplied before it is.
         norm = shard.pending if type(shard) is LateNorm else None
         linear_op, operands = self._linear_op, []
-        dtype = product_dtype(shard, linear_op) if norm is None else norm.dtype
+        restored = linear_op.restored_dtype
+        if norm is not None:
+            dtype = norm.dtype
+        else:
+            dtype = autocast_dtype(shard) if restored is None else checked_dtype(shard, restored)
         for layer, product in zip(self.projections, linear_op.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
@@ -158,12 +163,12 @@ class FusedProjections:
         if is_cut and linear_op.gathers_fp8 and isinstance(linear_op.input_gather, GatherSequence):
             full = LateGather.of(shard, linear_op.input_gather.along)
         elif gathered is not None:
-            full = gathered if linear_op.restored_dtype is None else gathered.to(shard.dtype)
+            full = gathered if restored is None else gathered.to(shard.dtype)
             # What low-rank updates of the projections take: they gather their own few features.
             full.cuboid_shard = shard  # type: ignore[attr-defined]
         if products is not None:
             results = products.attach(full, shard.to(dtype), results)
-        if linear_op.restored_dtype is not None:
+        if restored is not None:
             results = [result.to(shard.dtype) for result in results]
         attach_results(full, self.projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})

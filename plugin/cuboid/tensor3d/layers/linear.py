@@ -119,12 +119,13 @@ class ShardedLinear(ShardedModule, nn.Linear):
             if self.product.is_fp8:
                 return rowwise.linear(x, weight, self.bias)
             return nn.functional.linear(x, weight, self.bias)
-        dtype = product_dtype(x, self._linear_op)
+        restored = self._linear_op.restored_dtype
+        dtype = autocast_dtype(x) if restored is None else checked_dtype(x, restored)
         if self._linear_op.products[0] is not self.product:
             # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
             self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], next_backward=next_backward)
-        return result if self._linear_op.restored_dtype is None else result.to(x.dtype)
+        return result if restored is None else result.to(x.dtype)
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """This layer's weight and bias for a multiplication with an input of ``dtype``."""
@@ -180,15 +181,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def product_dtype(x: torch.Tensor, linear_op: LinearOp) -> torch.dtype:
-    """:func:`autocast_dtype`, or that in which weights stored in 4 bits are multiplied.
+def checked_dtype(x: torch.Tensor, restored: torch.dtype) -> torch.dtype:
+    """The dtype that weights stored in 4 bits are restored and multiplied in.
 
     Raises:
         UnsupportedModelError: autocast would multiply in another one.
     """
-    restored = linear_op.restored_dtype
-    if restored is None:
-        return autocast_dtype(x)
     if torch.is_autocast_enabled(x.device.type) and autocast_dtype(x) != restored:
         raise UnsupportedModelError(
             f"weights of 4 bits are multiplied in {restored} (bnb_4bit_compute_dtype), and torch.autocast asks for "
