@@ -69,12 +69,12 @@ def _add_weighted_adapter(original: Any) -> Any:
 def _enable_peft_forward_hooks(original: Any) -> Any:
     @functools.wraps(original)
     def enable_peft_forward_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(unwrap(self), ShardedModel) and kwargs.get("adapter_names") is not None:
-            raise UnsupportedModelError(
-                "adapter_names: in a sharded model, all rows of a micro-batch have the same adapters; give the rows of "
-                "each adapter in a micro-batch of their own, after set_adapter"
-            )
-        return original(self, *args, **kwargs)
+        adapter_names = kwargs.get("adapter_names")
+        if not isinstance(unwrap(self), ShardedModel) or adapter_names is None or not self.has_active_enabled_adapter:
+            return original(self, *args, **kwargs)
+        from cuboid.integrations.peft.row_adapters import by_rows
+
+        return by_rows(self, adapter_names, kwargs.get("num_beams"))
 
     return enable_peft_forward_hooks
 
@@ -295,7 +295,7 @@ _PATCHES = [
     Patch(
         target="peft.peft_model:PeftModel._enable_peft_forward_hooks",
         package="peft",
-        reason="say that the rows of a micro-batch have the same adapters",
+        reason="give the rows of a micro-batch different adapters",
         parameters=(),
         replace=_enable_peft_forward_hooks,
     ),

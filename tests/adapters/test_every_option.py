@@ -258,16 +258,11 @@ def test_combined_ones_of_stages_too():
     staged.ranks.run(updates)
 
 
-def test_combinations_and_rows_without_a_rule_are_refused_by_name():
+def test_combinations_without_a_rule_are_refused_by_name():
     threaded = Adapted(built("llama", kv_heads=2), "1x2x1")
     threaded.run(with_other(DENSE, 3))
     counts = threaded.run(lambda peft_model: len(peft_model.peft_config))
     for rank_model in threaded.models:
         with pytest.raises(UnsupportedModelError, match=r"'dare_linear'.* prunes at random"):
             mixed("dare_linear", {"density": 0.5})(rank_model)
-        for adapter_names in (["default", "other"] * 2, ["__base__"] * 4):
-            with pytest.raises(UnsupportedModelError, match=r"adapter_names: .* the same adapters"):
-                rank_model(**batch(), adapter_names=adapter_names)
-            with pytest.raises(UnsupportedModelError, match=r"adapter_names: .* the same adapters"):
-                rank_model.generate(input_ids=batch()["input_ids"], adapter_names=adapter_names)
     assert threaded.run(lambda peft_model: len(peft_model.peft_config)) == counts

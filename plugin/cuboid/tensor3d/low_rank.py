@@ -170,11 +170,11 @@ class FactorB(ShardedModule, nn.Linear):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         """See the table in :mod:`cuboid.tensor3d.low_rank`."""
-        return nn.functional.linear(z, *self._own_rows())
+        return nn.functional.linear(z, *self.own_rows())
 
     def added(self, total: torch.Tensor, z: torch.Tensor, scaling: float) -> torch.Tensor:
         """``total``, the rank's part of the layer's output, with the update of ``z`` times ``scaling``."""
-        weight, bias = self._own_rows()
+        weight, bias = self.own_rows()
         # With several dtypes, or autocast, which casts here, it is rounded where plain PEFT's is.
         if bias is not None or not z.dtype == weight.dtype == total.dtype:
             return total + nn.functional.linear(z, weight, bias) * scaling
@@ -182,7 +182,8 @@ class FactorB(ShardedModule, nn.Linear):
         sums = torch.addmm(total.flatten(0, -2), z.flatten(0, -2), weight.t(), alpha=scaling)
         return sums.view(total.shape)
 
-    def _own_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def own_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of B, and the elements of its bias, of the out features that the rank's output has."""
         weight, bias = self._blocks()
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]

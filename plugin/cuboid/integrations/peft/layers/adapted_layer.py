@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of a micro-batch's rows.
+
+    Attributes:
+        names: of all rows' adapters, each once, in an order that is the same on all ranks.
+        masks: by these, which of the rank's rows have them, ``[B/b, 1, 1]``.
+    """
+
+    names: tuple[str, ...]
+    masks: Mapping[str, torch.Tensor]
+
+    def masked(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[B/b, …, …]``, with zeros in rows without an adapter.
+
+        Raises:
+            UnsupportedModelError: its rows aren't the micro-batch's.
+        """
+        mask = self.masks[name]
+        if x.dim() != mask.dim() or len(x) != len(mask):
+            raise UnsupportedModelError(
+                "adapter_names: a layer with an adapter isn't given the rows of the micro-batch, but tokens of several "
+                "(as shared experts are); leave it out of the adapters' target_modules"
+            )
+        return x * mask
+
+
+_rows: ContextVar[RowAdapters | None] = ContextVar("cuboid_row_adapters", default=None)
+#: The adapters of the rows of the forward that runs; None where all rows have the active ones.
+row_adapters: Callable[[], RowAdapters | None] = _rows.get
+
+
+@contextmanager
+def rows_with(adapters: RowAdapters) -> Iterator[None]:
+    """In the ``with`` block, rows have these adapters."""
+    token = _rows.set(adapters)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
 
 
 class AdaptedLayer:
@@ -29,7 +75,7 @@ class AdaptedLayer:
             UnsupportedModelError: ``adapter_names`` gives rows different adapters.
         """
         if arguments.pop("adapter_names", None) is not None:
-            raise UnsupportedModelError("adapter_names: on a mesh, all rows of a micro-batch have the same adapters")
+            raise UnsupportedModelError("adapter_names: give them to the model of PEFT, not to one of its layers")
         if self.disable_adapters and self.merged:
             self.unmerge()
         return bool(self.disable_adapters or self.merged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import UnsupportedModelError
-from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer
+from cuboid.integrations.peft.layers.adapted_layer import AdaptedLayer, RowAdapters, row_adapters
 from cuboid.integrations.peft.seeding import is_loading, seeded_for
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.linear import ShardedLinear
@@ -133,6 +133,11 @@ class ShardedLoraLinear(LoraOfShards):
     norms: dict[str, torch.Tensor] | None = None
 
     @property
+    def is_head(self) -> bool:
+        """Whether it is around the head."""
+        return self._is_head
+
+    @property
     def prepares_graph(self) -> bool:
         """Whether :meth:`begin_graph` has something to do."""
         return len(self.lora_magnitude_vector) > 0
@@ -187,7 +192,9 @@ class ShardedLoraLinear(LoraOfShards):
             return result
         # The head gathers what it is given itself.
         source = x if self._is_head else self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
-        attached, total = attached_products(x), result
+        attached, total, rows = attached_products(x), result, row_adapters()
+        if rows is not None:
+            return self._of_rows(result, source, attached, rows)
         for name in self.active_adapters:
             if name in self.lora_A:
                 a: Any = self.lora_A[name]
@@ -201,9 +208,46 @@ class ShardedLoraLinear(LoraOfShards):
                     total = b.added(total, z, self.scaling[name])
         return total.to(result.dtype)
 
+    def _of_rows(
+        self, result: torch.Tensor, source: torch.Tensor, attached: dict[int, torch.Tensor], rows: RowAdapters
+    ) -> torch.Tensor:
+        """The output with each row's own adapter: the factors of all of them are stacked, and Z is masked."""
+        names = [name for name in rows.names if name in self.lora_A]
+        if not names:
+            return result
+        features = {name: attached.pop(id(self.lora_A[name]), None) for name in names}
+        features |= self._features([name for name in names if features[name] is None], source)
+        z: Any = [rows.masked(name, features[name]) * self.scaling[name] for name in names]  # type: ignore[arg-type]
+        parts = [self.lora_B[name].own_rows() for name in names]  # type: ignore[operator]
+        weights, biases = zip(*parts, strict=True)
+        total = result + nn.functional.linear(torch.cat(z, -1), torch.cat(weights, 1)).to(result.dtype)
+        for name, bias in zip(names, biases, strict=True):
+            if bias is not None:
+                total = total + rows.masks[name] * (bias * self.scaling[name]).to(total.dtype)
+        return total
+
+    def _features(self, names: Sequence[str], source: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Z of some adapters: by one product, and one message, for all whose input is the same."""
+        features, same = dict[str, torch.Tensor](), dict[torch.dtype, list[str]]()
+        for name in names:
+            a: Any = self.lora_A[name]
+            dropout = self.lora_dropout[name]
+            if isinstance(dropout, nn.Identity) or not dropout.training:
+                same.setdefault(a.weight.dtype, []).append(name)
+            else:
+                features[name] = a(dropout(self._cast_input_dtype(source, a.weight.dtype)))
+        for dtype, stacked in same.items():
+            factors: list[Any] = [self.lora_A[name] for name in stacked]
+            weight = torch.cat([a.unsharded("weight") for a in factors])
+            z = factors[0].completed(nn.functional.linear(self._cast_input_dtype(source, dtype), weight))
+            features |= zip(stacked, z.split([a.out_features for a in factors], -1), strict=True)
+        return features
+
     def factors_of_input(self) -> Iterator[FactorA]:
         """A of the active adapters that the next forward multiplies the layer's input with, without dropout."""
-        for name in () if self.disable_adapters or self.merged else self.active_adapters:
+        rows = row_adapters()
+        names = self.active_adapters if rows is None else rows.names
+        for name in () if self.disable_adapters or self.merged else names:
             if name in self.lora_A:
                 a: Any = self.lora_A[name]
                 dropout = self.lora_dropout[name]
