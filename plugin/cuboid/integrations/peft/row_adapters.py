@@ -103,5 +103,5 @@ def _check(peft_model: Any, inner: Any, used: Sequence[str]) -> None:
 
 def _has_any(layer: Any, used: Sequence[str]) -> bool:
     """Whether a layer of PEFT's has a part of one of some adapters."""
-    kept = [getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names)]
-    return any(name in part for part in kept if hasattr(part, "keys") for name in used)
+    parts: list[Any] = [getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names)]
+    return any(name in part for part in parts if hasattr(part, "keys") for name in used)
