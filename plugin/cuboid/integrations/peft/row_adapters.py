@@ -72,21 +72,19 @@ def by_rows(peft_model: Any, adapter_names: Any, beams: Any = None) -> Iterator[
 
 
 def _check(peft_model: Any, inner: Any, used: Sequence[str]) -> None:
-    layers = [module for module in inner.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    known = set(peft_model.peft_config)
-    if missing := sorted(set(used) - known):
+    if missing := sorted(set(used) - set(peft_model.peft_config)):
         raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(missing)}")
     if isinstance(inner, StageModel):
         raise UnsupportedModelError(f"adapter_names: a pipeline's rows have the same adapters{_WHY}")
     if inner.cuboid.state.compiled is not None:
         raise UnsupportedModelError(f"adapter_names: compiled layers give all rows the same adapters{_WHY}")
-    if inner.training and inner.is_gradient_checkpointing:
+    if inner.training and any(getattr(module, "gradient_checkpointing", False) for module in inner.modules()):
         raise UnsupportedModelError(
             "adapter_names: a recomputed layer doesn't know them any more; leave activation checkpointing out, or give "
             "the rows of each adapter in a micro-batch of their own, after set_adapter"
         )
     for name, layer in inner.named_modules():
-        if layer not in layers or not _has_any(layer, used):
+        if not isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper) or not _has_any(layer, used):
             continue
         if not isinstance(layer, ShardedLoraLinear) or layer.is_head:
             raise UnsupportedModelError(
