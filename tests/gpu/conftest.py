@@ -34,10 +34,10 @@ LIMIT_S = 90.0
 GRACE_S = 20.0
 #: In this order: what everything else rests on comes first, and what takes long or may disturb what follows last.
 ORDER = (
-    *("kernels", "experts", "stage", "layer", "compile", "fp8"),
+    *("kernels", "experts", "stage", "layer", "compile", "fp8", "adapters"),
     *("ranks", "memory", "frameworks", "deterministic", "cold"),
 )
-PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "colossalai", "triton")
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "bitsandbytes", "colossalai", "triton")
 #: Variables that change what CUDA, NCCL and torch do.
 PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "CUBOID_")
 

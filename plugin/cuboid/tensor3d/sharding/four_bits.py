@@ -11,7 +11,7 @@ import torch
 
 #: Elements that have one scale: bitsandbytes' default, which transformers leaves as it is.
 BLOCK = 64
-#: Elements that are rounded at once. On a CPU, rounding takes a float32 for each of the 16 values of each element.
+#: Elements that are rounded at once. On a CPU, some versions take a float32 for each of the 16 values of each element.
 _CHUNK = 1 << 20
 
 
