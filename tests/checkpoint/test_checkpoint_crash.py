@@ -275,10 +275,12 @@ def misuses(path, root, deeper):
             reported[name] = str(error)
     optimizer = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
     other = make_engine(path, {**settings("1x1x2", zero=0), "optimizer": optimizer})
+    before = [parameter.detach().clone() for parameter in other.module.parameters()]
     try:
         other.load_checkpoint(root)
     except CheckpointError as error:
         reported["another optimizer"] = str(error)
+    reported["weights after it"] = all(map(torch.equal, before, other.module.parameters()))
     other.load_checkpoint(root, load_optimizer_states=False)
     train(engine, 1)
     left = sorted(entry.name for entry in Path(root).iterdir())
@@ -297,6 +299,7 @@ def test_misuse_raises_on_every_rank(pool, checkpoint, tmp_path):
         assert "client.a.0.b is a builtins.object" in reported["client state"]
         assert "is it of another model?" in reported["another model"] or "shape" in reported["another model"]
         assert "AdamW, but the optimizer is SGD" in reported["another optimizer"]
+        assert reported["weights after it"] is True
         assert left == ["global_step1", "latest"]
 
 

@@ -471,3 +471,54 @@ def test_groups_that_differ_by_stage(root, tmp_path, groupings, zeros, layers):
                 steps,
                 expected[grouping],
             )
+
+
+RATES = """
+    import json, sys
+    import torch
+    import cuboid
+    from transformers import TrainingArguments, logging
+
+    logging.set_verbosity_error()
+    start, out, resume, config = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    arguments = TrainingArguments(
+        out, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=2,
+        max_steps=4 if resume else 2, save_strategy="steps", save_steps=2,
+    )
+    model = cuboid.from_pretrained(start, config)
+    # The last stage's come first, which the first stage doesn't have.
+    is_upper = lambda name: "lm_head" in name or "layers.2." in name or name == "model.norm.weight"
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if is_upper(name) == upper], "lr": 2e-2 - 1e-2 * upper}
+        for upper in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(0, 67, (16, 9))]
+    trainer = cuboid.CuboidTrainer(
+        model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule)
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    names = [group[0] for group in trainer.deepspeed.checkpointing.groups]
+    rates = dict(zip(map(is_upper, names), trainer.deepspeed.get_lr()))
+    if arguments.process_index == 0:
+        print("RESULT" + json.dumps([names, rates[True], rates[False]]))
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.ci
+def test_a_schedule_finds_its_groups_on_other_stages(root):
+    (root / "rates.py").write_text(textwrap.dedent(RATES))
+    orders = []
+    for stages, resume in ((1, ""), (2, str(root / "rates" / "checkpoint-2"))):
+        config = config_of(stages, {"sequence": 2} if stages == 1 else {})
+        del config["optimizer"]
+        names, upper, lower = result_of(
+            *world(2, root / "rates.py", root / "untied", root / "rates", resume, json.dumps(config))
+        )
+        orders.append(names)
+        steps = 4 if resume else 2
+        assert (upper, lower) == pytest.approx((1e-2 / (1 + steps), 2e-2 / (1 + steps)))
+    assert len(orders[0]) == 2
+    assert orders[0] == orders[1][::-1]

@@ -87,6 +87,37 @@ def _newest_intact(damaged: Path, mesh: Mesh) -> Path | None:
     return None
 
 
+def check_optimizer_state(
+    checkpoint: CheckpointMetadata, adapter: OptimizerAdapter, groups: Sequence[Sequence[str]]
+) -> Mapping[str, Any]:
+    """What a checkpoint's document says of its optimizer, once it is known that this one can take it.
+
+    ``groups`` has the names of each parameter group's parameters on all stages.
+
+    Raises:
+        CheckpointError: there is no optimizer state, or that of another class, or of other groups.
+    """
+    saved = checkpoint.document.get("optimizer")
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: has no optimizer state, only weights; load it without the optimizer's state"
+        )
+    if saved["class"] != adapter.kind:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure "
+            "the same one, or load without the optimizer's state"
+        )
+    # Two packages have an Adafactor, with other states.
+    package = saved.get("package") or adapter.package
+    if adapter.whole is not None and package != adapter.package:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds the state of the {saved['class']} of {package}, but the optimizer is that of "
+            f"{adapter.package}; take the same one, or load without the optimizer's state"
+        )
+    adapter.check(saved["numbers"], saved["groups"], groups)
+    return saved  # type: ignore[no-any-return]
+
+
 def load_optimizer(
     checkpoint: CheckpointMetadata,
     adapter: OptimizerAdapter,
@@ -102,16 +133,7 @@ def load_optimizer(
     Raises:
         CheckpointError: the checkpoint has no optimizer state, one of another class, or one that lacks a tensor.
     """
-    saved = checkpoint.document.get("optimizer")
-    if saved is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: has no optimizer state, only weights; load it without the optimizer's state"
-        )
-    if saved["class"] != adapter.kind:
-        raise CheckpointError(
-            f"{checkpoint.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure "
-            "the same one, or load without the optimizer's state"
-        )
+    saved = check_optimizer_state(checkpoint, adapter, groups)
     required: Collection[str] = saved["numbers"]
     if adapter.whole is None:
         adapter.allocate(saved["quantities"])
@@ -133,13 +155,6 @@ def load_optimizer(
 
 def _load_whole(checkpoint: CheckpointMetadata, adapter: OptimizerAdapter, saved: Mapping[str, Any]) -> None:
     """Load the states of the whole tensors that this rank steps, and allocate those of others."""
-    # Two packages have an Adafactor, with other states.
-    package = saved.get("package") or adapter.package
-    if package != adapter.package:
-        raise CheckpointError(
-            f"{checkpoint.path}: holds the state of the {saved['class']} of {package}, but the optimizer is that of "
-            f"{adapter.package}; take the same one, or load without the optimizer's state"
-        )
     with ExitStack() as stack:
         folders = {
             quantity: stack.enter_context(TensorFolder(checkpoint.path / OPTIMIZER / quantity))

@@ -229,6 +229,25 @@ class OptimizerAdapter:
             if value is not None:
                 self.optimizer.state[key][quantity] = value.to(key.device)
 
+    def check(
+        self,
+        numbers: Mapping[str, dict[str, Any]],
+        saved: Sequence[Mapping[str, Any]],
+        groups: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Check that :meth:`restore` can take a state, of which nothing is restored yet.
+
+        Raises:
+            CheckpointError: as :meth:`restore`.
+        """
+        groups = self._names_of(groups)
+        _check_split(self.optimizer.param_groups, groups, saved)
+        for stepped, names in zip(self.groups, groups, strict=True):
+            _source_of(names, saved)
+            for entry in stepped:
+                if not self._is_whole(entry):
+                    _common_numbers(entry, numbers)
+
     def restore(
         self,
         numbers: Mapping[str, dict[str, Any]],
@@ -244,32 +263,30 @@ class OptimizerAdapter:
                 that this rank has.
 
         Raises:
-            CheckpointError: parameters that share one number here had different ones in the checkpoint.
+            CheckpointError: parameters that share one number, or a group, here had different ones in the checkpoint.
         """
-        if groups is None:
-            groups = [[name for entry in stepped for name in entry.names] for stepped in self.groups]
-        _check_split(self.optimizer.param_groups, groups, saved)
-        for group, stepped, names in zip(self.optimizer.param_groups, self.groups, groups, strict=True):
-            _restore_group(group, names, saved)
+        self.check(numbers, saved, groups)
+        for group, stepped, names in zip(self.optimizer.param_groups, self.groups, self._names_of(groups), strict=True):
+            source = _source_of(names, saved)
+            if source is not None:
+                group.update({key: _clone(value) for key, value in source.items() if key != "parameters"})
             # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
             on_device = group.get("fused") or group.get("capturable")
             for entry in stepped:
                 if self._is_whole(entry):
                     self._restore_whole(entry.names, numbers, on_device)
                     continue
-                states = [numbers[name] for name in entry.names if name in numbers]
-                if any(other != states[0] for other in states):
-                    raise CheckpointError(
-                        f"the optimizer keeps one state for {entry.names[0]} and {len(entry.names) - 1} more, "
-                        f"which had different ones ({states[0]} and others) when the checkpoint was written; load "
-                        "without the optimizer's state"
-                    )
-                if states:
-                    device = entry.tensor.device if on_device else None
-                    self.optimizer.state[entry.tensor].update(_clone(states[0], device))
+                state = _common_numbers(entry, numbers)
+                if state is not None:
+                    self.optimizer.state[entry.tensor].update(_clone(state, entry.tensor.device if on_device else None))
                 else:
                     # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
                     self.optimizer.state.pop(entry.tensor, None)
+
+    def _names_of(self, groups: Sequence[Sequence[str]] | None) -> Sequence[Sequence[str]]:
+        if groups is not None:
+            return groups
+        return [[name for entry in stepped for name in entry.names] for stepped in self.groups]
 
     def _restore_whole(self, names: Sequence[str], numbers: Mapping[str, dict[str, Any]], on_device: Any) -> None:
         assert self.whole is not None
@@ -345,11 +362,15 @@ def _check_split(
             )
 
 
-def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore a parameter group's hyperparameters from the saved groups that had its parameters, or raise."""
+def _source_of(names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The saved group that had a group's parameters, or one with the same settings; None if none had.
+
+    Raises:
+        CheckpointError: several had, with other settings.
+    """
     sources = [index for index, other in enumerate(saved) if not set(names).isdisjoint(other["parameters"])]
     if not names or not sources:
-        return
+        return None
     other = next((index for index in sources if _settings(saved[index]) != _settings(saved[sources[0]])), None)
     if other is not None:
         first, second = (next(n for n in names if n in saved[index]["parameters"]) for index in (sources[0], other))
@@ -357,7 +378,22 @@ def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[
             f"{first} and {second} are in one parameter group here, but were in two with other settings when the "
             "checkpoint was written; group the parameters as they were, or load without the optimizer's state"
         )
-    group.update({key: _clone(value) for key, value in saved[sources[0]].items() if key != "parameters"})
+    return saved[sources[0]]
+
+
+def _common_numbers(entry: OptimizerTensor, numbers: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The numbers that all parameters of a tensor had, each for itself; None if none had any.
+
+    Raises:
+        CheckpointError: they had different ones.
+    """
+    states = [numbers[name] for name in entry.names if name in numbers]
+    if any(other != states[0] for other in states):
+        raise CheckpointError(
+            f"the optimizer keeps one state for {entry.names[0]} and {len(entry.names) - 1} more, which had different "
+            f"ones ({states[0]} and others) when the checkpoint was written; load without the optimizer's state"
+        )
+    return states[0] if states else None
 
 
 def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:

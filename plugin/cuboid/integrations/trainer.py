@@ -14,6 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.config.schema import CuboidConfig
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
@@ -51,6 +52,8 @@ _REFUSED_OF_TRL = {
 }
 #: Of a checkpoint's client state: the schedule of the learning rate, if it is the Trainer's own.
 _SCHEDULE = "trainer_schedule"
+#: Likewise: the names of the parameters in each of the groups that the schedule has lists by.
+_GROUPS = "trainer_schedule_groups"
 
 
 class CuboidTrainer(Trainer):
@@ -338,7 +341,10 @@ class CuboidTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         # The Trainer pickles a schedule that the engine hasn't.
-        client_state = {} if self._has_engines_schedule else {_SCHEDULE: self.lr_scheduler.state_dict()}
+        client_state = {}
+        if not self._has_engines_schedule:
+            groups = [list(names) for names in self.model_wrapped.checkpointing.groups]
+            client_state = {_SCHEDULE: self.lr_scheduler.state_dict(), _GROUPS: groups}
         has_adapters = sharding_of(self.model).state.adapters is not None
         self.model_wrapped.save_checkpoint(
             output_dir, client_state=client_state, exclude_frozen_parameters=has_adapters
@@ -346,11 +352,19 @@ class CuboidTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         loaded = self.model_wrapped.loaded if self._checkpoints_engine else None
-        # Checkpoints of earlier versions have the pickle.
-        if loaded is None or self._has_engines_schedule or _SCHEDULE not in loaded.document["client"]:
+        if loaded is None or self._has_engines_schedule:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        self.lr_scheduler.load_state_dict(loaded.document["client"][_SCHEDULE])
+        state = loaded.document["client"].get(_SCHEDULE)
+        if state is None:
+            # Checkpoints of the plain Trainer, and of earlier versions, have the pickle.
+            super()._load_optimizer_and_scheduler(checkpoint)
+            state = self.lr_scheduler.state_dict()
+        groups = loaded.document["client"].get(_GROUPS) or _groups_of_optimizer(loaded)
+        if groups:
+            # Its lists have the order of the parameter groups, which may be another one on other stages.
+            state = self.model_wrapped.checkpointing.schedule_in_order(loaded, state, groups, self.lr_scheduler)
+        self.lr_scheduler.load_state_dict(state)
 
     @property
     def _has_engines_schedule(self) -> bool:
@@ -453,6 +467,13 @@ class CuboidTrainer(Trainer):
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: in a pipeline, {name} has no router loss of each "
                 "micro-batch to report; set router_aux_loss_coef=0.0"
             )
+
+
+def _groups_of_optimizer(loaded: CheckpointMetadata) -> list[list[str]]:
+    """The names of the parameters in each group of a checkpoint's optimizer; none if a group has nothing to train."""
+    optimizer = loaded.document.get("optimizer") or {"groups": []}
+    groups = [group["parameters"] for group in optimizer["groups"]]
+    return groups if all(groups) else []
 
 
 def _reject_arguments_of_trl(args: TrainingArguments) -> None:

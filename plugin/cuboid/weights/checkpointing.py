@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from cuboid.checkpoint.format.state_document import Ancestor, first_ancestors, lineage_behind, new_identity
-from cuboid.checkpoint.loader import open_checkpoint
+from cuboid.checkpoint.loader import check_optimizer_state, open_checkpoint
 from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.checkpoint.save_plan import SavePlan
@@ -167,6 +168,21 @@ class Checkpointing:
             run_on_all_ranks(optimizer.weights_changed, self._mesh, what="copies of the loaded weights")
         self.origin.ancestors = ancestors
 
+    def check(self, metadata: CheckpointMetadata, optimizer: OptimizerAdapter | None, scheduler: Any) -> None:
+        """Check that an optimizer and a schedule, if given, can take a checkpoint's state. Collective.
+
+        Raises:
+            CheckpointError: on every rank, before anything is changed: a script may go on without the checkpoint.
+        """
+
+        def check() -> None:
+            if optimizer is not None:
+                check_optimizer_state(metadata, optimizer, self.groups)
+            if scheduler is not None:
+                self._schedule_of(metadata, scheduler)
+
+        run_on_all_ranks(check, self._mesh, what="comparison with the checkpoint's optimizer")
+
     def load_optimizer(self, metadata: CheckpointMetadata, optimizer: OptimizerAdapter) -> None:
         """Restore the optimizer's state; see :func:`cuboid.weights.training_state.load_training`."""
         self.changed()
@@ -178,7 +194,10 @@ class Checkpointing:
         Raises:
             CheckpointError: the checkpoint has none, or that of another class, or of other groups.
         """
-        state = metadata.document["scheduler"]
+        scheduler.load_state_dict(self._schedule_of(metadata, scheduler))
+
+    def _schedule_of(self, metadata: CheckpointMetadata, scheduler: Any) -> Mapping[str, Any]:
+        state: Mapping[str, Any] | None = metadata.document["scheduler"]
         if state is None:
             raise CheckpointError(f"{metadata.path}: has no schedule of the learning rate; {_WITHOUT}")
         # Checkpoints of earlier versions don't name the class.
@@ -188,17 +207,29 @@ class Checkpointing:
                 f"{metadata.path}: holds the state of a {saved}, but the schedule of the learning rate is a {present}; "
                 f"take the same one, or {_WITHOUT}"
             )
-        try:
-            groups = metadata.document.get("scheduler_groups")
-            if groups is None:
+        groups = metadata.document.get("scheduler_groups")
+        if groups is None:
+            with _without_schedule(metadata):
                 check_ungrouped(state, len(self.groups))
-            else:
-                state = regrouped(state, groups, self.groups, scheduler.state_dict())
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{metadata.path}: {error}; group the parameters as they were, or {_WITHOUT}"
-            ) from None
-        scheduler.load_state_dict(state)
+            return state
+        return self.schedule_in_order(metadata, state, groups, scheduler)
+
+    def schedule_in_order(
+        self, metadata: CheckpointMetadata, state: Mapping[str, Any], groups: Sequence[Sequence[str]], scheduler: Any
+    ) -> Mapping[str, Any]:
+        """A schedule's saved state with its lists by parameter group in the order of this optimizer's groups.
+
+        Args:
+            metadata: of the checkpoint that it is of.
+            state: as saved.
+            groups: the names of the parameters of each of the saved groups.
+            scheduler: of this optimizer.
+
+        Raises:
+            CheckpointError: a group has no counterpart, or several with other values.
+        """
+        with _without_schedule(metadata):
+            return regrouped(state, groups, self.groups, scheduler.state_dict())
 
     def restore_random(self, metadata: CheckpointMetadata) -> None:
         """Restore this rank's random states; see :func:`cuboid.weights.training_state.restore_random`."""
@@ -221,6 +252,15 @@ class Checkpointing:
             "client": client_state,
             "lineage": [ancestor.model_dump() for ancestor in self.origin.ancestors],
         }
+
+
+@contextmanager
+def _without_schedule(metadata: CheckpointMetadata) -> Iterator[None]:
+    """In the ``with`` block, errors about a schedule say what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{metadata.path}: {error}; group the parameters as they were, or {_WITHOUT}") from None
 
 
 def progress_of(metadata: CheckpointMetadata) -> Progress:

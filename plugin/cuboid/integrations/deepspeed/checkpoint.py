@@ -109,6 +109,9 @@ class CheckpointedEngine(DeepSpeedEngine):
             self.checkpointing.load_weights(Path(load_dir), adapter)
             return str(load_dir), {}
         metadata = self.checkpointing.open(Path(load_dir), tag)
+        if not load_module_only:
+            schedule = self.lr_scheduler if load_lr_scheduler_states else None
+            self.checkpointing.check(metadata, adapter if load_optimizer_states else None, schedule)
         self.checkpointing.load_weights(metadata, adapter)
         if not load_module_only:
             if load_optimizer_states and adapter is not None:
