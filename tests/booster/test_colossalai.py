@@ -23,7 +23,7 @@ from boosting import (
 )
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, OptimizerError
 from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.parallel_sizes import StageManager
 from cuboid.models.certification.float64 import KeepFloat64
@@ -251,6 +251,29 @@ def test_a_models_zero_grad_clears_what_its_optimizer_keeps(pool, checkpoint, me
         assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
         # A copy's gradients are its own, so that clearing them leaves the model's.
         assert kept == pytest.approx(min(norms[0], config["gradient_clipping"]), rel=1e-2)
+
+
+def frozen_later(path, config):
+    """What a step says of a weight that was frozen after the model was boosted."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    for step in range(2):
+        booster_backward(booster, model, optimizer, step)
+        if step == 1:
+            model.unwrap().model.norm.weight.requires_grad_(False)
+        try:
+            optimizer.step()
+        except OptimizerError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("bf16", "said"), [(True, "model.norm.weight was frozen after booster.boost"), (False, None)])
+def test_a_weight_that_is_frozen_later_is_refused_where_flat_tensors_are_stepped(pool, checkpoint, bf16, said):
+    config = settings("1x1x2", bf16={"enabled": bf16})
+    for message in pool.run(2, frozen_later, checkpoint(LLAMA), config):
+        assert message is None if said is None else message.startswith(said)
 
 
 def dtypes(path, config, dtype):

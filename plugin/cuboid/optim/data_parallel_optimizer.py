@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,10 @@ from cuboid.optim.grad_buffer import GradientBuffer
 
 class ReplicaOptimizer(Protocol):
     """An optimizer over replicas. All methods but :meth:`gradients` and :meth:`adapter` are collective."""
+
+    @property
+    def flat_parameters(self) -> Sequence[nn.Parameter]:
+        """Those that are stepped, or have gradients, as parts of flat tensors; none if each is by itself."""
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas."""
@@ -91,6 +95,10 @@ class _DirectOptimizer:
         by_dtype = {} if self._group is None else _by_dtype(self._parameters)
         self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in by_dtype.items()]
 
+    @property
+    def flat_parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters if self._buffers else ()
+
     def reduce(self) -> None:
         for buffer in self._buffers:
             dist.all_reduce(buffer.collect(), group=self._group)
@@ -123,6 +131,7 @@ class _FlatOptimizer:
         self._optimizer = optimizer
         self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
         share = (mesh.coordinate.data, mesh.topology.data) if split else (0, 1)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._flats: list[list[FlatParameters]] = []
         for group in optimizer.param_groups:
             flats = []
@@ -133,6 +142,7 @@ class _FlatOptimizer:
             group["params"] = [flat.master for flat in flats]
             self._flats.append(flats)
         fill_state(optimizer)
+        self.flat_parameters = trained
 
     def reduce(self) -> None:
         for flat in self._all():

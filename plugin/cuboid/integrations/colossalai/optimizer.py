@@ -18,6 +18,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_buffer import gradient_of
 from cuboid.optim.grad_norm import scale_to, total_norm
+from cuboid.optim.trained_parameters import TrainedParameters
 
 
 class CuboidOptimizer(OptimizerWrapper):
@@ -60,6 +61,7 @@ class CuboidOptimizer(OptimizerWrapper):
         self._complete = False
         self._steps = 0
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
+        self._trained = TrainedParameters(inner, self.replicated.flat_parameters, self._steps_alone, "booster.boost")
         inner.cuboid.state.optimizer = weakref.ref(self)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
@@ -104,6 +106,7 @@ class CuboidOptimizer(OptimizerWrapper):
         """
         if closure is not None:
             raise CuboidError("a closure would run forward and backward behind the plugin's back; call step without it")
+        self._trained.check()
         self._finish_gradients()
         if self._max_norm > 0:
             self.clip_grad_by_norm(self._max_norm)
@@ -156,6 +159,10 @@ class CuboidOptimizer(OptimizerWrapper):
         if norm_type != 2.0:
             raise CuboidError("only the 2-norm is kept; clip_grad_by_norm gives any other")
         return None if self._norm is None else float(self._norm)
+
+    def _steps_alone(self, parameter: nn.Parameter) -> bool:
+        groups = () if self.replicated.flat_parameters else self.optim.param_groups
+        return any(other is parameter for group in groups for other in group["params"])
 
     def _finish_gradients(self) -> None:
         if self._complete:

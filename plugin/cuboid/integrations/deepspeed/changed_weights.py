@@ -6,6 +6,7 @@ themselves; and a parameter whose ``data`` is another tensor keeps that for ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from cuboid.optim.master_weights import follow
+from cuboid.optim.trained_parameters import TrainedParameters
 
 #: Of a parameter group: the parameters, the flat tensor that they are views of, this replica's part of that, and its
 #: master weights.
@@ -56,10 +58,17 @@ def _set_both(
 
 
 class ChangedWeights:
-    """Finds changes of parameters, and lets the optimizer of a new engine step from them."""
+    """Finds changes of parameters, and lets the optimizer of a new engine step from them.
 
-    def __init__(self, optimizer: Any) -> None:
+    Args:
+        optimizer: of the engine.
+        model: inside of the engine's module.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self._optimizer = optimizer
+        copied = itertools.chain.from_iterable(parameters for parameters, *_ in _groups_of(optimizer))
+        self._trained = TrainedParameters(model, copied, self._steps, "deepspeed.initialize")
         #: Of each parameter in its flat tensor, which may be moved, but not what is in it.
         self._offsets: dict[nn.Parameter, int] = {}
         for parameters, flat, *_ in _groups_of(optimizer):
@@ -68,9 +77,18 @@ class ChangedWeights:
                 if hasattr(parameter, "set_full_hp_param"):
                     parameter.set_full_hp_param = partial(_set_both, parameter, parameter.set_full_hp_param)
 
+    def check_trained(self) -> None:
+        """See :meth:`TrainedParameters.check`."""
+        self._trained.check()
+
+    def _steps(self, parameter: nn.Parameter) -> bool:
+        groups = self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.Optimizer) else ()
+        return any(other is parameter for group in groups for other in group["params"])
+
     @torch.no_grad()
     def take(self) -> None:
-        """Take the parameters' present values, before a step."""
+        """Take the parameters' present values, before a step; see also :meth:`check_trained`."""
+        self.check_trained()
         for parameters, flat, partition, master in _groups_of(self._optimizer):
             for parameter in parameters:
                 offset = self._offsets[parameter]

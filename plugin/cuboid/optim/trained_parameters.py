@@ -1,0 +1,51 @@
+"""Which parameters an optimizer was taken for: a script may freeze some later, or freeze others no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from cuboid.errors import OptimizerError
+
+
+class TrainedParameters:
+    """What an optimizer trains, to tell when a script has changed that.
+
+    Optimizers of frameworks step flat tensors of the parameters that are trained when they are made. One that is frozen
+    later still has momentum and weight decay there, and one that isn't frozen any more is in none of them.
+
+    Args:
+        model: sharded.
+        flat: its parameters that are stepped as parts of flat tensors.
+        steps: whether the optimizer steps a parameter by itself.
+        by: the call that took them, for messages.
+    """
+
+    def __init__(
+        self, model: nn.Module, flat: Iterable[nn.Parameter], steps: Callable[[nn.Parameter], bool], by: str
+    ) -> None:
+        in_flat = set(map(id, flat))
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._flat = [(name, p) for name, p in model.named_parameters() if id(p) in in_flat]
+        self._steps, self._by = steps, by
+
+    def check(self) -> None:
+        """Check that all is stepped that has gradients now, and nothing that is frozen.
+
+        Raises:
+            OptimizerError: it isn't so; names the parameter.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad and not self._steps(parameter):
+                raise OptimizerError(
+                    f"{name} was frozen in {self._by}, and has requires_grad now: it would get gradients but no steps. "
+                    "Let all that is ever to be trained have requires_grad there, or call it anew"
+                )
+        for name, parameter in self._flat:
+            if not parameter.requires_grad:
+                raise OptimizerError(
+                    f"{name} was frozen after {self._by}, since when the optimizer steps flat tensors of all that was "
+                    "trained then: momentum and weight decay would go on changing it. Freeze it before, call that "
+                    "anew, or take zero_optimization.stage 0 in float32, where each parameter is stepped by itself"
+                )
