@@ -141,6 +141,11 @@ def _check_zero(config: CuboidConfig, part: DeepSpeedPart) -> None:
             pipeline and stage == 2,
             "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1",
         ),
+        (
+            pipeline and not part.counts_micro_steps,
+            "managed_gradient_accumulation false lets a script's step() end a step, and a pipeline has train_batch, "
+            "which makes a whole one; leave it out, and change the number of micro-batches by set_train_batch_size",
+        ),
     ]
     for key, device in part.offloads.items():
         reasons += [

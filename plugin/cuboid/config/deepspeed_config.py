@@ -80,6 +80,7 @@ class DeepSpeedPart:
         fp16: whether it trains in float16, with loss scaling.
         fp16_masters: whether its master weights are in float16 too.
         offloads: keys of ``zero_optimization`` that enable offloading, with the device.
+        counts_micro_steps: whether DeepSpeed decides by its count of micro-batches when a step ends.
         optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
 
@@ -105,6 +106,7 @@ class DeepSpeedPart:
         self.bf16 = bool(parsed.bfloat16_config.enabled)
         self.fp16 = bool(parsed.float16_config.enabled)
         self.fp16_masters = self.fp16 and bool(parsed.float16_config.fp16_master_weights_and_grads)
+        self.counts_micro_steps = bool(parsed.managed_gradient_accumulation)
         self.offloads: dict[str, str] = {}
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(zero, name)

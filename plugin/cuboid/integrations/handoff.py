@@ -30,6 +30,10 @@ from cuboid.optim.whole_tensors import FlatShards, WholeRule, WholeTensors
 from cuboid.weights.api import shard
 from cuboid.weights.state_dict_map import sharding_specs, stored_names, stored_parameters
 
+#: Keys that a model keeps as they were when it was sharded.
+_KEPT_OF_MESH = ("gather_logits", "weight_gather", "gradient_reduce", "gradient_sync")
+_KEPT_OF_STAGES = ("segments", "partition", "memory_limit", "head", "kv_gradients", "trace", "trace_step")
+
 #: Maps a parameter of the full model to the sharded one; None if another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
 
@@ -293,13 +297,23 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
             f"the model is cut into {stages}, but the config has {config.stages_in_words}; load it with the same config"
         )
     section, before = config.activation_checkpointing, model.cuboid.state.checkpointing
-    if section is not None and before is not None and section != before:
-        key = "mode" if section.mode != before.mode else "cpu_checkpointing"
-        was, now = json.dumps(getattr(before, key)), json.dumps(getattr(section, key))
-        raise ConfigError(
-            f"the model was sharded with activation_checkpointing.{key} {was}, but the config has {now}; load it with "
-            "the same config"
-        )
+    sections: list[tuple[str, Any, Any, Iterable[str]]] = [
+        ("tensor_parallel", sharding_of(model).config, config.tensor_parallel, _KEPT_OF_MESH)
+    ]
+    if section is not None and before is not None:
+        sections.append(("activation_checkpointing", before, section, ("mode", "cpu_checkpointing")))
+    if staging is not None and config.pipeline is not None:
+        # What is left open was decided as the model was cut.
+        schedule = ("schedule",) if config.pipeline.is_placed else ()
+        sections.append(("pipeline", staging.plan.config.pipeline, config.pipeline, (*_KEPT_OF_STAGES, *schedule)))
+    for name, old, new, keys in sections:
+        for key in keys:
+            was, now = getattr(old, key), getattr(new, key)
+            if was != now:
+                raise ConfigError(
+                    f"the model was sharded with {name}.{key} {json.dumps(was)}, but the config has {json.dumps(now)}, "
+                    "which would have no effect; load it with the same config"
+                )
 
 
 def _successors(model: nn.Module) -> _Successor:
