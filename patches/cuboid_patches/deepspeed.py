@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import DummyOptim
+from deepspeed.utils import groups as ds_groups
 from torch import nn
 
 from cuboid.config.compatibility import check_framework_config, check_layout
@@ -166,7 +167,7 @@ def _initialize_sharded(
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     groups = _parameter_groups(arguments, model, framework_config)
     names = () if groups is None else run_on_all_ranks(lambda: _align(arguments, model, groups), mesh)
-    with _placeholders(arguments, model, groups or []) as placeholders:
+    with _placeholders(arguments, model, groups or []) as placeholders, _own_groups():
         engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
     if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
         rule = run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
@@ -176,7 +177,7 @@ def _initialize_sharded(
         names = run_on_all_ranks(lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
-    engine.changed_weights = ChangedWeights(engine.optimizer)
+    engine.changed_weights = ChangedWeights(engine.optimizer, model)
     # What DeepSpeed's optimizers that have master weights step; others are torch's own.
     engine.piecewise = PiecewiseStep.of(getattr(engine.optimizer, "optimizer", None))
     engine.whole_states = None
@@ -342,6 +343,16 @@ def _placeholders(arguments: dict[str, Any], model: Any, groups: list[dict[str, 
     finally:
         for number in range(len(placeholders)):
             del model._parameters[_PLACEHOLDER.format(number)]
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """In the ``with`` block, an engine may set DeepSpeed's ``mpu``, which others would take the groups of later."""
+    before = ds_groups.mpu
+    try:
+        yield
+    finally:
+        ds_groups.mpu = before
 
 
 def _accumulate_in_float32(framework_config: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def pipeline(waits, stage, *axes, extras=(), answer=True, keys=None, schedule=No
     share = pipelines.share_micro_batches
     if stage:
         # Nothing comes from the rank that reads the data.
-        share = mock.Mock(side_effect=lambda batches, *_: list(batches))
+        share = mock.Mock(side_effect=lambda batches, *others: (list(batches), others[-1]))
     with device.watch(waits, answer=answer), mock.patch.object(pipelines, "share_micro_batches", share):
         put_on_device(model)
         runs = pipelines.Pipeline(model)

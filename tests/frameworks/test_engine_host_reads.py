@@ -29,11 +29,12 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__float__", "__int__", "__index__")
 
 #: Of ours: that the ranks of a mesh have the same batch, once for each forward; and of a pipeline, once for each step,
-#: three numbers that are read together, and on ranks that are given the data how long its sequences are.
+#: three numbers that are read together, and on ranks that are given the data whether they are to train on it, in how
+#: many micro-batches, and how long its sequences are.
 #: The state of the host's own generator, and a number of it, are no tensors of a device.
 SAME_BATCH = {("batch_check.py", "tolist"): 1, ("generator_check.py", "numpy"): 1}
 COUNTED = {("broadcast.py", "tolist"): 1, ("stage_randomness.py", "__int__"): 1}
-TOLD = {("broadcast.py", "tolist"): 2}
+TOLD = {("broadcast.py", "tolist"): 3}
 #: Of DeepSpeed's: whether a gradient overflowed, and twice whether their norm is a number.
 ZERO = {("stage_1_and_2.py", "item"): 1, ("utils.py", "__bool__"): 2}
 #: Whether the norm is a number, and whether it is clipped.

@@ -17,7 +17,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
 from cuboid.models.batch.batch_check import Limits
-from cuboid.models.batch.broadcast import ReplicasInStep, read_micro_batch, share_micro_batches
+from cuboid.models.batch.broadcast import ReplicasInStep, StepCall, read_micro_batch, share_micro_batches
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier
 from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
@@ -277,7 +277,9 @@ def _interrupted(batches):
 
 def _shared(source, limits, mesh, count=2):
     try:
-        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, count, limits, mesh, torch.device("cpu"))
+        shared, _ = share_micro_batches(
+            iter(source) if mesh.rank == 0 else None, count, limits, mesh, torch.device("cpu"), StepCall(trains=True)
+        )
     except (StopIteration, KeyboardInterrupt, CuboidError) as error:
         return type(error).__name__, str(error), getattr(error, "rank", None)
     return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shared]
@@ -329,7 +331,9 @@ def _share_targets():
         {"input_ids": IDS[:1], "labels": several[:1].double() / 3},
     ]
     classes = Limits(SequenceClassifier(3, 3), tokens=16, labels=None, types=2)
-    shared = share_micro_batches(iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"))
+    shared, _ = share_micro_batches(
+        iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"), StepCall(trains=True)
+    )
     alike = [
         ours.keys() == theirs.keys()
         and all(torch.equal(x, theirs[name]) and x.dtype == theirs[name].dtype for name, x in ours.items())

@@ -75,9 +75,10 @@ class GradientBuffer:
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's accumulated gradient, also if it is accumulated in float32 outside ``.grad``."""
-    # ``main_grad`` is ours (see :class:`GradientBuffer`), ``_hp_grad`` that of DeepSpeed's bf16 optimizer.
-    for name in ("main_grad", "_hp_grad"):
+    """A parameter's accumulated gradient, also if it is accumulated in another dtype outside ``.grad``."""
+    # ``main_grad`` is ours (see :class:`GradientBuffer`), ``_hp_grad`` that of DeepSpeed's bf16 optimizer, and
+    # ``grad_accum`` that of its ZeRO under ``data_types.grad_accum_dtype``.
+    for name in ("main_grad", "_hp_grad", "grad_accum"):
         accumulated: torch.Tensor | None = getattr(parameter, name, None)
         if accumulated is not None:
             return accumulated

@@ -103,12 +103,20 @@ class CuboidEngine(CheckpointedEngine):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
-        loss, steps = self.losses, self.is_gradient_accumulation_boundary()
+        # Without DeepSpeed's count of micro-batches, each call is the end of a step.
+        loss, steps = self.losses, self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         # Set anew in each step: what was asked before may be gone by now.
         self._skips_update = False
         if steps and self.before_update is not None:
             parts, self.loss_parts = self.loss_parts, []
-            self._skips_update = not self.before_update(parts)
+            try:
+                self._skips_update = not self.before_update(parts)
+            except BaseException:
+                # For a script that goes on, the step is over: it counts, and leaves no gradients.
+                self.micro_steps += 1
+                self.losses = None
+                self._drop_gradients()
+                raise
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
                 self.changed_weights.take()
@@ -123,8 +131,7 @@ class CuboidEngine(CheckpointedEngine):
             super()._take_model_step(lr_kwargs)
             return
         # The step counts, and its learning rate is used up: a schedule depends on the number of steps alone.
-        drop_gradients(self.optimizer)
-        self.zero_grad()
+        self._drop_gradients()
         self._global_grad_norm: Any = None
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -132,6 +139,21 @@ class CuboidEngine(CheckpointedEngine):
         self.global_steps += 1
         self.skipped_steps += 1
         self.global_samples += self.train_batch_size()
+
+    def _reduce_non_expert_gradients(self, *args: Any, **kwargs: Any) -> None:
+        if self.mpu is None:
+            super()._reduce_non_expert_gradients(*args, **kwargs)
+            return
+        # By this switch of DeepSpeed's, it takes the replicas' group of this engine, and not of the one made last.
+        self.pipeline_parallelism: Any = True
+        try:
+            super()._reduce_non_expert_gradients(*args, **kwargs)
+        finally:
+            self.pipeline_parallelism = False
+
+    def _drop_gradients(self) -> None:
+        drop_gradients(self.optimizer)
+        self.zero_grad()
 
     @property
     def _monitors(self) -> bool:

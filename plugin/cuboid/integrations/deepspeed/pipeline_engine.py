@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 from torch import nn
@@ -66,6 +67,11 @@ class CuboidPipelineEngine(CuboidEngine):
         """
         if not torch.is_grad_enabled():
             raise CuboidError("train_batch needs gradients; use eval_batch inside torch.no_grad()")
+        if self.basic_optimizer is None or isinstance(self.basic_optimizer, DummyOptim):
+            raise CuboidError(
+                "train_batch steps an optimizer, and the engine has none: give deepspeed.initialize one, or the config "
+                "a section optimizer; eval_batch needs none"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -73,12 +79,32 @@ class CuboidPipelineEngine(CuboidEngine):
         if isinstance(self.optimizer, ZeROOptimizer):
             # Its hooks run in each unit's backward. Off the boundary, they leave the gradients unreduced.
             self.optimizer.set_gradient_accumulation_boundary(False)
+        try:
+            loss = self._make_step()
+        except BaseException:
+            # Of a step that was refused before its update: the next one must not add to its gradients.
+            self._drop_gradients()
+            raise
+        if self.pipeline.recut is not None:
+            log_dist(
+                f"by the times measured so far, sequences are cut into segments of {self.pipeline.recut}", ranks=[0]
+            )
+        if self.monitor.enabled and self.global_rank == 0:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
+        return loss
+
+    def _make_step(self) -> torch.Tensor:
+        """All units of a step, and the optimizer's; returns the loss."""
+        with StepGuard(self.pipeline.mesh, f"step {self.global_steps + 1}"):
+            # Before the units, and not only when the optimizer steps.
+            self.changed_weights.check_trained()
         loss = self.pipeline.train(
             self._iterator,
             self.gradient_accumulation_steps(),
-            # This loss's gradients are to be summed over the replicas, but DeepSpeed takes their mean; and its
-            # optimizer divides by the loss scale, which is 1 except under fp16.
-            gradient_scale=self.dp_world_size * float(getattr(self.optimizer, "loss_scale", 1.0)),
+            # This loss's gradients are to be summed over the replicas, of which DeepSpeed takes the mean unless its
+            # ``gradient_allreduce_op`` is "sum"; and its optimizer divides by the loss scale, 1 except under fp16.
+            gradient_scale=(self.dp_world_size if self.gradient_average else 1)
+            * float(getattr(self.optimizer, "loss_scale", 1.0)),
         )
         if self.placeholders:
             # DeepSpeed's optimizers need a gradient in each group; these are zero.
@@ -90,12 +116,6 @@ class CuboidPipelineEngine(CuboidEngine):
         with StepGuard(self.pipeline.mesh, f"optimizer step {self.global_steps + 1}"):
             self._reduce_gradients()
             self._finish_step()
-        if self.pipeline.recut is not None:
-            log_dist(
-                f"by the times measured so far, sequences are cut into segments of {self.pipeline.recut}", ranks=[0]
-            )
-        if self.monitor.enabled and self.global_rank == 0:
-            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
         return loss
 
     def eval_batch(
@@ -126,7 +146,8 @@ class CuboidPipelineEngine(CuboidEngine):
         if reduce_output != "avg" or not bcast_loss:
             raise CuboidError('eval_batch gives every rank the mean: leave reduce_output "avg" and bcast_loss True')
         self.module.eval()
-        return self.pipeline.evaluate(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        return self.pipeline.evaluate(data_iter, count)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Set the iterator that :meth:`train_batch` reads from now on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,8 @@ _DTYPES = (torch.int64, torch.float32, torch.float64)
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
+#: Numbers in a header: the status, the call, its micro-batches, and how many numbers follow.
+_HEADER = 6
 _READING = "reading the micro-batches"
 
 
@@ -125,17 +128,40 @@ def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
     ]
 
 
+@dataclass(frozen=True)
+class StepCall:
+    """What a rank is about to do with its replica's next micro-batches.
+
+    Attributes:
+        trains: whether it trains on them, rather than evaluating.
+        recomputes: whether its stages recompute activations in backward, on which schedules depend. A script may have
+            enabled that on some stages only, so that all ranks go by the first one's.
+        seed: of the stages' random numbers. Only the first rank reads data, which may be drawn or shuffled, so that
+            later its generator isn't in step with those of the others.
+    """
+
+    trains: bool
+    recomputes: bool = False
+    seed: int = 0
+
+
 def share_micro_batches(
-    batches: Iterator[Any] | None, count: int | None, limits: Limits, mesh: Mesh, device: torch.device
-) -> list[MicroBatch]:
+    batches: Iterator[Any] | None,
+    count: int | None,
+    limits: Limits,
+    mesh: Mesh,
+    device: torch.device,
+    call: StepCall,
+) -> tuple[list[MicroBatch], StepCall]:
     """Return this replica's next ``count`` micro-batches, whole, on ``device``; all that are left if it is None.
 
     Collective over the ranks that hold one copy of the model. Only the first of them reads; on the others
-    ``batches`` may be None.
+    ``batches`` may be None. Its call, too, is returned on all of them.
 
     Raises:
         StopIteration: on every rank, if there are fewer than ``count``, or none.
-        CuboidError: on every rank, if one is malformed, the reading rank has no iterator, or ``count`` is less than 1.
+        CuboidError: on every rank, if one is malformed, the reading rank has no iterator, or ``count`` is less than 1;
+            on this rank, if the first one makes another call.
     """
     if count is not None and count < 1:
         error = CuboidError(f"a step of a pipeline needs at least 1 micro-batch of each replica, not {count}")
@@ -151,10 +177,10 @@ def share_micro_batches(
         return [read_micro_batch(next(batches), limits) for _ in range(count)]
 
     if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:  # the replica is a single rank
-        return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
+        return [{name: x.to(device) for name, x in batch.items()} for batch in read()], call
     if mesh.rank == mesh.copy_ranks[0]:
-        return _tell(read, count, limits.names, mesh, device)
-    return _listen(count, limits.names, mesh, device)
+        return _tell(read, call, limits.names, mesh, device), call
+    return _listen(count, call, limits.names, mesh, device)
 
 
 def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> tuple[Iterator[Any] | None, int]:
@@ -182,7 +208,7 @@ def _failing(error: BaseException) -> Iterator[Any]:
 
 
 def _tell(
-    read: Callable[[], list[MicroBatch]], count: int, names: Sequence[str], mesh: Mesh, device: torch.device
+    read: Callable[[], list[MicroBatch]], call: StepCall, names: Sequence[str], mesh: Mesh, device: torch.device
 ) -> list[MicroBatch]:
     try:
         batches = read()
@@ -190,9 +216,10 @@ def _tell(
         # Everything that may fail, as the copies to the device, comes before the header: after it, the others wait for
         # a second broadcast.
         payload = _payload(batches, names, device)
-        header = _header(_FINE, sizes, _fields(count, names), device)
+        contents = torch.cat([torch.tensor(sizes, dtype=torch.int64, device=device), payload])
+        header = _header(device, _FINE, *dataclasses.astuple(call), len(batches), len(contents))
     except StopIteration:
-        _broadcast(_header(_EXHAUSTED, [], _fields(count, names), device), mesh)
+        _broadcast(_header(device, _EXHAUSTED), mesh)
         raise
     except BaseException as error:
         # Even a KeyboardInterrupt is broadcast: the other ranks are waiting for the header.
@@ -200,13 +227,13 @@ def _tell(
             error.arising_on(mesh.rank).shared = True
         failure = dataclasses.replace(RankFailure.of(error, mesh.rank, _READING), everywhere=True)
         text = torch.frombuffer(bytearray(failure.encode().encode()), dtype=torch.uint8).to(device, torch.int64)
-        _broadcast(_header(_FAILED, [text.numel()], _fields(count, names), device), mesh)
+        _broadcast(_header(device, _FAILED, len(text)), mesh)
         _broadcast(text, mesh)
         if isinstance(error, CuboidError) or not isinstance(error, Exception):
             raise
         raise failure.error() from error
     _broadcast(header, mesh)
-    _broadcast(payload, mesh)
+    _broadcast(contents, mesh)
     return list(_split(payload, sizes, names))
 
 
@@ -220,21 +247,35 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float64).view(torch.int64)
 
 
-def _listen(count: int, names: Sequence[str], mesh: Mesh, device: torch.device) -> list[MicroBatch]:
-    header = _header(_FINE, [], _fields(count, names), device)
+def _listen(
+    count: int, call: StepCall, names: Sequence[str], mesh: Mesh, device: torch.device
+) -> tuple[list[MicroBatch], StepCall]:
+    header = _header(device, _FINE)
     _broadcast(header, mesh)
-    status, *sizes = header.tolist()
+    status, *numbers = header.tolist()
     if status == _EXHAUSTED:
         raise StopIteration
     if status == _FAILED:
-        text = torch.empty(sizes[0], dtype=torch.int64, device=device)
+        text = torch.empty(numbers[0], dtype=torch.int64, device=device)
         _broadcast(text, mesh)
         failure = RankFailure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
         assert failure is not None
         raise failure.error()
-    payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
-    _broadcast(payload, mesh)
-    return list(_split(payload, sizes, names))
+    trains, recomputes, seed, number, length = numbers
+    contents = torch.empty(length, dtype=torch.int64, device=device)
+    _broadcast(contents, mesh)
+    if (trains, number) != (call.trains, count):
+        words = [
+            f"{'trains' if is_trained else 'evaluates'} on {micro_batches} micro-batches"
+            for is_trained, micro_batches in ((trains, number), (call.trains, count))
+        ]
+        raise CuboidError(
+            f"rank {mesh.copy_ranks[0]} {words[0]}, and rank {mesh.rank} {words[1]}: the ranks of a pipeline must make "
+            "the same calls, of train_batch as of eval_batch, each as often as the others; rank 0 alone can't evaluate"
+        )
+    fields = _fields(count, names)
+    sizes, payload = contents[:fields].tolist(), contents[fields:]
+    return list(_split(payload, sizes, names)), StepCall(bool(trains), bool(recomputes), seed)
 
 
 class ReplicasInStep:
@@ -318,7 +359,7 @@ class ReplicasInStep:
 
 
 def _fields(count: int, names: Sequence[str]) -> int:
-    """How many numbers the header has for some micro-batches.
+    """How many numbers come before the tensors of some micro-batches.
 
     For each name: rows (0 if the tensor is missing), columns (0 if it has one dim), and its dtype as an index into
     ``_DTYPES``.
@@ -326,9 +367,9 @@ def _fields(count: int, names: Sequence[str]) -> int:
     return count * 3 * len(names)
 
 
-def _header(status: int, sizes: Sequence[int], fields: int, device: torch.device) -> torch.Tensor:
-    filled = [status, *sizes, *([0] * (fields - len(sizes)))]
-    return torch.tensor(filled, dtype=torch.int64, device=device)
+def _header(device: torch.device, *numbers: int) -> torch.Tensor:
+    """The status, and what it is followed by: as long for each, since ranks may have different calls in mind."""
+    return torch.tensor([*numbers, *([0] * (_HEADER - len(numbers)))], dtype=torch.int64, device=device)
 
 
 def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:

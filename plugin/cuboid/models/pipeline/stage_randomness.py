@@ -1,4 +1,4 @@
-"""Random numbers of a pipeline's stages, whose ranks have generators in step."""
+"""Random numbers of a pipeline's stages, by a seed that the first rank of a replica draws for all of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 from cuboid.distributed.mesh import Mesh
 
 
+def draw_seed(mesh: Mesh) -> int:
+    """A seed for a step, of the host's generator. Where the first rank of a replica draws for others, they take its."""
+    return int(torch.randint(2**62, (), device="cpu")) if len(mesh.copy_ranks) > 1 else 0
+
+
 @contextmanager
-def random_numbers_of_stages(mesh: Mesh, device: torch.device) -> Iterator[None]:
+def random_numbers_of_stages(mesh: Mesh, device: torch.device, seed: int) -> Iterator[None]:
     """Inside, the stages' ranks draw different random numbers, the ranks of one stage the same.
 
-    Users seed all ranks alike. Without this, layers on different stages would drop the same elements. Afterwards all
-    generators are in step again, however many numbers each stage has drawn: the host's has advanced by one.
+    Users seed all ranks alike. Without this, layers on different stages would drop the same elements; and ranks of one
+    stage, of which one has read data that is drawn or shuffled, others. Afterwards all generators are as before.
     """
-    if mesh.topology.pipe == 1:
+    if len(mesh.copy_ranks) == 1:
         yield
         return
-    seed = int(torch.randint(2**62, (), device="cpu")) + mesh.coordinate.pipe
+    seed += mesh.coordinate.pipe
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.default_generator.manual_seed(seed)

@@ -22,19 +22,20 @@ from cuboid.failures.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.attention.interface import check_reached
 from cuboid.models.batch.batch_check import Limits, lost_boundaries
-from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
+from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, StepCall, share_micro_batches
 from cuboid.models.cross_entropy.score_recorder import ScoreRecorder
 from cuboid.models.cross_entropy.token_recorder import TokenRecorder
 from cuboid.models.kinds.label_heads import RowClassifier
 from cuboid.models.pipeline.given_loss import GivenLoss, check_same_values, total_sums
 from cuboid.models.pipeline.head_share import HeadRows, VocabularyShare
 from cuboid.models.pipeline.sequence_cut import Cutter
-from cuboid.models.pipeline.stage_randomness import random_numbers_of_stages
+from cuboid.models.pipeline.stage_randomness import draw_seed, random_numbers_of_stages
 from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
+from cuboid.models.pipeline.tied_copies import check_ties
 from cuboid.models.pipeline.units_in_step import observer_of
 from cuboid.models.sharded.sharded_model import unwrap
-from cuboid.models.stages.stage_cut import half_frozen, shared_names
+from cuboid.models.stages.stage_cut import shared_names
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import Recorder, StageRunner, make_runner
 from cuboid.models.stages.units import SegmentedBatch
@@ -98,6 +99,10 @@ class Pipeline:
                 functools.partial(self.mesh.comm_counter.record_send, "pipe"),
             )
         self._sums = sums
+        #: What the replica does in the step that runs, as all of its ranks have it.
+        self._call = StepCall(trains=False)
+        #: Whether gradients of tied parameters in ``.grad`` are sums over both stages already.
+        self._has_complete_gradients = False
         self._step = 0
         #: Called on every rank after the units of a step, before :meth:`train` or :meth:`evaluate` returns, with the
         #: values of each of this replica's micro-batches: ``[5, B, S]`` (``TOKEN_VALUES``) of the label tokens, or
@@ -148,11 +153,12 @@ class Pipeline:
         self, batches: Iterator[Any] | None, count: int | None, gradient_scale: float, *, complete: bool
     ) -> torch.Tensor:
         step = self._prepare(batches, count, training=True)
+        self._begin_gradients()
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
         profiler = UnitProfiler(self._device) if traces or measures else None
         schedule, programs = self._schedules.of(
-            step.shape, max(step.lengths, key=sum), recomputes=recomputes(self._model)
+            step.shape, max(step.lengths, key=sum), recomputes=self._call.recomputes
         )
         with float32_sums(self._model.parameters()) if self._sums else nullcontext():
             loss = self._run(programs, step, gradient_scale, profiler)
@@ -162,6 +168,7 @@ class Pipeline:
             self.loss_parts = [given_loss.loss.detach().to(self._device) / count for given_loss in self.given_losses]
         if complete:
             self.add_shared_gradients()
+            self._has_complete_gradients = True
         self.recut = None
         if profiler is not None:
             trace = StepTrace.gather(profiler, step.shape, schedule, self.mesh, self._device)
@@ -184,9 +191,10 @@ class Pipeline:
         check_reached()
         with ReplicasInStep(self.mesh, self._device) as replicas:
             self._model.cuboid.state.made.check(self._model)
-            if training:
-                self._check_ties()
-            shared = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
+            check_ties(self._shared_names, self._staging.shared, self.mesh, self._device, training=training)
+            seed = draw_seed(self.mesh) if self._model.training else 0
+            call = StepCall(training, recomputes(self._model), seed)
+            shared, self._call = share_micro_batches(batches, count, self.limits, self.mesh, self._device, call)
             if self._model.cuboid.state.virtual_tokens is not None:
                 shared = list(map(self._model.cuboid.state.virtual_tokens.before, shared))
             step, replicas.items = self._prepare_own(shared, training=training)
@@ -224,34 +232,12 @@ class Pipeline:
         shape = PipelineShape(self._stages.layout.stages, count, len(lengths[0]), head_ranks)
         return _Step(shape, cut, lengths), torch.stack([kind.items(batch) for batch in micro_batches]).sum()
 
-    def _check_ties(self) -> None:
-        """Check that the first and the last stage both train a tied parameter, or both have it frozen.
-
-        A script may have frozen the head since the last step, of which the first stage has a placeholder. Collective
-        over the pipeline.
-
-        Raises:
-            ConfigError: on all its ranks, if one of the two has frozen a parameter.
-        """
-        placement = self.mesh.placement
-        if not self._shared_names or placement[0] == placement[-1]:
-            return
-        trained = torch.zeros((2, len(self._shared_names)), dtype=torch.int64, device=self._device)
-        for stage, rank in enumerate((placement[0], placement[-1])):
-            if rank == self.mesh.coordinate.pipe:
-                flags = [self._staging.shared[name].requires_grad for name in self._shared_names]
-                trained[stage] = torch.tensor(flags, device=self._device)
-        dist.all_reduce(trained, group=self.mesh.pipe_group)
-        for name, first, last in zip(self._shared_names, *trained.tolist(), strict=True):
-            if first != last:
-                raise half_frozen(name, trains_first=bool(first))
-
     def _choose_segments(self, length: int, micro_batches: int) -> int:
         """Choose the number of segments with ``"segments": "auto"``, given the first sequences' padded length."""
         choice = self._stages.segment_choice
         assert choice is not None, "a stage that was planned without one"
         rows = max(1, self.rows // micro_batches)
-        return choice(length, rows, micro_batches, recomputes=recomputes(self._model))
+        return choice(length, rows, micro_batches, recomputes=self._call.recomputes)
 
     def _check_same_cluster(self) -> None:
         """Check that all ranks see the same cluster. Otherwise they would cut sequences differently, and deadlock."""
@@ -370,7 +356,11 @@ class Pipeline:
         share = None if rows is None else VocabularyShare(self._model, rows, step.batches, gradient_scale / step.items)
         head = None if share is None else SpreadHead(share, self._collectives)
         interpreter = Interpreter(runners, self._channels, observe, head)
-        draws = random_numbers_of_stages(self.mesh, self._device) if self._model.training else nullcontext()
+        draws = (
+            random_numbers_of_stages(self.mesh, self._device, self._call.seed)
+            if self._model.training
+            else nullcontext()
+        )
         try:
             with draws:
                 interpreter.run(program, step.shape)
@@ -439,9 +429,21 @@ class Pipeline:
         group = self.mesh.channel(0, self._stages.layout.stages - 1)
         for parameter in self._staging.shared.values():
             gradient = gradient_of(parameter)
-            # Both ranks have one, or neither has: each step begins with ``_check_ties``.
+            # Both ranks have one, or neither has: each step begins with ``check_ties``.
             if gradient is not None:
                 dist.all_reduce(gradient, group=group)
+
+    def _begin_gradients(self) -> None:
+        """Let a script that accumulates over several calls, each of which completes its gradients, count these once.
+
+        Both stages of a tied parameter have the sum of its gradients then. The copy that is counted on another stage
+        starts again from zero, or the next sum over the stages would count what is there twice.
+        """
+        if self._has_complete_gradients and self._sums:
+            for parameter in self._staging.repeated_parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+        self._has_complete_gradients = False
 
     def _total(self, loss: torch.Tensor | None) -> torch.Tensor:
         """The sum of the last stages' losses over the replicas, broadcast to every rank."""

@@ -153,12 +153,20 @@ class StageModel(ShardedModel):
         raise own_loss_refused(function)
 
     def check_loss(self: Any) -> None:
-        """Check that the loss is still the kind's ordinary one, since transformers looks it up at each forward.
+        """Check that the loss is still the one that the stages were made for: transformers decides it at each forward.
 
         Raises:
             UnsupportedModelError: it isn't.
         """
-        check_loss_in_pipeline(self, self.staging.plan.outline.kind.ordinary_loss)
+        outline = self.staging.plan.outline
+        check_loss_in_pipeline(self, outline.kind.ordinary_loss)
+        adds_routers = bool(getattr(self.config, "output_router_logits", False)) and outline.is_causal
+        if adds_routers != (outline.router_loss is not None):
+            raise UnsupportedModelError(
+                f"config.output_router_logits was set to {adds_routers} after the model was cut into stages, which "
+                f"{'have no loss of routers' if adds_routers else 'add the loss of routers'}; set it before the model "
+                "is loaded or sharded"
+            )
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """As on any sharded model, without parameters that are counted on another stage."""

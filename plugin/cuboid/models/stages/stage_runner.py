@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -171,8 +171,8 @@ class StageRunner:
                 received: list[torch.Tensor] = []
                 root = _Root.apply(output, received)
                 self._pending[micro_batch, segment] = _Pending(root, received, of_input)
-                if self._has_head:
-                    assert gradient is not None
+                if self._has_head and gradient is not None:
+                    # There is none if all in front of the head is frozen, which then isn't run backward.
                     received.append(gradient)
         if not self._training:
             self._free_after(micro_batch, segment)
@@ -399,6 +399,8 @@ class RoutedStageRunner(StageRunner):
         super().__init__(*args, **options)
         loss = self._staging.plan.outline.router_loss
         assert loss is not None
+        # As transformers does, which looks it up at each forward.
+        loss = replace(loss, coefficient=float(self._model.router_aux_loss_coef))
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
         outline = self._staging.plan.outline
         absent = self._cut.absent_branches(outline)
