@@ -244,8 +244,8 @@ def test_a_mesh_that_cuts_between_elements_of_one_scale_is_refused(tmp_path):
     ThreadWorld().run(4, run)
 
 
-def config_of(mesh, stages, schedule=None):
-    config = settings(mesh, stages, zero=1, learning_rate=1e-2, pipeline={"schedule": schedule} if schedule else {})
+def config_of(mesh, stages, **pipeline):
+    config = settings(mesh, stages, zero=1, learning_rate=1e-2, pipeline=pipeline)
     del config["scheduler"]
     # Large, so that an update doesn't depend on the rounding of a gradient that is about zero.
     config["optimizer"]["params"]["eps"] = 1e-4
@@ -294,17 +294,17 @@ def trained_plain(path, folder):
 
 @pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
-    ("layout", "other"),
+    ("layout", "pipeline", "other"),
     [
-        (("1x1x1", 2, "zero_bubble"), ("1x2x1", None)),
-        (("1x1x2", None), ("1x1x1", 2)),
-        (("1x2x1", 2), ("2x1x2", None)),
+        (("1x1x1", 2), {"schedule": "zero_bubble", "head": "spread"}, ("1x2x1", None)),
+        (("1x1x2", None), {}, ("1x1x1", 2)),
+        (("1x2x1", 2), {"schedule": "zero_bubble"}, ("2x1x2", None)),
     ],
 )
-def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(pool, tmp_path, layout, other):
+def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(pool, tmp_path, layout, pipeline, other):
     path, folder = tmp_path / "start", adapter((("init_lora_weights", False), ("vocabulary", 131)))
     small(vocab_size=131).save_pretrained(path)
-    config, resumed = config_of(*layout), config_of(*other)
+    config, resumed = config_of(*layout, **pipeline), config_of(*other)
     arguments = str(path), folder, config, resumed, str(tmp_path / "out")
     results = pool.run(ranks_of(config), trained_sharded, *arguments, timeout_s=120.0)
     losses, norm, state = trained_plain(str(path), folder)

@@ -232,8 +232,9 @@ class HeadRows:
             ConfigError: on all ranks, if a script has made another module of the head, or has hooked it.
         """
         flags = torch.zeros(4 + len(self._names), dtype=torch.int64, device=self._device)
-        kind = nn.Linear if self._mesh.shape.size == 1 else ShardedLinear
-        if self._is_root and type(self._module) is kind and not _is_hooked(self._module):
+        # Stages of one rank whose layers are stored in 4 bits have a mesh of one.
+        kinds = (nn.Linear, ShardedLinear) if self._mesh.shape.size == 1 else (ShardedLinear,)
+        if self._is_root and type(self._module) in kinds and not _is_hooked(self._module):
             dtypes = {(blocks[name].parameter.dtype, blocks[name].block.dtype) for name in self._names}
             if len(dtypes) == 1 and dtypes <= set(product(_DTYPES, _DTYPES)):
                 numbers = [1 + _DTYPES.index(dtype) for dtype in dtypes.pop()]
