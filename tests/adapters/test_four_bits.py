@@ -147,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("mesh", "options", "quantised"), CASES)
 def test_the_loss_and_every_gradient_are_those_of_plain_transformers(start, mesh, options, quantised):
     asked = functools.partial(four_bits, **quantised)
@@ -165,6 +166,7 @@ def prepared(model):
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "dtype", "compute", "prepare"),
     [

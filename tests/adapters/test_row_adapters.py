@@ -40,6 +40,7 @@ def both(model, mesh, **options):
     return plain, threaded
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "rows", "options"),
     [
