@@ -1,6 +1,8 @@
 """Adapters on a frozen trunk in 4 bits (QLoRA): as plain transformers with bitsandbytes, on meshes and in stages."""
 
+import copy
 import functools
+import json
 import re
 import tempfile
 
@@ -23,7 +25,9 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, MeshError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights.state_dict_map import sharding_specs
+from launching import ROOT, world
 from threaded import ThreadWorld
+from tiny_text import TEXTS, train_tokenizer
 from training import _batches, ranks_of, settings, train
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
@@ -316,6 +320,35 @@ def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(p
     saved = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
     for name, value in state.items():
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.ci
+def test_the_example_trains_an_adapter_for_each_text_on_one_trunk(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 300)
+    small(vocab_size=300, hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path, text in zip(paths, ("".join(TEXTS), "".join(reversed(TEXTS))), strict=True):
+        path.write_text(text[:4000])
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": mesh_section("1x2x1"),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script, out = ROOT / "docs/examples/qlora.py", tmp_path / "out"
+    status, output = world(2, script, tmp_path / "model", out, tmp_path / "config.json", *paths)
+    assert status == 0, output
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, quantization_config=NESTED()
+    ).eval()
+    for number, path in enumerate(paths):
+        ids = tokenizer(path.read_text(), return_tensors="pt").input_ids[:, :256].view(4, 64)
+        with torch.no_grad():
+            before = float(model(input_ids=ids, labels=ids).loss)
+            adapted = PeftModel.from_pretrained(copy.deepcopy(model), out / f"text{number}")
+            assert float(adapted(input_ids=ids, labels=ids).loss) < before - 0.3
 
 
 def test_transposed_weights_are_refused(tmp_path):
