@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import blocks_computed_whole
+from cuboid.models.batch.local_batch import take_local_batch
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
@@ -68,6 +70,36 @@ def test_sequences_are_not_filled_beyond_a_table_that_the_model_counts_in():
     for source, target in ((8, 6), (6, 8)):
         with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* has a table of 8 positions"):
             threaded.run(step_of(input_ids=ids[:, :source], labels=ids[:, :target].contiguous()))
+
+
+LONGER = {"long_factor": [4.0, 3.0], "short_factor": [1.0, 1.2], "original_max_position_embeddings": 8, "factor": 2.0}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONGER}])
+@pytest.mark.parametrize(
+    ("mesh", "packed"),
+    [
+        # One rank's rows have a longer sequence than the other's.
+        ("2x1x1", [(9, 6), (15,)]),
+        ("2x1x2", [(15,), (9, 6)]),
+        # No sequence is too long for the short factors, unless it is counted on in what fills the row up.
+        ("1x3x1", [(5, 8), (5, 8)]),
+    ],
+)
+def test_rotary_embeddings_that_look_at_the_highest_position_of_all_rows(mesh, packed, rope):
+    positions = torch.stack([torch.cat([torch.arange(count) for count in row]) for row in packed])
+    ids = batch_of(length=positions.shape[1])["input_ids"]
+    options = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 8}
+    model = small("llama", rope_parameters={**rope, "rope_theta": 100.0}, **options)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    assert_as_alone(model, mesh, step_of(**batch))
+    if packed[0] != packed[1]:
+        # A pipeline records rotary embeddings of a rank's own rows.
+        rank = ThreadRanks(MeshShape.parse(mesh)).meshes[0]
+        with pytest.raises(
+            UnsupportedModelError, match=r"position_ids reach 14 in some rows, but only 8 .*dynamic|long"
+        ):
+            take_local_batch(batch, model.config, rank, at_least=16)
 
 
 @pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])

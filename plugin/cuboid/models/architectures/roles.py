@@ -207,7 +207,8 @@ class _Finder:
         self._tower_layers = set(_all_layers(model)) - self._layers
         plan: dict[str, str] = {}
         for part in planned_parts(model.config):
-            plan |= PLANS.get(part.model_type, {}) | (getattr(part, "base_model_tp_plan", None) or {})
+            # The class's, which is what certification looks at: configs may say something else about themselves.
+            plan |= PLANS.get(part.model_type, {}) | (getattr(type(part), "base_model_tp_plan", None) or {})
         # Plans name modules relative to the base model, which may have a prefix in the model.
         self._styles = [
             (re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+")), style)
@@ -345,12 +346,36 @@ class _Finder:
 
         In some architectures the two are in consecutive blocks of a layer.
         """
+        if not self._has_counted_heads(known):
+            return False
         kinds = _projections(known)
         missing = {"up", "down"} - kinds
         if not kinds or not missing:
             return True
         layer = block.rpartition(".")[0]
         return any(_projections(other) == missing for other in self._others(layer, block))
+
+    def _has_counted_heads(self, known: Mapping[str, Role]) -> bool:
+        """Whether a block's attention has the numbers of heads in the model's config: layers may differ in them."""
+        counts = HeadCounts.of(self._model.config)
+        into: dict[str, int] = {}
+        out: dict[str, dict[str, int]] = {}
+        for name, role in known.items():
+            (parent, _, leaf), module = name.rpartition("."), self._modules[name]
+            if role.kind == "down":
+                into[parent] = module.nx if isinstance(module, Conv1D) else module.in_features  # type: ignore[assignment]
+            elif role.kind == "up" and role.heads == "key_value":
+                count = module.nf if isinstance(module, Conv1D) else module.out_features
+                out.setdefault(parent, {})[leaf] = count  # type: ignore[assignment]
+        for parent, features in out.items():
+            # Ranks that share key/value heads find these by the features of a head.
+            if counts.key_value < counts.query and {*features.values()} != {counts.key_value * counts.dim}:
+                return False
+            # For each query head, attention's output has the features of a value head. Those of keys may be others.
+            values = {count for leaf, count in features.items() if leaf.startswith("v")} or {*features.values()}
+            if parent in into and {count * counts.query for count in values} != {into[parent] * counts.key_value}:
+                return False
+        return True
 
     def _others(self, layer: str, block: str) -> Iterator[dict[str, Role]]:
         """Roles in a layer's other blocks, without those that must be whole or have a module without a role."""
@@ -409,7 +434,7 @@ class _Finder:
             return Role("norm", norm=formula)
         if not _owns(module):
             return Role("gathered")
-        if self._is_of_heads(module) or self._is_of_latents(name):
+        if self._is_gathered(name):
             return Role("gathered", norm=formula)
         heads = self._normed_heads(name)
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
@@ -438,16 +463,13 @@ class _Finder:
         parts = int(match[2] or 2) if match[1] == "packed_colwise" or leaf == "gate_up_proj" else 1
         return Role("up", HEADS.get(leaf), parts, alone=alone)
 
-    def _is_of_heads(self, module: nn.Module) -> bool:
-        """Whether a norm inside a block normalizes each head by itself."""
-        sizes = {len(parameter) for parameter in module.parameters()}
-        return sizes == {HeadCounts.of(self._model.config).dim}
-
-    def _is_of_latents(self, name: str) -> bool:
-        """Whether a norm inside attention normalizes latents, the input of a projection beside it."""
+    def _is_gathered(self, name: str) -> bool:
+        """Whether a norm inside a block normalizes each head by itself, or latents, the input of a projection beside
+        it.
+        """
         sizes = [len(parameter) for parameter in self._modules[name].parameters()]
         beside = self._modules[name.rpartition(".")[0]].named_children()
-        return any(
+        return {*sizes} == {HeadCounts.of(self._model.config).dim} or any(
             isinstance(other, nn.Linear) and sizes == [other.in_features]
             for child, other in beside
             if LATENT.get(child) == "from_latent"

@@ -25,6 +25,8 @@ TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_label
 #: Another one, ``[B, S]``, for models that were seen to take it, such as those of sentence pairs.
 TOKEN_TYPES = "token_type_ids"
 LABELS = ("labels", "shift_labels")
+#: Rotary embeddings whose frequencies depend on the highest position of a whole micro-batch.
+_OF_HIGHEST = frozenset({"dynamic", "longrope"})
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that are harmless with these values and not supported with others.
 _REJECTED: dict[str, tuple[Any, ...]] = {
@@ -114,18 +116,26 @@ def take_local_batch(
     whole_mask = None if cache is None else tensors.pop("attention_mask", None)
     check_tensors(tensors)
     rows, length = tensors["input_ids"].shape
+    # Positions that aren't given are the same in all rows.
+    positions, highest, differs = tensors.get("position_ids"), None, False
+    if positions is not None and not _OF_HIGHEST.isdisjoint(rope_types(config)):
+        highest, differs = positions.max(), len(positions) > 1 and mesh.size("batch") > 1
+        if differs and (at_least or positions_are_whole()):
+            _check_highest(positions, config, mesh)
     if cache is not None:
         cache.begin(rows, length)
     if "position_ids" not in tensors and inputs != "only ids":
         seen = 0 if cache is None else cache.seen
         tensors["position_ids"] = torch.arange(seen, seen + length, device=tensors["input_ids"].device).unsqueeze(0)
     more = padded_length(rows, mesh.size("batch")) - rows
-    target = length if positions_are_whole() else padded_length(max(length, at_least), granule(mesh))
+    # With a position to spare, which can be the highest one of all rows.
+    needed = length + 1 if differs and not at_least else max(length, at_least)
+    target = length if positions_are_whole() else padded_length(needed, granule(mesh))
     local = {}
     for name, tensor in tensors.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
         local_rows = tensor if given_once else own_slice(with_rows(name, tensor, more), 0, mesh.along("batch"))
-        local[name] = _pad(name, local_rows, target - length, config, inputs)
+        local[name] = _pad(name, local_rows, target - length, config, inputs, highest)
     if whole_mask is not None:
         local["attention_mask"] = own_slice(with_rows("attention_mask", whole_mask, more), 0, mesh.along("batch"))
     return LocalBatch(local, rows, length, options, cache=cache)
@@ -186,10 +196,37 @@ def with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
 
 
-def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig, inputs: Inputs) -> torch.Tensor:
+def _check_highest(positions: torch.Tensor, config: PretrainedConfig, mesh: Mesh) -> None:
+    """Check that no rank of `batch` would choose other frequencies than the whole micro-batch does.
+
+    Raises:
+        UnsupportedModelError: one would.
+    """
+    parts = mesh.size("batch")
+    rows = with_rows("position_ids", positions, padded_length(len(positions), parts) - len(positions))
+    highest: list[int] = rows.reshape(parts, -1).amax(dim=1).tolist()
+    ends = [threshold.tokens for threshold in thresholds(config) if threshold.key.endswith("max_position_embeddings")]
+    types = rope_types(config) & _OF_HIGHEST
+    # Beyond the end, each length has its own frequencies if they are dynamic.
+    chosen = {(*(end <= x for end in ends), x if "dynamic" in types and min(ends) <= x else 0) for x in highest}
+    if len(chosen) > 1:
+        raise UnsupportedModelError(
+            f"position_ids reach {max(highest)} in some rows, but only {min(highest)} in those of another rank of "
+            f"`batch`; rotary embeddings of type {', '.join(sorted(types))} (rope_parameters) have frequencies for the "
+            "highest position of all rows, for which there is no rule in a pipeline and in generation. Use a mesh "
+            "without `batch`, or rows whose longest sequences are alike"
+        )
+
+
+def _pad(
+    name: str, x: torch.Tensor, missing: int, config: PretrainedConfig, inputs: Inputs, highest: torch.Tensor | None
+) -> torch.Tensor:
     """Pad at the end, where a causal model's real positions don't see it and other models' masks hide it."""
     if missing == 0:
         return x
+    if name == "position_ids" and highest is not None:
+        # Every rank sees the highest position of all rows, and none beyond it; packed sequences may end with others.
+        return torch.cat([x, highest.expand(len(x), missing)], dim=1)
     if name == "position_ids":
         return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
     value = IGNORE_INDEX if name in LABELS else 0
@@ -209,6 +246,7 @@ def _padding_positions(positions: torch.Tensor, missing: int, config: Pretrained
     onward = last + torch.arange(1, missing + 1, device=positions.device)
     if "dynamic" in rope_types(config):
         return last.expand(-1, missing)  # every length beyond the original one has its own frequencies
-    ends = [threshold.tokens for threshold in thresholds(config) if threshold.tokens >= positions.shape[1]]
+    # Sequences that are packed into a row are shorter than the row.
+    ends = [x.tokens for x in thresholds(config) if x.is_end or x.tokens >= positions.shape[1]]
     limit = min(ends, default=None)
     return onward if limit is None else torch.minimum(onward, last.clamp(min=limit - 1))

@@ -56,7 +56,7 @@ _VOCABULARY = (
 )
 _HIDDEN = (
     *("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"),
-    *("lru_width", "embedding_size", "hidden_size_global", "pooler_hidden_size"),
+    *("lru_width", "hidden_size_global", "pooler_hidden_size"),
 )
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
@@ -104,7 +104,7 @@ def sizes_by_key(sizes: Sizes) -> Mapping[str, int]:
         (24, ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size")),
         (12, ("q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "laurel_rank", "hc_lowrank")),
         (4, ("gated_norm_rank", "time_step_rank", "mamba_dt_rank", "d_rel")),
-        (32, ("hidden_size_per_layer_input", "word_embed_proj_dim")),
+        (32, ("hidden_size_per_layer_input",)),
         (_EXPERTS, ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")),
         (2, ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")),
         (2, ("top_k_experts", "n_group", "num_expert_group", "zero_expert_num", "o_groups")),
@@ -113,6 +113,9 @@ def sizes_by_key(sizes: Sizes) -> Mapping[str, int]:
         (sizes.head_dim, ("mamba_d_head", "mamba_head_dim", "mamba_headdim")),
         (2 * sizes.hidden, ("mamba_d_ssm",)),
         (sizes.positions // 8, ("indexer_budget",)),
+        # The longest rows have more blocks of keys than attention may see.
+        (sizes.positions // 16, ("index_block_size",)),
+        (3, ("index_topk_blocks",)),
         (8, ("mamba_d_state", "ssm_state_size", "state_size")),
         (2, ("mamba_n_groups", "n_groups", "index_topk")),
         (sizes.positions, _POSITIONS),
@@ -133,6 +136,8 @@ _LAYERS = (
 _FIRST_LAYERS = ("first_k_dense", "num_dense_layers", "moe_layer_start_index")
 #: Lists of layers.
 _INDICES = ("_layers", "_layer_ids", "_layer_indices", "_layer_idxs", "_layers_idx", "_idxs", "_layer_idx")
+#: The numbers of query heads of all layers.
+_HEADS_BY_LAYER = "num_attention_heads_per_layer"
 #: So many layers at the end use keys and values of earlier ones.
 _SHARED_LAYERS = "num_kv_shared_layers"
 #: Periods: one layer in so many differs, without a list in the config that says which.
@@ -149,8 +154,11 @@ _FIRST_OF_TARGET = "decoder_start_token_id"
 #: Numbers whose value doesn't decide which code runs.
 _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"), 1e-6),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
 }
+#: Bases of rotary embeddings. Where layers have different ones, a model that mixes them up must not compute the same.
+_BASES, _LEAST_BASE = ("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0
+#: Widths of embeddings. If they aren't the hidden size, projections follow, or precede the head.
+_EMBEDDINGS = ("embedding_size", "word_embed_proj_dim")
 _ROUTER_LOSS = 0.5
 #: Keys that nothing here reads. They tell a checkpoint from a config that was made.
 _UNREAD = frozenset(
@@ -236,7 +244,7 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
     original = dict(fields)
     for name, value in original.items():
         if isinstance(value, list) and kept is not None and len(value) == count:
-            fields[name] = [value[index] for index in kept]
+            fields[name] = [_of_layer(name, value[index], original, sizes) for index in kept]
         elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
             by_layer = {int(key): inner for key, inner in value.items()}
             fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
@@ -257,8 +265,10 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
         fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     fields.update(_special_tokens(config, sizes))
+    bases = _small_bases(original)
+    fields.update({name: bases[original[name]] for name in _BASES if isinstance(original.get(name), float | int)})
     if isinstance(fields.get("rope_parameters"), dict):
-        fields["rope_parameters"] = _rope(fields["rope_parameters"], fields, sizes)
+        fields["rope_parameters"] = _rope(fields["rope_parameters"], fields, sizes, bases)
     return fields
 
 
@@ -350,20 +360,44 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
         return widths[name] * (fields["attention_hidden_size"] // fields["hidden_size"])
     if name in _WINDOWS:
         return sizes.window or sizes.positions // 4
+    if name in _EMBEDDINGS:
+        hidden = next((fields[key] for key in _HIDDEN if isinstance(fields.get(key), int)), value)
+        return sizes.hidden if value == hidden else sizes.hidden // 2
     if name.startswith("first_k_dense") or name == "num_dense_layers":
         return 1
     small: int = sizes_by_key(sizes).get(name, value)
     return min(value, small) if name in _ONLY_SMALLER else small
 
 
+def _of_layer(name: str, value: Any, fields: Mapping[str, Any], sizes: Sizes) -> Any:
+    """An entry of a list that has one for each layer. Numbers of heads that differ from the config's still do."""
+    if name != _HEADS_BY_LAYER or not isinstance(value, int):
+        return value
+    return sizes.heads if value == fields.get("num_attention_heads") else 2 * sizes.heads
+
+
 #: Counts that tiny models may already have fewer of, so they are never raised.
 _ONLY_SMALLER = frozenset({"n_group", "topk_group", "mamba_n_groups", "n_groups", "num_expert_group"})
 
 
-def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _small_bases(fields: Mapping[str, Any]) -> dict[float, float]:
+    """The bases of rotary embeddings that stand for a model's: all different, and of a single one the usual one."""
+    rope = fields.get("rope_parameters")
+    ropes = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))] if isinstance(rope, dict) else []
+    places = [(place, name) for place in (fields, *ropes) for name in _BASES]
+    bases = sorted({place[name] for place, name in places if isinstance(place.get(name), float | int)})
+    return {base: _LEAST_BASE * 4**number for number, base in enumerate(bases)}
+
+
+def _rope(
+    rope: Mapping[str, Any], fields: Mapping[str, Any], sizes: Sizes, bases: Mapping[float, float]
+) -> dict[str, Any]:
     """Rotary embedding parameters for the small heads."""
     if any(isinstance(inner, dict) for inner in rope.values()):
-        return {name: _rope(inner, fields, sizes) if isinstance(inner, dict) else inner for name, inner in rope.items()}
+        return {
+            name: _rope(inner, fields, sizes, bases) if isinstance(inner, dict) else inner
+            for name, inner in rope.items()
+        }
     dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or sizes.head_dim
     half = int(dim * rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1.0)) // 2
     change: dict[str, Callable[[Any], Any]] = {
@@ -373,7 +407,8 @@ def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any], sizes: Sizes) -> d
         "original_max_position_embeddings": lambda _: sizes.positions // 2,
     }
     small = {name: change[name](value) if name in change and value else value for name, value in rope.items()}
-    return {**small, "rope_theta": 10000.0} if isinstance(rope.get("rope_theta"), float | int) else small
+    base = rope.get("rope_theta")
+    return {**small, "rope_theta": bases[base]} if isinstance(base, float | int) else small
 
 
 def _spread(factors: list[float], count: int) -> list[float]:
