@@ -6,7 +6,9 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.roles import find_roles
+from cuboid.models.attention.segments import check_segments
 from cuboid.models.certification.small_config import LONGEST, small_config
 
 
@@ -65,3 +67,12 @@ def test_a_plan_inside_a_config_is_not_taken_for_that_of_its_class():
     expected = find_roles(model)
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "colwise"}
     assert find_roles(model) == expected
+
+
+def test_attention_that_looks_ahead_in_images_alone_runs_in_segments():
+    check_segments(AutoConfig.for_model("gemma4_unified_text", attn_implementation="sdpa"), 2)
+    with pytest.raises(UnsupportedModelError, match="positions see later ones"):
+        check_segments(
+            AutoConfig.for_model("gemma4_unified_text", attn_implementation="sdpa", use_bidirectional_attention="all"),
+            2,
+        )

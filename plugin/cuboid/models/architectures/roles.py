@@ -342,24 +342,12 @@ class _Finder:
         return Role("labels")
 
     def _fits_together(self, block: str, known: Mapping[str, Role]) -> bool:
-        """Whether a block has both "up" and "down" projections or neither, since features are sharded in between.
+        """Whether a block has the key/value heads in the model's config, in which its layers may differ; and both "up"
+        and "down" projections or neither, since features are sharded in between.
 
-        In some architectures the two are in consecutive blocks of a layer.
+        In some architectures these two are in consecutive blocks of a layer.
         """
-        if not self._has_counted_heads(known):
-            return False
-        kinds = _projections(known)
-        missing = {"up", "down"} - kinds
-        if not kinds or not missing:
-            return True
-        layer = block.rpartition(".")[0]
-        return any(_projections(other) == missing for other in self._others(layer, block))
-
-    def _has_counted_heads(self, known: Mapping[str, Role]) -> bool:
-        """Whether a block's attention has the numbers of heads in the model's config: layers may differ in them."""
-        counts = HeadCounts.of(self._model.config)
-        into: dict[str, int] = {}
-        out: dict[str, dict[str, int]] = {}
+        counts, into, out = HeadCounts.of(self._model.config), dict[str, int](), dict[str, dict[str, int]]()
         for name, role in known.items():
             (parent, _, leaf), module = name.rpartition("."), self._modules[name]
             if role.kind == "down":
@@ -375,7 +363,12 @@ class _Finder:
             values = {count for leaf, count in features.items() if leaf.startswith("v")} or {*features.values()}
             if parent in into and {count * counts.query for count in values} != {into[parent] * counts.key_value}:
                 return False
-        return True
+        kinds = _projections(known)
+        missing = {"up", "down"} - kinds
+        if not kinds or not missing:
+            return True
+        layer = block.rpartition(".")[0]
+        return any(_projections(other) == missing for other in self._others(layer, block))
 
     def _others(self, layer: str, block: str) -> Iterator[dict[str, Role]]:
         """Roles in a layer's other blocks, without those that must be whole or have a module without a role."""

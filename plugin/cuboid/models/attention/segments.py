@@ -149,7 +149,9 @@ def check_segments(config: PretrainedConfig, segments: int | Literal["auto"]) ->
 def _reason_against(config: PretrainedConfig) -> str | None:
     if config._attn_implementation == "flex_attention":
         return 'attn_implementation is "flex_attention" ("sdpa", "eager" and "flash_attention_2" know segments)'
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # With "vision", only the tokens of an image see one another, and a pipeline takes no images.
+    sees_later = getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision")
+    if not getattr(config, "is_causal", True) or sees_later:
         return f"{config.model_type} is configured so that positions see later ones"
     if getattr(config, "index_topk", None):
         return f"{config.model_type} picks the keys to see by an index of its own"
