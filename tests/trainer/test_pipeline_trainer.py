@@ -261,6 +261,59 @@ def test_float16_scales_and_skips_in_a_pipeline_as_deepspeed_alone_does(root):
         assert step == pytest.approx(expected, rel=1e-4)
 
 
+STEPS = """
+    import json, sys
+    import torch
+    from transformers import AutoModelForCausalLM, TrainingArguments, logging
+
+    out, start, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    if config is None:
+        from transformers import Trainer
+    else:
+        from cuboid import CuboidTrainer as Trainer
+    logging.set_verbosity_error()
+
+    class Masked(Trainer):
+        def training_step(self, model, inputs, *counted):
+            # The loss is still over the labels that the Trainer has counted.
+            labels = inputs["labels"].masked_fill(inputs["labels"] % 3 == 0, -100)
+            return super().training_step(model, {**inputs, "labels": labels}, *counted)
+
+    ids = torch.randint(0, 67, (16, 11), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        out, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=5, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=1, learning_rate=1e-3, save_strategy="no",
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Masked(model=AutoModelForCausalLM.from_pretrained(start), args=arguments, train_dataset=rows)
+    trainer.train()
+    message = None
+    if config is not None:
+        try:
+            trainer.train()
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+    logged = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+    if int(__import__("os").environ.get("RANK", 0)) == 0:
+        print("RESULT" + json.dumps([logged, message]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_step_of_ones_own_and_a_second_call_of_train(root):
+    (root / "steps.py").write_text(textwrap.dedent(STEPS))
+    config = config_of(2, {})
+    # The Trainer's own optimizer and schedule.
+    del config["optimizer"]
+    expected, _ = result_of(*alone(root / "steps.py", root / "steps alone", root / "untied", "null"))
+    logged, message = result_of(*world(2, root / "steps.py", root / "steps piped", root / "untied", json.dumps(config)))
+    assert len(expected) == 4
+    for one, other in zip(expected, logged, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+    assert message.startswith("CuboidError: train() was called before on this trainer")
+
+
 REFUSALS = """
     import json, sys
     import torch

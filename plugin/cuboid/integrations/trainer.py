@@ -111,7 +111,17 @@ class CuboidTrainer(Trainer):
             self._reject_what_has_no_rule(config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.train``."""
+        """As ``Trainer.train``, once: the first call's engine has the optimizer's state, and ends with the next call.
+
+        Raises:
+            CuboidError: it was called before, without a ``model_init`` that makes a new model.
+        """
+        if self.model_init is None and self._checkpoints_engine:
+            raise CuboidError(
+                "train() was called before on this trainer: a second call would go on with the first one's engine, "
+                "which it destroys, and an optimizer that steps nothing. Make a new trainer of trainer.model; to go on "
+                "with the optimizer's state too, give its train() a checkpoint, resume_from_checkpoint"
+            )
         self._micro_batches.clear()
         try:
             return super().train(*args, **kwargs)
@@ -138,7 +148,7 @@ class CuboidTrainer(Trainer):
         Args:
             model: the engine.
             inputs: a micro-batch, as :func:`cuboid.models.batch.broadcast.read_micro_batch` takes it.
-            num_items_in_batch: not needed; the engine counts label tokens itself.
+            num_items_in_batch: label tokens of the step's micro-batches in all replicas; None: counted by the engine.
 
         Returns:
             This call's part of the step's loss, a scalar tensor: all of it with the last micro-batch, else 0.
@@ -160,8 +170,15 @@ class CuboidTrainer(Trainer):
 
     def _train_own(self, model: Any, group: list[dict[str, Any]], num_items_in_batch: Any) -> torch.Tensor:
         """A step of the model's own loss."""
-        with _step_of(model, len(group)), self._reporting(model.pipeline, group, num_items_in_batch):
-            loss: torch.Tensor = model.train_batch(iter(group))
+        pipeline, kind = model.pipeline, sharding_of(self.model).kind
+        if num_items_in_batch is not None and kind.labels_each_token:
+            # As counted before an own training_step changed labels.
+            pipeline.given_items = int(num_items_in_batch)
+        try:
+            with _step_of(model, len(group)), self._reporting(pipeline, group, num_items_in_batch):
+                loss: torch.Tensor = model.train_batch(iter(group))
+        finally:
+            pipeline.given_items = None
         return loss
 
     def _train_given(self, engine: Any, group: list[dict[str, Any]], num_items_in_batch: Any) -> torch.Tensor:

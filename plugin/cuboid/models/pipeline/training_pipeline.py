@@ -110,6 +110,8 @@ class Pipeline:
         self.observe_outputs: Callable[[list[torch.Tensor]], None] | None = None
         #: For each micro-batch of this replica in the next :meth:`train`, the loss to train in place of the model's.
         self.given_losses: Sequence[GivenLoss] | None = None
+        #: What the next :meth:`train` divides the sum of all items' losses by, if not by their number.
+        self.given_items: int | None = None
         #: Rows of this replica in the last step.
         self.rows = 0
         #: On ranks with the last stage: the parts of this replica's micro-batches in the last step's loss, which is
@@ -205,8 +207,9 @@ class Pipeline:
             raise_on_all_ranks(self._range_error(shared), self.mesh, what="a check of the micro-batches")
         if replicas.total_lost_boundaries and self.mesh.rank == 0:  # they may be another replica's
             self.limits.warn_of_lost_boundaries(self.mesh)
+        items = self.given_items if training and self.given_items is not None else replicas.total_items
         # Without any label tokens, divide by 1 so that the loss is 0.
-        return dataclasses.replace(step, items=max(replicas.total_items, 1))
+        return dataclasses.replace(step, items=max(items, 1))
 
     def _prepare_own(self, shared: list[MicroBatch], *, training: bool) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its number of label tokens."""
