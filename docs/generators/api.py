@@ -39,7 +39,7 @@ METHODS = dict.fromkeys(("register", "unregister"), PATCHES / "cuboid_patches" /
 #: Those methods and properties of a class that a script uses; a framework calls the others.
 USED = {
     "Pipeline": ("train", "evaluate", "segment_lengths", "add_shared_gradients"),
-    "CuboidPlugin": ("execute_pipeline", "prepare_dataloader", "wait_for_checkpoint"),
+    "CuboidPlugin": ("execute_pipeline", "prepare_dataloader", "enable_lora", "wait_for_checkpoint"),
     "MeshShape": ("size", "parse", "of_size"),
     "Topology": ("coordinate", "rank", "groups"),
     "Mesh": ("size", "index", "connect", "data_parallel_group", "model_parallel_group"),

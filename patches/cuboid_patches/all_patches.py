@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuboid_patches import accelerate, deepspeed, interpreter, peft, torch_loops, transformers, trl
+from cuboid_patches import accelerate, colossalai, deepspeed, interpreter, peft, torch_loops, transformers, trl
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SharedMemoryBuild
 from cuboid_patches.torch_loops import StepCheck
@@ -12,6 +12,7 @@ PATCHES: list[Patch | SharedMemoryBuild | StepCheck] = [
     *accelerate.PATCHES,
     *peft.PATCHES,
     *trl.PATCHES,
+    *colossalai.PATCHES,
     *deepspeed.PATCHES,
     *torch_loops.PATCHES,
     *interpreter.PATCHES,

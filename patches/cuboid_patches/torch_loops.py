@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from cuboid.integrations.gradient_norm import norm_over_ranks
+from cuboid.integrations.gradient_norm import check_reduced, norm_over_ranks
 from cuboid.integrations.own_loop import check_initializer, check_step, found_on_any_rank, replicas_of
 from cuboid.integrations.script_loss import check_backward
 from cuboid.models.autograd_graph import IS_OUTPUT
@@ -39,6 +39,18 @@ def _total_norm(original: Any) -> Any:
         return norm
 
     return get_total_norm
+
+
+def _checking_clip(original: Any) -> Any:
+    @functools.wraps(original)
+    def clip_grad_value_(
+        parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+    ) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check_reduced([x.grad for x in given if x.grad is not None], "clip_grad_value_ of torch")
+        original(given, clip_value, foreach)
+
+    return clip_grad_value_
 
 
 def _checking_backward(original: Any) -> Any:
@@ -183,5 +195,15 @@ PATCHES: list[Patch | StepCheck] = [
             replace=_total_norm,
         )
         for target in ("torch.nn.utils.clip_grad:_get_total_norm", "torch.nn.utils:get_total_norm")
+    ),
+    *(
+        Patch(
+            target=target,
+            package="torch",
+            reason="refuse gradients that an optimizer reduces over replicas later, or keeps elsewhere",
+            parameters=("parameters", "clip_value", "foreach"),
+            replace=_checking_clip,
+        )
+        for target in ("torch.nn.utils.clip_grad:clip_grad_value_", "torch.nn.utils:clip_grad_value_")
     ),
 ]

@@ -392,7 +392,7 @@ def test_a_criterions_factor_is_exact(factor):
 EXPECTED = {
     "boost again": "has boosted a model already",
     "a closure": "call step without it",
-    "lora": "booster.enable_lora isn't supported",
+    "lora": "enable_lora comes before booster.boost",
     "another model": "isn't what this booster's boost gave",
     "not a checkpoint": "is not a folder",
     "prefix": "prefix has no meaning",

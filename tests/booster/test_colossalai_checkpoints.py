@@ -237,6 +237,32 @@ def test_asynchronous_saves_are_sequential_and_older_ones_are_pruned(pool, check
     assert names == ["step1", "step2"]
 
 
+def save_in_parts(path, config, root):
+    """Each part of a state in a folder of its own, as ColossalAI's examples save them; what is left, on each rank."""
+    booster, model, optimizer, learning_rate = boosted(path, config, torch.float32)
+    left = []
+    for step in range(2):
+        booster.save_model(model, root / "modeling", shard=True)
+        booster.save_optimizer(optimizer, root / "optimizer", shard=True)
+        booster.save_lr_scheduler(learning_rate, root / "lr_scheduler")
+        booster.save_model(model, root / f"step{step}")
+        left.append(sorted(folder.name for folder in root.iterdir()))
+        booster_backward(booster, model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.load_model(model, root / "modeling")
+    booster.load_optimizer(optimizer, root / "optimizer")
+    booster.load_lr_scheduler(learning_rate, root / "lr_scheduler")
+    return left
+
+
+def test_parts_of_the_last_state_are_kept_together(pool, checkpoint, tmp_path):
+    config = {**settings("1x2x1"), "checkpoint": {"keep_last": 1}}
+    parts = ["lr_scheduler", "modeling", "optimizer"]
+    for left in pool.run(2, save_in_parts, checkpoint(LLAMA), config, tmp_path):
+        assert left == [[*parts, "step0"], [*parts, "step1"]]
+
+
 def save_without_optimizer(path, config, root):
     """The files that a booster without an optimizer writes, and its error for saving one."""
     from colossalai.booster import Booster

@@ -177,6 +177,27 @@ def test_between_two_renames_the_replaced_checkpoint_is_found(tmp_path, caplog):
     assert not (tmp_path / f"a{REPLACED}").exists()
 
 
+def test_what_users_add_to_a_checkpoint_moves_to_the_one_that_replaces_it(tmp_path):
+    folder, added = save(tmp_path, 1, "a"), {"README.md": "mine", "notes/first.txt": "mine too"}
+
+    def texts():
+        return {name: (folder / name).read_text() for name in added if (folder / name).exists()}
+
+    (folder / "notes").mkdir()
+    for name, text in added.items():
+        (folder / name).write_text(text)
+    save(tmp_path, 2, "a")
+    assert texts() == added
+    assert check(tmp_path) == 2
+    # A crash between the rename and the removal of what was replaced.
+    shutil.copytree(folder, tmp_path / f"a{REPLACED}")
+    shutil.rmtree(folder / "notes")
+    (folder / "README.md").write_text("newer")
+    sweep(tmp_path)
+    assert texts() == {**added, "README.md": "newer"}
+    assert not (tmp_path / f"a{REPLACED}").exists()
+
+
 def test_the_newest_is_found_if_latest_names_no_checkpoint(tmp_path, caplog):
     for step, tag in ((3, "three"), (12, "twelve"), (4, "four")):
         save(tmp_path, step, tag)

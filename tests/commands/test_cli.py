@@ -267,6 +267,43 @@ def test_outputs_are_checked_before_anything_is_computed(run_command, files, mon
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "word"),
+    [
+        ("plan", ["--out", "a.json", "--json", "./a.json"], "another result goes there"),
+        ("estimate", ["--json", "bf16.json"], "it is what this command reads"),
+        ("timeline", ["--model", "model", "--seq-len", 64, "--json", "model/config.json"], "what this command reads"),
+    ],
+)
+def test_a_result_replaces_neither_another_one_nor_what_is_read(
+    run_command, files, monkeypatch, command, options, word
+):
+    monkeypatch.chdir(files)
+    before = contents_of(files)
+    status, message = run_command(command, *required([command]), *options)
+    assert (status, message.count("\n")) == (1, 1), message
+    assert word in message
+    assert contents_of(files) == before
+
+
+@pytest.mark.parametrize("options", [["--mesh", "²x1x1"], ["--stages", 2, "--partition", "²,2"]], ids=str)
+def test_digits_that_are_no_numbers_are_refused(run_command, options):
+    status, message = run_command("verify", "--arch", "llama", *options)
+    assert (status, message.count("\n")) == (1, 1), message
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path):
+    SmallModel("llama").write(tmp_path / "model")
+    folder = (tmp_path / "model").rename(tmp_path / os.fsdecode(b"m\xffodel \xc3\xa9"))
+    for options in ([], ["--json"]):
+        process = start(sys.executable, "-m", "cuboid.cli", "inspect", folder, *options, PYTHONIOENCODING="ascii")
+        status, output = finish(process, timeout_s=60)
+        assert status == 0, output
+        assert "Traceback" not in output
+        assert r"m\udcffodel" in output
+    assert json.loads(output)["path"] == str(folder)
+
+
 # --- paths that can't be used ---------------------------------------------------------------------------------------
 
 #: Command lines that would work.

@@ -476,6 +476,11 @@ def test_lists_of_a_schedule_follow_the_names_of_parameters():
         "last_epoch": 5,
         "_schedulers": [{"base_lrs": [3.0, 9.0, 2.0], "gamma": 2}],
     }
+    # As ColossalAI's schedules with a warm-up have the one that follows.
+    after = {"after_scheduler_dict": {"base_lrs": [1.0, 2.0, 3.0]}}
+    assert regrouped(after, saved, [["d"], ["a"], ["b"]], after) == {
+        "after_scheduler_dict": {"base_lrs": [3.0, 1.0, 2.0]}
+    }
     with pytest.raises(CheckpointError, match="a and d are in one parameter group here"):
         regrouped(state, saved, [["a", "d"]], present)
     with pytest.raises(CheckpointError, match="nothing for the parameter group of x"):

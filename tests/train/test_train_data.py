@@ -1,7 +1,9 @@
 """`cuboid prepare`, and `cuboid train` in one process: text, tokens, batches, checks of arguments, report."""
 
 import copy
+import errno
 import json
+import os
 import socket
 import time
 from itertools import chain
@@ -27,7 +29,7 @@ from cuboid.train import process
 from cuboid.train.data import tokens as tokens_module
 from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
 from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
-from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
 from cuboid.train.data.tokens import TokenFolder, TokensMeta, fingerprint, tokenize
 from cuboid.train.figures import pipeline_figures
 from cuboid.train.job import TrainOptions, check_size, plan
@@ -115,6 +117,21 @@ def test_hidden_and_binary_files_are_left_out(tmp_path):
     assert sorted(corpus.train + corpus.heldout) == sorted(TEXTS[:2])
 
 
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    write_texts(tmp_path, TEXTS[:2])
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(CuboidError, match="closed can't be read: Permission denied"):
+        read_corpus(tmp_path)
+
+
 def test_python_sources_leave_out_tests_and_packages(tmp_path):
     for name in ("a.py", "b/c.py", "test/d.py", "b/tests/e.py", "site-packages/f.py", "g.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -139,6 +156,15 @@ def test_a_folder_with_too_little_text_is_rejected(tmp_path, content, message):
         (tmp_path / name).write_bytes(data)
     with pytest.raises(CuboidError, match=message):
         read_corpus(tmp_path)
+
+
+def test_prepare_replaces_no_model_but_its_own(tokenizer, tmp_path):
+    check_replaceable_model(tmp_path)
+    write_llama(tmp_path, len(tokenizer), tokenizer, 0)
+    check_replaceable_model(tmp_path)
+    LlamaConfig(hidden_size=32, num_hidden_layers=3).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="has a model that no `cuboid prepare` wrote"):
+        check_replaceable_model(tmp_path)
 
 
 def test_tokens_decode_to_the_documents_each_with_its_end(tokenizer, tmp_path):

@@ -41,8 +41,9 @@ class Saver:
         self._settings = settings
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        #: What was saved outside of a run's own folder of checkpoints, where other runs may save too.
-        self._saved_elsewhere: set[Path] = set()
+        #: What was saved outside of a run's own folder of checkpoints, where other runs may save too, by the ``id`` of
+        #: the state that it is of, or a part of; the last one last.
+        self._saved_elsewhere: dict[Path, Any] = {}
 
     def save(self, root: Path, tag: str, plan: SavePlan, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
@@ -250,13 +251,22 @@ class Saver:
             if path.is_file() and name not in records:
                 records[name] = record_of(path)
         commit(root, tag, Manifest(step=plan.step, files=dict(sorted(records.items()))))
+        keep_last = self._settings.keep_last
         if latest:
             point_latest(root, tag)
-        else:
-            self._saved_elsewhere.add(root / tag)
-        if self._settings.keep_last is not None:
-            among = None if latest else {path.name for path in self._saved_elsewhere if path.parent == root}
-            prune(root, self._settings.keep_last, tag, among)
+            if keep_last is not None:
+                prune(root, keep_last, tag)
+            return
+        self._saved_elsewhere.pop(root / tag, None)
+        self._saved_elsewhere[root / tag] = plan.document.get("id", tag)
+        if keep_last is not None:
+            prune(root, 1, tag, self._superseded(root, keep_last))
+
+    def _superseded(self, root: Path, keep_last: int) -> set[str]:
+        """Tags in ``root`` that aren't of the last ``keep_last`` states; several may be parts of one state."""
+        beside = {path.name: state for path, state in self._saved_elsewhere.items() if path.parent == root}
+        kept = list(dict.fromkeys(reversed(beside.values())))[:keep_last]
+        return {tag for tag, state in beside.items() if state not in kept}
 
     def _on_first(self, action: Callable[[], object]) -> None:
         """Run something on rank 0; if it fails, raise on all ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -66,13 +68,25 @@ def app() -> None:
     Under a launcher every rank runs it. A user's error is printed by rank 0 only, unless it arose on another rank and
     may not be known to rank 0; all ranks exit with its status.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # An encoding such as ASCII lacks characters of ours, and the names of some files are in no encoding.
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except CuboidError as error:
         # Others than rank 0 print what it may not know of.
         _fail(f"cuboid: {error}", 1, prints=error.rank is not None and not error.shared)
     except typer.TyperException as error:
         _fail(_usage(error), 2)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # What is printed goes to a full disk, or to nobody. The rest of it would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _fail("" if error.errno == errno.EPIPE else f"cuboid: can't print: {error.strerror}", 1, prints=True)
     if status == INTERRUPTED:
         end_interrupted()
     sys.exit(status if isinstance(status, int) else 0)

@@ -44,7 +44,7 @@ def estimate(
     from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline
     from cuboid.weights.model_folder import model_config
 
-    check_outputs(json, pictures=(picture, timeline))
+    check_outputs(json, pictures=(picture, timeline), inputs=(model, config, cluster))
     settings = model_config(model, trust_remote_code=trust_remote_code)
     machines = Cluster.parse(cluster)
     cuboid_config, framework_config = require_config(config)

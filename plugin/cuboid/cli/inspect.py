@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,8 @@ def inspect(
     quiet()
     inspection = inspect_checkpoint(find_checkpoint(directory), verify=verify)
     if json:
-        typer.echo(inspection.model_dump_json(indent=1))
+        # Not pydantic's, which can't encode the names of some files.
+        typer.echo(dumps(inspection.model_dump(), indent=1))
     else:
         _print(Console(), inspection, parameters=parameters, verified=verify)
     raise typer.Exit(1 if inspection.faults else 0)

@@ -54,6 +54,12 @@ class Command(TyperCommand):
         except CuboidError as error:
             error.args = (_with_option(error, ctx),)
             raise
+        except OSError as error:
+            # Of a folder without rights, which pathlib's questions raise too. A closed pipe has no name.
+            if not isinstance(error.filename, str | bytes):
+                raise
+            told = CuboidError(f"{os.fsdecode(error.filename)}: can't be used: {error.strerror}")
+            raise CuboidError(_with_option(told, ctx)) from error
 
 
 def _check_reachable(path: Path, *, may_be_text: bool) -> None:
@@ -117,12 +123,15 @@ def _places(message: str, value: object) -> Iterator[int]:
         yield from (match.start() for match in re.finditer(f"{before}{re.escape(text)}(?={after})", message))
 
 
-def check_outputs(*files: Path | None, pictures: tuple[Path | None, ...] = ()) -> None:
+def check_outputs(
+    *files: Path | None, pictures: tuple[Path | None, ...] = (), inputs: tuple[str | Path | None, ...] = ()
+) -> None:
     """Check that the files of a command can be written; their folders are created if missing.
 
     Args:
         files: of any kind; None for those that weren't asked for.
         pictures: likewise, whose suffix has to be that of a format.
+        inputs: what the command reads, which no result may replace; of a model's folder, the config in it.
 
     Raises:
         CuboidError: names the first that can't be written.
@@ -133,6 +142,21 @@ def check_outputs(*files: Path | None, pictures: tuple[Path | None, ...] = ()) -
     for picture in pictures:
         if picture is not None:
             check_picture(picture)
-    for file in (*files, *pictures):
-        if file is not None:
-            check_output_file(file)
+    results = [file for file in (*files, *pictures) if file is not None]
+    read = [path for given in inputs if given for path in (Path(given), Path(given) / "config.json")]
+    for number, file in enumerate(results):
+        check_output_file(file)
+        if any(_are_one_file(file, other) for other in read):
+            raise CuboidError(f"{file}: can't be written: it is what this command reads; name another file")
+        if any(_are_one_file(file, other) for other in results[:number]):
+            raise CuboidError(f"{file}: can't be written: another result goes there; name a file for each")
+
+
+def _are_one_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, which may not be there yet. Devices and pipes take several results."""
+    # Not those of pathlib, which raise an error where a folder can't be searched.
+    if os.path.exists(one) != os.path.exists(other):
+        return False
+    if os.path.exists(one):
+        return os.path.isfile(one) and os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -60,7 +60,7 @@ def plan(
 
     if explain is not None and (out or json):
         raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
-    check_outputs(out, json)
+    check_outputs(out, json, inputs=(model, cluster))
     console = Console()
     # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)

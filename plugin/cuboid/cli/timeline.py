@@ -120,7 +120,7 @@ def timeline(
             f"--stages (× --chunks), --micro-batches, --segments: {most} × {micro_batches} × {count} is too many units "
             f"to draw; {MOST_UNITS:,} at most"
         )
-    check_outputs(json_output, pictures=(output,))
+    check_outputs(json_output, pictures=(output,), inputs=(model,))
     request = _Request(
         *(stages, chunk_counts, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),

@@ -145,7 +145,7 @@ def verify(
     reason = None if arch is None or arch in ARCHITECTURES else unknown_name(arch)
     if reason is not None:
         raise typer.BadParameter(reason, param_hint="'--arch'")
-    check_outputs(json)
+    check_outputs(json, inputs=(model, config))
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition, schedule, chunks))
     parsed = parse_config(settings)
@@ -216,9 +216,9 @@ def _pipeline(
     """The keys of the pipeline section that are given on the command line."""
     section: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
     section |= {"schedule": schedule, "chunks": chunk_count(chunks)}
-    if partition is not None and partition[:1].isdigit():
+    if partition is not None and partition[:1].isdecimal():
         lengths = partition.split(",")
-        if not all(length.strip().isdigit() for length in lengths):
+        if not all(length.strip().isdecimal() for length in lengths):
             raise typer.BadParameter(
                 f'--partition {partition!r} is neither "flops", "even" nor lengths such as 16,12,4'
             )

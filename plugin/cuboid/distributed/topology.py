@@ -57,7 +57,7 @@ class MeshShape:
     def parse(cls, text: str) -> MeshShape:
         """Read ``"2x2x2"`` or ``"2×2×2"`` (batch × sequence × hidden)."""
         parts = text.lower().replace("×", "x").split("x")
-        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
             raise MeshError(f"mesh {text!r} is not of the form BATCHxSEQUENCExHIDDEN, for example 2x2x2")
         return cls(*(int(part) for part in parts))
 

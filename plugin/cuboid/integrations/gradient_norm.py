@@ -29,8 +29,10 @@ def norm_over_ranks(
         norm_of: torch's norm of tensors that are whole.
 
     Raises:
-        CuboidError: this rank's stages have no gradients, and it isn't known which model's norm the others take.
+        CuboidError: this rank's stages have no gradients, and it isn't known which model's norm the others take; or the
+            gradients are an optimizer's, which hasn't reduced them or has them elsewhere.
     """
+    check_reduced(gradients, "clip_grad_norm_ (get_total_norm) of torch")
     norms, rest, waiting = [], {id(x): x for x in gradients}, {}
     for model in sharded_models():
         mesh = model.cuboid.mesh
@@ -60,6 +62,22 @@ def norm_over_ranks(
     stacked = torch.stack(norms)
     norm = stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
     return norm.to(gradients[0].dtype) if gradients else norm
+
+
+def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
+    """Check that gradients of sharded models are what their optimizers step on, where these keep them elsewhere.
+
+    Raises:
+        CuboidError: they aren't; names ``call``, by which a script looks at them.
+    """
+    given = {id(gradient) for gradient in gradients}
+    for model in sharded_models():
+        owner = None if model.cuboid.state.optimizer is None else model.cuboid.state.optimizer()
+        if owner is None or not owner.is_of(model):
+            continue
+        # In bf16 there are none in ``.grad`` of the model's.
+        if not given or any(id(parameter.grad) in given for parameter in (*model.parameters(), *owner.parameters)):
+            owner.check_gradients(call)
 
 
 def _norm_of_copy(model: Any, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, WholeStates
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.determinism import use_deterministic
+from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import ConfigError, OptimizerError, UnsupportedModelError
 from cuboid.failures.rank_agreement import gather_objects
@@ -259,9 +261,11 @@ def check_trains(model: nn.Module) -> None:
     """Check that there is something to train, and that both stages of a tied parameter train or freeze it; collective.
 
     Raises:
-        ConfigError: on every rank, if all stages are frozen, or a tied parameter is on only one of its two stages.
+        ConfigError: on every rank, if all stages are frozen, a tied parameter is on only one of its two stages, or any
+            other one on only some of the ranks that have it, of which the others would wait for its gradient.
     """
     mesh = mesh_of(model)
+    _check_frozen_alike(model, mesh)
     shared = model.staging.shared if isinstance(model, StageModel) else {}
     tied = {name: parameter.requires_grad for name, parameter in shared.items()}
     trains_and_tied = (any(parameter.requires_grad for parameter in model.parameters()), tied)
@@ -277,6 +281,25 @@ def check_trains(model: nn.Module) -> None:
             "every parameter is frozen (requires_grad is False), so that there is nothing to train; leave out the "
             "optimizer to evaluate only, or let some parameters have gradients"
         )
+
+
+def _check_frozen_alike(model: nn.Module, mesh: Mesh) -> None:
+    frozen = sorted(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    digest = hashlib.sha256(repr(frozen).encode()).hexdigest()
+    # The names themselves are many, and gathered only for the error.
+    stages = gather_objects((mesh.coordinate.pipe, digest), mesh, what="comparison of the frozen parameters")
+    first: dict[int, int] = {}
+    pairs = [(first.setdefault(stage, rank), rank) for rank, (stage, _) in enumerate(stages)]
+    pair = next(((one, other) for one, other in pairs if stages[one] != stages[other]), None)
+    if pair is None:
+        return
+    one, other = (set(names) for rank, names in enumerate(gather_objects(frozen, mesh)) if rank in pair)
+    name = min(one ^ other)
+    is_first = name in one
+    raise ConfigError(
+        f"{name} is frozen on rank {pair[not is_first]}, but not on rank {pair[is_first]}; set requires_grad alike on "
+        "all ranks"
+    )
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:

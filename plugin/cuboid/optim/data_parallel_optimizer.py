@@ -16,7 +16,18 @@ from cuboid.optim.grad_buffer import GradientBuffer
 
 
 class ReplicaOptimizer(Protocol):
-    """An optimizer over replicas. All methods but :meth:`gradients` and :meth:`adapter` are collective."""
+    """An optimizer over replicas. :meth:`reduce`, :meth:`reopen`, :meth:`clear` and :meth:`step` are collective.
+
+    Attributes:
+        buffers: why gradients are kept in buffers of what trained at the beginning; empty if they aren't.
+        is_flat: whether it steps flat tensors, with gradients of their own.
+    """
+
+    buffers: str
+    is_flat: bool
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient that isn't reduced yet differs from zero; waits for the device."""
 
     @property
     def flat_parameters(self) -> Sequence[nn.Parameter]:
@@ -87,17 +98,22 @@ def replicas_of(mesh: Mesh) -> dist.ProcessGroup | None:
 class _DirectOptimizer:
     """Steps on the model's own parameters."""
 
+    is_flat = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         self._optimizer = optimizer
         self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # Without replicas nothing is communicated, so gradients needn't be in one buffer.
-        by_dtype = {} if self._group is None else _by_dtype(self._parameters)
-        self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in by_dtype.items()]
+        self._buffered = [] if self._group is None else [p for p in self._parameters() if p.requires_grad]
+        self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in _by_dtype(self._buffered).items()]
+        self.buffers = "" if self._group is None else f"they are reduced over {self._replicas} replicas at once"
+
+    def has_gradients(self) -> bool:
+        return any(bool(buffer.collect().any()) for buffer in self._buffers)
 
     @property
     def flat_parameters(self) -> Sequence[nn.Parameter]:
-        return self._parameters if self._buffers else ()
+        return self._buffered
 
     def reduce(self) -> None:
         for buffer in self._buffers:
@@ -118,14 +134,19 @@ class _DirectOptimizer:
         self._optimizer.step()
 
     def gradients(self, counted: set[int]) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None and id(p) in counted]
+        return [p.grad for p in self._parameters() if p.grad is not None and id(p) in counted]
 
     def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
         return OptimizerAdapter.direct(self._optimizer, names)
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
 
 class _FlatOptimizer:
     """Steps on flat master weights: of all parameters or, with ZeRO-1, of this replica's share."""
+
+    is_flat = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, dtype: torch.dtype | None, *, split: bool) -> None:
         self._optimizer = optimizer
@@ -143,6 +164,11 @@ class _FlatOptimizer:
             self._flats.append(flats)
         fill_state(optimizer)
         self.flat_parameters = trained
+        copies = any(flat.has_copies for flat in self._all())
+        self.buffers = "masters are in float32" if copies else "ZeRO 1 divides them between replicas"
+
+    def has_gradients(self) -> bool:
+        return any(flat.has_gradients() for flat in self._all())
 
     def reduce(self) -> None:
         for flat in self._all():

@@ -59,6 +59,10 @@ class FlatParameters:
             dist.all_reduce(gradients, group=group)
         self.master.grad = self._share
 
+    def has_gradients(self) -> bool:
+        """Whether any accumulated gradient differs from zero; waits for the device."""
+        return bool(self._gradients.collect().any())
+
     def reopen(self, replicas: int) -> None:
         """Make a later :meth:`reduce` return the present sum plus the gradients that are accumulated until then."""
         if self._parts > 1:

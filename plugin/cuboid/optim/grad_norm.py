@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from cuboid.errors import CuboidError
+
 
 def total_norm(
     gradients: Sequence[torch.Tensor],
@@ -25,7 +27,12 @@ def total_norm(
 
     Returns:
         A tensor without dims, the same on all ranks; in float64 for a model in float64, else in float32.
+
+    Raises:
+        CuboidError: ``norm_type`` isn't that of a norm.
     """
+    if not norm_type > 0:
+        raise CuboidError(f"norm_type={norm_type}: a norm's is above 0, such as 2.0, or 'inf' for the largest element")
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
     own_norms = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=like.device)

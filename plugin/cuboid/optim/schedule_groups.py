@@ -19,9 +19,11 @@ _BY_GROUP = frozenset(
     ]
 )
 #: Packages whose other lists are known not to be by group, such as the milestones of ``SequentialLR``.
-_KNOWN = ("torch", "transformers", "deepspeed")
+_KNOWN = ("torch", "transformers", "deepspeed", "colossalai")
 #: Attribute of ``SequentialLR`` and ``ChainedScheduler`` with the schedules inside, and its key in their state.
 _INNER = "_schedulers"
+#: Attribute of ColossalAI's schedules with a warm-up or a delay: the one that follows; and the key of its state.
+_AFTER, _STATE_AFTER = "after_scheduler", "after_scheduler_dict"
 
 
 def schedules_of(optimizer: torch.optim.Optimizer, framework_schedule: Any) -> list[Any]:
@@ -114,6 +116,8 @@ def regrouped(
         if key == _INNER and isinstance(value, list):
             inner = zip(value, present[_INNER], strict=True)
             result[key] = [regrouped(one, saved, groups, now) for one, now in inner]
+        elif key == _STATE_AFTER and isinstance(value, Mapping):
+            result[key] = regrouped(value, saved, groups, present[_STATE_AFTER])
         elif key in _BY_GROUP and isinstance(value, list | tuple) and len(value) == len(saved):
             result[key] = [_entry(key, value, saved, names, present[key][place]) for place, names in enumerate(groups)]
     return result
@@ -152,13 +156,15 @@ def check_ungrouped(state: Mapping[str, Any], groups: int) -> None:
                 f"the schedule's {key} has {len(value)} entries, for the first stage's parameter groups only, but the "
                 f"optimizer has {groups}; it is of an earlier version, which didn't save them by name"
             )
-    for inner in state.get(_INNER) or ():
+    after = state.get(_STATE_AFTER)
+    for inner in (*(state.get(_INNER) or ()), *([after] if isinstance(after, Mapping) else [])):
         check_ungrouped(inner, groups)
 
 
 def _with_inner(schedule: Any) -> Iterator[Any]:
     yield schedule
-    for inner in getattr(schedule, _INNER, ()):
+    after = getattr(schedule, _AFTER, None)
+    for inner in (*getattr(schedule, _INNER, ()), *([] if after is None else [after])):
         yield from _with_inner(inner)
 
 

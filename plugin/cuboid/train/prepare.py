@@ -11,7 +11,7 @@ from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.checkpoint.run_lock import held
 from cuboid.train.data.corpus import read_corpus
-from cuboid.train.data.initial_model import train_tokenizer, write_llama
+from cuboid.train.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
 from cuboid.train.data.tokens import TOKENS, TokenFolder, tokenize
 from cuboid.train.job import load_tokenizer, tokenizer_in
 from cuboid.train.resume import reject_other_run
@@ -61,6 +61,8 @@ def prepare(
         for name in (START, TOKENS):
             if os.path.lexists(out / name):
                 check_output(out / name)
+        if model is None and tokenizer_folder is None:
+            check_replaceable_model(out / START)
         tokenizer = None if model is None else load_tokenizer(model, trust_remote_code=trust_remote_code)
         if tokenizer_folder is not None:
             tokenizer = tokenizer_in(tokenizer_folder, trust_remote_code=trust_remote_code)

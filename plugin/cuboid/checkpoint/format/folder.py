@@ -71,7 +71,8 @@ def check_replaceable(path: Path) -> None:
 def commit(root: Path, tag: str, manifest: Manifest) -> Path:
     """Publish the folder of :func:`begin` as a checkpoint, replacing one of the same tag.
 
-    Everything is synced to disk before the rename; a crash at any point leaves the old checkpoint or the new one.
+    Everything is synced to disk before the rename; a crash at any point leaves the old checkpoint or the new one. Files
+    that users have put beside those of the old one move to the new one.
 
     Raises:
         OSError: from the file system.
@@ -84,14 +85,14 @@ def commit(root: Path, tag: str, manifest: Manifest) -> Path:
         sync(inner)
     if final.exists():
         if old.exists():
-            _discard(old)
+            _discard_replaced(old)
         final.rename(old)
     folder.rename(final)
     sync(root)
     if old.exists():
         # The new checkpoint is published; if the old one can't be removed now, the next save's ``sweep`` does it.
         with contextlib.suppress(OSError):
-            _discard(old)
+            _discard_replaced(old)
     return final
 
 
@@ -127,7 +128,7 @@ def sweep(root: Path) -> None:
     for path in _folders(root, REPLACED):
         if _is_complete(root / path.name.removesuffix(REPLACED)):
             with contextlib.suppress(OSError):
-                _discard(path)
+                _discard_replaced(path)
 
 
 def complete(root: Path) -> list[Path]:
@@ -246,6 +247,27 @@ def read_pointer(path: Path) -> str:
 
 def _folders(root: Path, suffix: str) -> list[Path]:
     return [path for path in root.glob(f"*{suffix}") if path.is_dir() and not path.is_symlink()]
+
+
+def _discard_replaced(old: Path) -> None:
+    """Remove ``TAG.replaced``, after what users have added to it has moved to ``TAG``."""
+    _keep_added(old, old.with_name(old.name.removesuffix(REPLACED)))
+    _discard(old)
+
+
+def _keep_added(old: Path, final: Path) -> None:
+    """Move files that a checkpoint's manifest doesn't name to the checkpoint that replaces it, if it has none there."""
+    try:
+        names = {MANIFEST, *Manifest.read(old).files}
+    except CheckpointError:
+        # Damaged, so that nothing tells which files are the user's.
+        return
+    added = [path for path in old.rglob("*") if path.is_symlink() or not path.is_dir()]
+    for path in added:
+        name = path.relative_to(old)
+        if name.as_posix() not in names and not os.path.lexists(final / name):
+            (final / name).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(final / name)
 
 
 def _discard(path: Path) -> None:

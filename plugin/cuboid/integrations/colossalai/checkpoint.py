@@ -14,6 +14,7 @@ from cuboid.checkpoint.optimizer_state import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.integrations.colossalai.model import CuboidModel
 from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
+from cuboid.weights.api import save_pretrained
 from cuboid.weights.checkpointing import Part, progress_of
 
 
@@ -134,13 +135,27 @@ class CuboidCheckpointIO(CheckpointIO):
         model = self._boosted()
         model.checkpointing.load_scheduler(self._open(model, Path(checkpoint)), lr_scheduler)
 
-    def save_lora_as_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported.
+    def save_lora_as_pretrained(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        use_safetensors: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Write the adapters alone, as PEFT's folder, which plain PEFT opens.
 
-        Raises:
-            CheckpointError: always.
+        Args:
+            model: the boosted model.
+            checkpoint: the folder.
+            use_safetensors: ignored; files are always safetensors.
         """
-        raise CheckpointError("save adapters with save_pretrained of PEFT's model, or with booster.save_model")
+        boosted = self._boosted(model)
+        inner: Any = boosted.module
+        if inner.cuboid.state.adapters is None:
+            raise CheckpointError(
+                f"{checkpoint}: the model has no adapters to save; booster.enable_lora before booster.boost puts them "
+                "into it, and booster.save_model saves the model itself"
+            )
+        save_pretrained(inner, checkpoint)
 
     def _save(self, model: CuboidModel, checkpoint: str | Path, part: Part) -> None:
         folder, self._opened = Path(checkpoint).absolute(), None

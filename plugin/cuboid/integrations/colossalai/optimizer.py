@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 
-from cuboid.errors import CuboidError
+from cuboid.errors import CheckpointError, CuboidError, OptimizerError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
@@ -26,6 +27,9 @@ class CuboidOptimizer(OptimizerWrapper):
 
     They are reduced once per step, by the first call of :meth:`step` or a clipping method, regardless of the number of
     backward passes and of ``no_sync``. So all ranks must make these calls.
+
+    What goes past it raises an error: the inner optimizer's own ``step``, ``loss.backward()`` with several replicas,
+    another optimizer that the model was boosted with since, and parameters that were added since.
 
     Args:
         optim: a torch optimizer of the model's parameters, without state; changed in place.
@@ -59,17 +63,25 @@ class CuboidOptimizer(OptimizerWrapper):
         self._counted = {id(parameter) for parameter in inner.counted_parameters()}
         self._norm: torch.Tensor | None = None
         self._complete = False
+        self._accumulates = False
         self._steps = 0
+        self._is_stepping = False
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
         self._trained = TrainedParameters(inner, self.replicated.flat_parameters, self._steps_alone, "booster.boost")
-        inner.cuboid.state.optimizer = weakref.ref(self)
+        self._stepped_tensors = [id(parameter) for parameter in self.parameters]
+        reference = weakref.ref(self)
+        inner.cuboid.state.optimizer = reference
+        optim.register_step_pre_hook(functools.partial(_check_stepped_here, reference))
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradients of this replica's loss; the step takes the mean over the replicas.
 
         Raises:
-            CuboidError: in a pipeline, whose ``execute_pipeline`` has run backward.
+            CuboidError: in a pipeline, whose ``execute_pipeline`` has run backward; or the loss has several elements.
         """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CuboidError(f"backward takes a loss, a tensor of one number, not a {what}; of many take the mean()")
         self.backward_by_grad(loss, torch.ones_like(loss), inputs, retain_graph, **kwargs)
 
     def backward_by_grad(
@@ -86,6 +98,8 @@ class CuboidOptimizer(OptimizerWrapper):
 
     def accumulate(self) -> None:
         """Prepare for more gradients, also after those so far have been reduced."""
+        self._check_is_current()
+        self._accumulates = True
         if not self._complete:
             return
         self._complete = False
@@ -111,7 +125,11 @@ class CuboidOptimizer(OptimizerWrapper):
         if self._max_norm > 0:
             self.clip_grad_by_norm(self._max_norm)
         with StepGuard(self._mesh, f"optimizer step {self._steps + 1}"):
-            self.replicated.step()
+            self._is_stepping = True
+            try:
+                self.replicated.step()
+            finally:
+                self._is_stepping = False
         self._steps += 1
         self._stepped()
 
@@ -122,11 +140,53 @@ class CuboidOptimizer(OptimizerWrapper):
             set_to_none: ignored; buffers that are used again are zeroed in any case.
         """
         self.replicated.clear()
-        self._complete = False
+        self._complete = self._accumulates = False
+
+    def add_param_group(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            OptimizerError: always.
+        """
+        raise OptimizerError(
+            "add_param_group: gradients of parameters that join after booster.boost would be neither reduced over the "
+            "replicas nor in the norm; give all groups to the optimizer before it is boosted"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state on one rank. On several, each has that of its shards, which fits no other rank.
+
+        Raises:
+            CheckpointError: there are several ranks.
+        """
+        self._check_alone("state_dict", "booster.save_optimizer(optimizer, folder) writes")
+        return super().state_dict()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a state on one rank, as :meth:`state_dict` gives it.
+
+        Raises:
+            CheckpointError: there are several ranks.
+        """
+        self._check_alone("load_state_dict", "booster.load_optimizer(optimizer, folder) loads")
+        super().load_state_dict(*args, **kwargs)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether this optimizer steps on the parameters of this sharded model."""
         return model is self._model
+
+    def check_gradients(self, call: str) -> None:
+        """Check that a script which looks at the parameters' ``.grad`` sees what this optimizer steps on.
+
+        Raises:
+            CuboidError: it doesn't, because they aren't reduced yet, or are elsewhere.
+        """
+        if self.replicated.buffers and (self.replicated.is_flat or not self._complete):
+            raise CuboidError(
+                f"{call}: the gradients that the optimizer steps on aren't in .grad of the model's parameters, since "
+                f"{self.replicated.buffers}; call clip_grad_by_norm or clip_grad_by_value of the optimizer that "
+                "booster.boost returned, or set gradient_clipping in the config"
+            )
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any
@@ -149,14 +209,16 @@ class CuboidOptimizer(OptimizerWrapper):
         self._norm = norm
         return norm
 
-    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+    def clip_grad_by_value(self, clip_value: float, *_: Any, **__: Any) -> None:
         """Clip each element of the gradient."""
         self._finish_gradients()
-        super().clip_grad_by_value(clip_value, *args, **kwargs)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0, **_: Any) -> float | None:
         """The norm before the last clipping by norm; None if there was none."""
-        if norm_type != 2.0:
+        if float(norm_type) != 2.0:
             raise CuboidError("only the 2-norm is kept; clip_grad_by_norm gives any other")
         return None if self._norm is None else float(self._norm)
 
@@ -169,10 +231,40 @@ class CuboidOptimizer(OptimizerWrapper):
             return
         begin_update(self._mesh, self._steps + 1)
         with StepGuard(self._mesh, f"reduction of the gradients of step {self._steps + 1}"):
+            self._check_is_current()
+            self._check_parameters()
             if self._pipeline is not None:
                 self._pipeline.add_shared_gradients()
             self.replicated.reduce()
         self._complete = True
+
+    def _check_alone(self, call: str, instead: str) -> None:
+        if self._mesh.topology.world_size > 1:
+            raise CheckpointError(
+                f"{call}: each of the {self._mesh.topology.world_size} ranks has the state of its shards alone, which "
+                f"fits no other one; {instead} all of it, for any layout"
+            )
+
+    def _check_is_current(self) -> None:
+        owner = self._model.cuboid.state.optimizer()
+        if owner is not self:
+            raise CuboidError(
+                "the model was given to booster.boost again, with another optimizer, which has its gradients now; go "
+                "on with that one. For several rules in one step, give one optimizer with parameter groups"
+            )
+
+    def _check_parameters(self) -> None:
+        """Check that the optimizer steps on the parameters that it was boosted with, and that each got its gradient."""
+        if self._stepped_tensors != [id(parameter) for parameter in self.parameters]:
+            raise OptimizerError(
+                "the parameters in the optimizer's groups aren't those that it was boosted with: give all groups to "
+                "the optimizer before booster.boost, and leave them as they are"
+            )
+        if self._mesh.topology.data > 1 and not self._accumulates and self.replicated.has_gradients():
+            raise CuboidError(
+                f"there are gradients, but not of booster.backward(loss, optimizer): after loss.backward() they would "
+                f"be summed over the {self._mesh.topology.data} replicas, where their mean is meant"
+            )
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         mesh = self._mesh
@@ -181,3 +273,19 @@ class CuboidOptimizer(OptimizerWrapper):
             groups.append(mesh.data_parallel_group)
         like = next(self._model.parameters())
         return total_norm(self.replicated.gradients(self._counted), groups, norm_type, like)
+
+
+def _check_stepped_here(reference: weakref.ref[CuboidOptimizer], *_: Any) -> None:
+    """A hook before the inner optimizer's steps."""
+    wrapper = reference()
+    if wrapper is None or not wrapper._is_stepping:
+        raise OptimizerError(
+            "the optimizer was boosted, so that a step of its own would take gradients that aren't reduced over the "
+            "replicas, nor clipped: call backward, step and zero_grad of the optimizer that booster.boost returned"
+        )
+
+
+def is_boosted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``booster.boost`` has taken an optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]
+    return any(isinstance(hook, functools.partial) and hook.func is _check_stepped_here for hook in hooks)

@@ -7,16 +7,16 @@ later versions of torch and transformers than ColossalAI's own plugins do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 from colossalai.interface.optimizer import DistributedOptim
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from cuboid.config.config_file import ConfigSource
 from cuboid.distributed.mesh import current_world_size
@@ -25,9 +25,9 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.colossalai.checkpoint import CuboidCheckpointIO
 from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.model import CuboidModel
-from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
+from cuboid.integrations.colossalai.optimizer import CuboidOptimizer, is_boosted
 from cuboid.integrations.colossalai.parallel_sizes import LayoutNames
-from cuboid.integrations.colossalai.plugin_config import PluginConfig
+from cuboid.integrations.colossalai.plugin_config import PluginConfig, check_alike
 from cuboid.integrations.handoff import (
     adopt_model,
     adopt_optimizer,
@@ -65,7 +65,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
 
     def __init__(self, config: ConfigSource) -> None:
         super().__init__()
-        self._config = PluginConfig.read(config, current_world_size())
+        # Of a rank whose config is wrong, the others would wait in the first collective.
+        self._config = run_on_all_ranks(
+            lambda: PluginConfig.read(config, current_world_size()), what="the config of CuboidPlugin"
+        )
         self.config = self._config.cuboid
         self._checkpoint_io = CuboidCheckpointIO()
         self._model: CuboidModel | None = None
@@ -89,11 +92,15 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
     def _boost(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> CuboidModel:
         if self._model is not None:
             raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
+        # Agreed on before the first collective, in which the others would wait for a rank whose model can't be sharded.
+        adopted = run_on_all_ranks(lambda: adopt_model(model, self.config), what="booster.boost of the model")
         # The sharded model inside of PEFT's, if it has adapters: they are in its layers.
-        sharded: Any = unwrap(adopt_model(model, self.config))
+        sharded: Any = unwrap(adopted)
         self.mesh = mesh_of(sharded)
         self.mesh.connect()
         self.mesh.connect_host()
+        classes = {"the optimizer": type(optimizer).__name__, "lr_scheduler": type(lr_scheduler).__name__}
+        check_alike({**self._config.values(), **classes}, self.mesh)
         rule = run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
         sharded.to(get_accelerator().get_current_device())
         booster = self._config.booster
@@ -142,6 +149,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 f"{name} expects ColossalAI's own way to shard; take an optimizer that treats each element by itself, "
                 "such as torch.optim.AdamW or ColossalAI's HybridAdam"
             )
+        if is_boosted(optimizer):
+            raise OptimizerError(f"this {name} was boosted before; make another one for each booster.boost")
         adopt_optimizer(model, optimizer)
         owned = OwnedShards.of(self.mesh, self._config.flat(replicas=self.dp_size))
         rule = check_optimizer(optimizer, owned)
@@ -180,7 +189,11 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             StopIteration: on every rank, if the iterator is at its end.
             CuboidError: on every rank, if a batch is malformed or an argument isn't supported.
         """
-        pipeline = model.pipeline if isinstance(model, CuboidModel) else None
+        if model is not self._model:
+            raise CuboidError(
+                f"execute_pipeline is given a {type(model).__name__} that isn't what this booster's boost returned"
+            )
+        pipeline = model.pipeline
         if pipeline is None:
             raise ConfigError(
                 'execute_pipeline needs one: add "pipeline": {"engine": "seq1f1b", "stages": 2} to the config; or '
@@ -189,6 +202,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         if return_outputs:
             raise CuboidError("return_outputs: a pipeline never has the logits of a batch in one place; leave it False")
         scale = scale_of(criterion)
+        if torch.is_grad_enabled() and scale == 0.0:
+            raise CuboidError("the criterion makes 0 of any loss, so that nothing would be trained; leave it None")
         batches = None if data_iter is None else self._micro_batches(data_iter, pipeline.limits)
         if not torch.is_grad_enabled():
             loss = pipeline.evaluate(batches, None)
@@ -205,6 +220,11 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
 
     def _micro_batches(self, data_iter: Iterator[Any], limits: Limits) -> Iterator[Any]:
         """The next batch, cut into micro-batches; it is read when the first of them is."""
+        if not isinstance(data_iter, Iterator):
+            raise CuboidError(
+                f"execute_pipeline is given a {type(data_iter).__name__}, of which it would take the first batch each "
+                "time; make an iterator once, data = iter(loader), or give iter([batch])"
+            )
         for batch in itertools.islice(data_iter, 1):
             full_batch = read_micro_batch(batch, limits)
             rows = self._config.rows_of(full_batch["input_ids"].shape[0], training=torch.is_grad_enabled())
@@ -236,7 +256,21 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             drop_last: whether to drop rows that don't fill a batch on all replicas.
             pin_memory, num_workers, kwargs: of ``torch.utils.data.DataLoader``.
             distributed_sampler_cls: replaces ``torch.utils.data.DistributedSampler``.
+
+        Raises:
+            ConfigError: the dataset has no length, or the loader is given a sampler, so that replicas can't share it.
         """
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"prepare_dataloader gives each replica its rows by their numbers, which a {type(dataset).__name__} "
+                "doesn't have; make the loader yourself, of every plugin.dp_size-th row from plugin.coordinate.data on"
+            )
+        taken = sorted({"sampler", "batch_sampler"} & kwargs.keys())
+        if taken:
+            raise ConfigError(
+                f"prepare_dataloader: {taken[0]} would replace the one that gives each replica its rows; give "
+                "distributed_sampler_cls, a class that is made as torch's DistributedSampler is"
+            )
         replica = self.coordinate.data
         sampler = (distributed_sampler_cls or DistributedSampler)(
             dataset, num_replicas=self.dp_size, rank=replica, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -250,8 +284,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             drop_last=drop_last,
             pin_memory=pin_memory,
             num_workers=num_workers,
-            generator=generator,
-            **kwargs,
+            **{"generator": generator, **kwargs},
         )
 
     def wait_for_checkpoint(self) -> bool:
@@ -286,8 +319,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         return True
 
     def support_lora(self) -> bool:
-        """False: not supported yet."""
-        return False
+        """True; see :meth:`enable_lora`."""
+        return True
 
     def control_checkpoint_io(self) -> bool:
         """True: checkpoints are Cuboid's."""
@@ -297,16 +330,44 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         """The object that writes and reads checkpoints."""
         return self._checkpoint_io
 
-    def enable_lora(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported.
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+    ) -> nn.Module:
+        """Shard the model, unless it is sharded, and put adapters into it. Call it before ``boost``, on all ranks.
+
+        Args:
+            model: plain or sharded.
+            pretrained_dir: folder of PEFT's with adapters to train on; None for new ones.
+            lora_config: PEFT's ``LoraConfig`` of new adapters.
+            bnb_quantization_config: not supported.
+
+        Returns:
+            PEFT's model around the sharded one.
 
         Raises:
-            UnsupportedModelError: always.
+            CuboidError: the model can't be sharded so, or its layers have no rule for such adapters.
         """
-        raise UnsupportedModelError(
-            "booster.enable_lora isn't supported; give booster.boost a sharded model with adapters, which PEFT's "
-            "get_peft_model(model, LoraConfig(…)) returns"
-        )
+        if bnb_quantization_config is not None:
+            raise UnsupportedModelError(
+                "enable_lora(quantize=True): quantised weights can't be cut; leave it out, and train adapters beside "
+                "weights in bf16"
+            )
+        if self._model is not None:
+            raise CuboidError("enable_lora comes before booster.boost, which takes the optimizer of the adapters")
+        # PEFT takes seconds to import.
+        from peft import PeftModel, get_peft_model
+
+        def adapt() -> nn.Module:
+            sharded = adopt_model(model, self.config)
+            if pretrained_dir is None:
+                return get_peft_model(sharded, lora_config)
+            return PeftModel.from_pretrained(sharded, pretrained_dir, is_trainable=True)
+
+        return run_on_all_ranks(adapt, what="booster.enable_lora")
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,9 @@ from pydantic import Field, ValidationError
 from cuboid.config.compatibility import check_layout
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, Section, require_config, suggestion
+from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError
+from cuboid.failures.rank_agreement import gather_objects
 
 #: Sections of a DeepSpeed config that a Booster gets in another way, and which.
 _ELSEWHERE = {
@@ -86,6 +89,11 @@ class PluginConfig:
         config.topology(world_size)
         return cls(config, booster, full_config)
 
+    def values(self) -> dict[str, Any]:
+        """All values by their keys, such as ``tensor_parallel.mesh``, with defaults."""
+        # As the user wrote them first: Cuboid's part has a summary of the others.
+        return {**_flattened(self.booster.model_dump()), **_flattened(self.cuboid.model_dump())}
+
     def flat(self, replicas: int) -> str:
         """The reason why the optimizer gets parameters laid end to end in flat tensors; empty if it doesn't."""
         if self.booster.precision == "bf16":
@@ -118,6 +126,30 @@ class PluginConfig:
                 f"micro-batches can't share; give it a multiple of {count}, or drop_last=True"
             )
         return batch_rows // count
+
+
+def check_alike(values: Mapping[str, Any], mesh: Mesh) -> None:
+    """Check that all ranks have the same values, by which they would do different things; collective.
+
+    Raises:
+        ConfigError: on all ranks; names the first that differs.
+    """
+    texts = {key: repr(value) for key, value in values.items()}
+    gathered = gather_objects(texts, mesh, what="comparison of the configs")
+    for key in gathered[0]:
+        other = next((rank for rank, theirs in enumerate(gathered) if theirs.get(key) != gathered[0][key]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{key} is {gathered[0][key]} on rank 0, but {gathered[other].get(key)} on rank {other}; give all "
+                "ranks the same"
+            )
+
+
+def _flattened(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in section.items():
+        flat.update(_flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return flat
 
 
 def _explain(error: Any) -> str:

@@ -100,11 +100,18 @@ class FormerParameters:
 class GradientOwner(Protocol):
     """An optimizer that keeps a model's gradients outside of ``.grad``."""
 
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """What it steps: the model's parameters, or flat tensors of them."""
+
     def is_of(self, model: nn.Module) -> bool:
         """Whether the gradients are this model's."""
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+
+    def check_gradients(self, call: str) -> None:
+        """Raise an error about a script's call unless the gradients are in ``.grad`` now, for which it looks there."""
 
 
 class Adapters(Protocol):

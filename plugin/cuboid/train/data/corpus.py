@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 from cuboid import CuboidError
 
@@ -86,9 +88,15 @@ def _texts_under(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         problem = "is neither a file nor a folder" if root.exists() else "does not exist"
         raise CuboidError(f"data {str(root)!r} {problem}; name a text file or a folder of text files")
-    for file in root.rglob("*"):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts):
-            yield file
+    # Not pathlib's search, which passes over folders that it can't read.
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file())
+
+
+def _raise_unreadable(error: OSError) -> NoReturn:
+    raise CuboidError(f"--data: {error.filename} can't be read: {error.strerror}") from None
 
 
 def _is_file(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cuboid.checkpoint.format.bounded_files import read_object
+from cuboid.errors import CheckpointError
+
 END_OF_TEXT = "<|endoftext|>"
+#: Of the small Llama, by the keys of its config.
+_SIZES = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -34,6 +47,24 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedToke
     )
 
 
+def check_replaceable_model(folder: Path) -> None:
+    """Check that :func:`write_llama` would replace no other model than one of its own.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    sizes: dict[str, Any] = {}
+    with suppress(CheckpointError):
+        config = read_object(folder / "config.json")
+        sizes = {name: config.get(name) for name in _SIZES}
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if has_weights and sizes != _SIZES:
+        raise CheckpointError(
+            f"{folder}: has a model that no `cuboid prepare` wrote, and that a new one would replace; choose another "
+            "--out, move it away, or name it by --model"
+        )
+
+
 def write_llama(folder: Path, vocabulary: int, tokenizer: Any, seed: int) -> int:
     """Write a Llama checkpoint of about 8 million parameters (at 4096 tokens) and its tokenizer.
 
@@ -45,12 +76,7 @@ def write_llama(folder: Path, vocabulary: int, tokenizer: Any, seed: int) -> int
     """
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
+        **_SIZES,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
