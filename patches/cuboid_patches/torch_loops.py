@@ -46,9 +46,9 @@ def _checking_clip(original: Any) -> Any:
     def clip_grad_value_(
         parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
     ) -> None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        check_reduced([x.grad for x in given if x.grad is not None], "clip_grad_value_ of torch")
-        original(given, clip_value, foreach)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check_reduced([x.grad for x in clipped if x.grad is not None], "clip_grad_value_ of torch")
+        original(clipped, clip_value, foreach)
 
     return clip_grad_value_
 

@@ -143,7 +143,8 @@ def check_outputs(
         if picture is not None:
             check_picture(picture)
     results = [file for file in (*files, *pictures) if file is not None]
-    read = [path for given in inputs if given for path in (Path(given), Path(given) / "config.json")]
+    named = [Path(path) for path in inputs if path]
+    read = [*named, *(folder / "config.json" for folder in named)]
     for number, file in enumerate(results):
         check_output_file(file)
         if any(_are_one_file(file, other) for other in read):

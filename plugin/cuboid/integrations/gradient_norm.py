@@ -70,13 +70,13 @@ def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
     Raises:
         CuboidError: they aren't; names ``call``, by which a script looks at them.
     """
-    given = {id(gradient) for gradient in gradients}
+    ids = {id(gradient) for gradient in gradients}
     for model in sharded_models():
         owner = None if model.cuboid.state.optimizer is None else model.cuboid.state.optimizer()
         if owner is None or not owner.is_of(model):
             continue
         # In bf16 there are none in ``.grad`` of the model's.
-        if not given or any(id(parameter.grad) in given for parameter in (*model.parameters(), *owner.parameters)):
+        if not ids or any(id(parameter.grad) in ids for parameter in (*model.parameters(), *owner.parameters)):
             owner.check_gradients(call)
 
 
