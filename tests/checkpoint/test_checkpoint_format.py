@@ -353,6 +353,15 @@ def test_groups_of_stages_are_one_by_their_place():
         stages.append(OptimizerAdapter.direct(optimizer, names).state())
     _, groups = merge_stages(stages)
     assert [group["parameters"] for group in groups] == [["first.0", "last.0"], ["first.1", "last.1"]]
+    stages[1].groups[1]["lr"] = 0.2
+    with pytest.raises(CheckpointError, match=r"group 1, that of first\.1, has lr 0\.1 on one stage and 0\.2"):
+        merge_stages(stages)
+    # A script that looks for a group's parameters finds it where they are.
+    stages[0].groups[1]["parameters"] = []
+    assert merge_stages(stages)[1][1]["lr"] == 0.2
+    stages[1].groups.append({**stages[1].groups[1], "parameters": ["last.2"]})
+    with pytest.raises(CheckpointError, match="have 2 and 3 parameter groups"):
+        merge_stages(stages)
 
 
 @pytest.mark.parametrize(

@@ -397,18 +397,46 @@ def _common_numbers(entry: OptimizerTensor, numbers: Mapping[str, dict[str, Any]
 
 
 def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Merge the numbers and groups of all pipeline stages, which have the same groups in the same order."""
+    """Merge the numbers and groups of all pipeline stages, which have the same groups in the same order.
+
+    Raises:
+        CheckpointError: a script gave some stages groups that others lack, or the parameters of a group other settings.
+    """
+    counts = [len(state.groups) for state in states]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            f"the optimizers of the stages have {' and '.join(map(str, counts))} parameter groups: a script added one "
+            'on some stages only; add it on all ranks, with "params": [] where a stage has none of its parameters'
+        )
     numbers: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
     for state in states:
         # Tied weights have the same numbers on all of their stages; the first stage's are kept.
         numbers = {**state.numbers, **numbers}
-        groups = groups or [{"parameters": []} for _ in state.groups]
-        for group, of_stage in zip(groups, state.groups, strict=True):
-            # A group that a stage has no parameters of may lack a setting that only other stages can make.
-            group.update({**_settings(of_stage), **_settings(group)})
-            group["parameters"] = list(dict.fromkeys([*group["parameters"], *of_stage["parameters"]]))
-    return numbers, groups
+    of_stages = zip(*(state.groups for state in states), strict=True)
+    return numbers, [_merge_group(number, groups) for number, groups in enumerate(of_stages)]
+
+
+def _merge_group(number: int, of_stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"parameters": []}
+    # A stage without parameters of the group may lack a setting that only other stages can make, or keep what a script
+    # changed where it found the parameters.
+    for group in sorted(of_stages, key=lambda group: not group["parameters"]):
+        for key, value in _settings(group).items():
+            known = merged.setdefault(key, value)
+            if group["parameters"] and not _is_equal(known, value):
+                raise CheckpointError(
+                    f"parameter group {number}, that of {merged['parameters'][0]}, has {key} {known} on one stage and "
+                    f"{value} on another, for {group['parameters'][0]}: a script changed it on some stages only; "
+                    "change it on all ranks"
+                )
+        merged["parameters"] = list(dict.fromkeys([*merged["parameters"], *group["parameters"]]))
+    return merged
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _clone(value: Any, device: torch.device | None = None) -> Any:
