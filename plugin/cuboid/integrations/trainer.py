@@ -119,8 +119,9 @@ class CuboidTrainer(Trainer):
         if self.model_init is None and self._checkpoints_engine:
             raise CuboidError(
                 "train() was called before on this trainer: a second call would go on with the first one's engine, "
-                "which it destroys, and an optimizer that steps nothing. Make a new trainer of trainer.model; to go on "
-                "with the optimizer's state too, give its train() a checkpoint, resume_from_checkpoint"
+                "which it destroys, and an optimizer that steps nothing. Make new TrainingArguments, and a new trainer "
+                "of trainer.model; to go on with the optimizer's state too, give its train() a checkpoint, "
+                "resume_from_checkpoint"
             )
         self._micro_batches.clear()
         try:
