@@ -10,7 +10,7 @@ from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.architectures.roles import blocks_computed_whole
+from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
 from cuboid.models.batch.local_batch import take_local_batch
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import describe_modules
@@ -181,3 +181,14 @@ def test_latents_under_activation_checkpointing():
     model = small("deepseek_v3", **LATENT, **EXPERTS, first_k_dense_replace=1)
     model.gradient_checkpointing_enable(CHECKPOINTING)
     assert_as_alone(model, "1x2x2", step_of(**batch_of()))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("1x2x1", marks=pytest.mark.slow)])
+def test_a_layer_with_other_numbers_of_heads_than_the_config_is_computed_whole(mesh):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_attention_heads_per_layer": [4, 8], "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = small("laguna", **heads, **experts, shared_expert_intermediate_size=24, attn_implementation="eager")
+    whole = {name for name, role in find_roles(model).items() if role.kind == "whole"}
+    assert whole == {"model.layers.1.self_attn"}
+    assert_as_alone(model, mesh, step_of(**batch_of()))
