@@ -13,6 +13,7 @@ import transformers
 import cuboid
 from cuboid.checkpoint.format.tensor_file import TensorSpec
 from cuboid.convert.per_rank.plan import plan_ranks
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Verdict
 from cuboid.models.attention.forward_context import ForwardContext
 from cuboid.models.kinds.sharding import Sharding, WholeModel
@@ -86,6 +87,24 @@ def test_a_plan_changes_nothing_and_is_never_changed(layout):
     if plan.stages is not None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             plan.stages.cuts = ()
+
+
+def test_routers_in_blocks_that_only_the_real_model_computes_whole_have_no_loss_in_stages(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    config, _ = cuboid.split_config({"train_micro_batch_size_per_gpu": 2, **LAYOUTS["both"][1]})
+    for jitter in (0.0, 0.1):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "router_jitter_noise": jitter}
+        with torch.device("meta"):
+            model = transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(**sizes, **heads, output_router_logits=True)
+            )
+        if jitter == 0:
+            assert resolve(model, config).stages.outline.router_loss is not None
+        else:
+            with pytest.raises(UnsupportedModelError, match=r"output_router_logits: routers of Mixtral.*jitter to 0"):
+                resolve(model, config)
 
 
 #: Of a load on a mesh of 1×2×2 in a process that has loaded before. Each further one is a place that a reader passes.

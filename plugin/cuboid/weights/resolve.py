@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.kinds.registry import kind_of_class
@@ -111,6 +112,16 @@ def _certified(
     if config.pipeline is not None:
         choice = segment_choice(model, config, mesh, cls) if runs_here else None
         stages = plan_staging(model, config, mesh, cls, choice)
+        routers = () if stages.outline.router_loss is None else stages.outline.router_loss.routers
+        roles = {} if parallel is None else parallel.roles
+        # Certification's small models have no jitter, for which the blocks of routers are computed whole.
+        blocks = tuple(f"{name}." for name, role in roles.items() if role.kind == "whole")
+        if any(name.startswith(blocks) for name in routers):
+            raise UnsupportedModelError(
+                f"output_router_logits: routers of {cls.__name__} are in blocks that are computed whole, where a rank "
+                "doesn't know which tokens their logits are of; set it to false, set the config's jitter to 0, or use "
+                "stages of one rank"
+            )
     return ModelPlan(cls, config, mesh, parallel, stages, quantized)
 
 
