@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,8 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
         incomplete.rename(target)
     except BaseException as error:
         shutil.rmtree(incomplete, ignore_errors=True)
-        if isinstance(error, OSError):
+        # A closed pipe is that of what is printed meanwhile.
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
             # The source is read meanwhile.
             if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(incomplete):
                 raise CheckpointError(f"{error.filename}: can't be read: {error.strerror}") from error
@@ -105,7 +107,9 @@ def size_text(size_bytes: int) -> str:
 @contextmanager
 def progress(total_bytes: int, what: str, *, hidden: bool) -> Iterator[Callable[[int], Any]]:
     """A progress bar, shown on terminals only; yields the function that advances it by a number of bytes."""
-    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=True if hidden else None) as bar:
+    # Without stderr (2>&-) tqdm has nowhere to look for a terminal.
+    is_hidden = True if hidden or sys.stderr is None else None
+    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=is_hidden) as bar:
         yield bar.update
 
 

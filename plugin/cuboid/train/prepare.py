@@ -86,7 +86,7 @@ def _prepare(
         tokens = tokenize(corpus, tokenizer, out / TOKENS)
         # `cuboid train --arch-config` reads it from here, since a new model comes without a tokenizer.
         tokenizer.save_pretrained(out / TOKENS)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # tokenizers write to paths in UTF-8 alone
         raise CuboidError(f"--out {str(out)!r} can't be written: {error}") from error
     say(f"tokens: {tokens.meta.train:,} to train on, {tokens.meta.heldout:,} held out, in {out / TOKENS}")
     return tokens
