@@ -24,6 +24,7 @@ from cuboid.cli import commands
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import Topology
 from cuboid.models.architectures.small_model_names import MESH_ARCHITECTURES
+from cuboid.models.pipeline import training_pipeline
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
@@ -477,7 +478,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def run_forgetting(owner: type, name: str, plan: Plan, config: dict[str, Any], directory: str) -> None:
-    with mock.patch.object(owner, name, nothing):
+    # The next step would find the copies of a tied parameter different, before anything is compared.
+    with mock.patch.object(owner, name, nothing), mock.patch.object(training_pipeline, "check_ties", nothing):
         run_core(plan, config, directory)
 
 
