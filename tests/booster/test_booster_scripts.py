@@ -132,6 +132,27 @@ def test_what_goes_past_the_wrapper_is_an_error(pool, checkpoint, others):
         assert_said(messages, EXPECTED)
 
 
+def losses_with(path, config, *, clears_inner):
+    """Losses of three steps, with gradients cleared by the inner optimizer or by the one that boost returned."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    losses = []
+    for step in range(3):
+        losses.append(booster_backward(booster, model, optimizer, step))
+        optimizer.step()
+        (optimizer.unwrap() if clears_inner else optimizer).zero_grad()
+    return losses
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize("others", [{"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}, {}], ids=str)
+def test_the_inner_optimizers_zero_grad_clears_all_gradients(pool, checkpoint, others):
+    inner, outer = (
+        pool.run(2, functools.partial(losses_with, clears_inner=clears), checkpoint(LLAMA), {**REPLICAS, **others})
+        for clears in (True, False)
+    )
+    assert inner == outer
+
+
 def loads_by_itself(path, config):
     """What a pipeline says of batches that it would read in vain, or for nothing."""
     booster, model, optimizer, _ = boosted(path, config, torch.float32)

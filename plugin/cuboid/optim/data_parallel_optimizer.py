@@ -128,7 +128,8 @@ class _DirectOptimizer:
         for buffer in self._buffers:
             buffer.clear()
         if not self._buffers:
-            self._optimizer.zero_grad(set_to_none=True)
+            # Not the instance's, which a wrapper may have replaced by its own.
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none=True)
 
     def step(self) -> None:
         self._optimizer.step()

@@ -72,6 +72,8 @@ class CuboidOptimizer(OptimizerWrapper):
         reference = weakref.ref(self)
         inner.cuboid.state.optimizer = reference
         optim.register_step_pre_hook(functools.partial(_check_stepped_here, reference))
+        # By itself, it would leave the gradients of shared buffers, of which its parameters may be masters.
+        optim.zero_grad = functools.partial(_clear_here, reference)  # type: ignore[method-assign]
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradients of this replica's loss; the step takes the mean over the replicas.
@@ -283,6 +285,13 @@ def _check_stepped_here(reference: weakref.ref[CuboidOptimizer], *_: Any) -> Non
             "the optimizer was boosted, so that a step of its own would take gradients that aren't reduced over the "
             "replicas, nor clipped: call backward, step and zero_grad of the optimizer that booster.boost returned"
         )
+
+
+def _clear_here(reference: weakref.ref[CuboidOptimizer], *_: Any, **__: Any) -> None:
+    """In the place of the inner optimizer's ``zero_grad``."""
+    wrapper = reference()
+    if wrapper is not None:
+        wrapper.zero_grad()
 
 
 def is_boosted(optimizer: torch.optim.Optimizer) -> bool:
