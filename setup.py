@@ -67,7 +67,6 @@ setup(
             "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             f"peft{OPTIONAL['peft']}",
-            f"bitsandbytes{OPTIONAL['bitsandbytes']}",
             "ruff>=0.12",
             "import-linter>=2.6",
             "mypy>=1.15",

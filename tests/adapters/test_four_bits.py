@@ -34,6 +34,8 @@ pytest.importorskip("peft", reason="PEFT isn't installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes isn't installed")
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
+pytestmark = pytest.mark.ci
+
 STEPS = 3
 #: Weights of 256 and 512 in features, each row of which has 4 or 8 scales.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -151,7 +153,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("mesh", "options", "quantised"), CASES)
 def test_the_loss_and_every_gradient_are_those_of_plain_transformers(start, mesh, options, quantised):
     asked = functools.partial(four_bits, **quantised)
@@ -170,7 +171,6 @@ def prepared(model):
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
 
 
-@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "dtype", "compute", "prepare"),
     [
@@ -298,7 +298,6 @@ def trained_plain(path, folder):
     return losses, norm, {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
 
 
-@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("layout", "pipeline", "other"),
     [
@@ -322,7 +321,6 @@ def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(p
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.ci
 def test_the_example_trains_an_adapter_for_each_text_on_one_trunk(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 300)
     small(vocab_size=300, hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "model")
@@ -361,12 +359,13 @@ def test_transposed_weights_are_refused(tmp_path):
         )
 
 
-def test_what_would_round_again_or_needs_whole_weights_is_refused(start):
+def test_what_would_round_again_or_needs_whole_weights_is_refused(start, tmp_path):
     config = {"tensor_parallel": mesh_section("1x1x1")}
     model = cuboid.from_pretrained(start, config, dtype=torch.float32, quantization_config=four_bits())
-    for save in (cuboid.full_state_dict, lambda model: cuboid.save_pretrained(model, "nowhere")):
+    for save in (cuboid.full_state_dict, lambda model: cuboid.save_pretrained(model, tmp_path / "saved")):
         with pytest.raises(UnsupportedModelError, match=r"stored in 4 bits .* save the adapter"):
             save(model)
+    assert not any(tmp_path.iterdir())
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(CuboidError, match=re.escape("torch.float32 (bnb_4bit_compute_dtype), and torch.autocast")),

@@ -135,6 +135,7 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 
 def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     inner: Any = unwrap(model)
+    check_has_whole_tensors(inner)
     if inner.cuboid.state.adapters is not None:
         raise CheckpointError(
             f"{folder}: the model has adapters, beside which a whole model isn't written; save them with "
