@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,8 +42,12 @@ class RowAdapters:
 
 
 _rows: ContextVar[RowAdapters | None] = ContextVar("cuboid_row_adapters", default=None)
-#: The adapters of the rows of the forward that runs; None where all rows have the active ones.
-row_adapters: Callable[[], RowAdapters | None] = _rows.get
+
+
+def row_adapters() -> RowAdapters | None:
+    """The adapters of the rows of the forward that runs; None where all rows have the active ones."""
+    # Graphs can't look up context variables; models with compiled layers have no rows of their own.
+    return None if torch.compiler.is_compiling() else _rows.get()
 
 
 @contextmanager
