@@ -54,7 +54,7 @@ $(VENV)/installed: $(PINS) setup.py
 	@$(INSTALL) torch
 	@echo "installing into $(VENV): everything else …"
 	@# DeepSpeed's set-up imports torch and setuptools from the environment, so it is built in it, last.
-	@grep -v -e '^deepspeed==' -e '^bitsandbytes==' $(PINS) > $(VENV)/all-but-deepspeed.txt
+	@grep -v '^deepspeed==' $(PINS) > $(VENV)/all-but-deepspeed.txt
 	@$(INSTALL) --requirement $(VENV)/all-but-deepspeed.txt
 	@$(INSTALL) --no-build-isolation deepspeed
 	@$(INSTALL) --no-build-isolation --no-deps --editable .
@@ -65,12 +65,6 @@ $(VENV)/colossalai: $(VENV)/installed $(COLOSSALAI_PINS)
 	@echo "installing into $(VENV): ColossalAI …"
 	@$(INSTALL) --no-build-isolation --no-deps --requirement $(COLOSSALAI_PINS)
 	@$(BIN)/python -W ignore -c "import colossalai.booster"
-	@touch $@
-
-# Apart, since whatever imports PEFT imports it too, which takes a second in each process.
-$(VENV)/bitsandbytes: $(VENV)/installed
-	@echo "installing into $(VENV): bitsandbytes …"
-	@$(INSTALL) --no-deps bitsandbytes
 	@touch $@
 
 train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=… SAVE_EVERY=… KEEP_LAST=… RESUME=1 (or auto)
@@ -117,8 +111,6 @@ test: install ## Run the tests that show the most in the least time, in TEST_PRO
 	@$(BIN)/python -m pytest -m "not ci and not slow" $(IN_PROCESSES)
 
 test-ci: install ## Run those that continuous integration runs beside them: further cases, and what takes long.
-	@$(MAKE) --no-print-directory $(VENV)/bitsandbytes || \
-		echo "make test-ci: bitsandbytes can't be installed here, so its tests are skipped" >&2
 	@$(BIN)/python -m pytest -m "ci and not slow" $(IN_PROCESSES)
 
 test-slow: install ## Run the sweeps that are too long for every change.

@@ -34,8 +34,6 @@ pytest.importorskip("peft", reason="PEFT isn't installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes isn't installed")
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
-pytestmark = pytest.mark.ci
-
 STEPS = 3
 #: Weights of 256 and 512 in features, each row of which has 4 or 8 scales.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -153,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3, ci="others")
 @pytest.mark.parametrize(("mesh", "options", "quantised"), CASES)
 def test_the_loss_and_every_gradient_are_those_of_plain_transformers(start, mesh, options, quantised):
     asked = functools.partial(four_bits, **quantised)
@@ -171,6 +170,7 @@ def prepared(model):
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
 
 
+@pytest.mark.sample(2, ci="others")
 @pytest.mark.parametrize(
     ("mesh", "dtype", "compute", "prepare"),
     [
@@ -298,6 +298,7 @@ def trained_plain(path, folder):
     return losses, norm, {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize(
     ("layout", "pipeline", "other"),
     [
@@ -321,6 +322,7 @@ def test_training_and_resuming_under_deepspeed_are_those_of_plain_transformers(p
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.ci
 def test_the_example_trains_an_adapter_for_each_text_on_one_trunk(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 300)
     small(vocab_size=300, hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "model")
