@@ -19,6 +19,7 @@ from cuboid.distributed.axis_collectives import own_slice, padded_length
 from cuboid.errors import UnsupportedModelError
 from cuboid.integrations.peft.layers.adapted_layer import RowAdapters, rows_with
 from cuboid.integrations.peft.layers.lora_layer import ShardedLoraLinear
+from cuboid.models.batch.local_batch import with_rows
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
 
@@ -56,13 +57,12 @@ def by_rows(peft_model: Any, adapter_names: Any, beams: Any = None) -> Iterator[
             )
 
     mesh = inner.cuboid.mesh
-    # As many rows as the ranks share, of which the last ones may be copies.
-    padded = [*names, *names[-1:] * (padded_length(len(names), mesh.size("batch")) - len(names))]
+    more = padded_length(len(names), mesh.size("batch")) - len(names)
     device = next(inner.parameters()).device
     masks = {}
     for name in used:
-        mask = torch.tensor([[[row == name]] for row in padded], device=device)
-        masks[name] = own_slice(mask, 0, mesh.along("batch"))
+        mask = torch.tensor([[[row == name]] for row in names], device=device)
+        masks[name] = own_slice(with_rows("adapter_names", mask, more), 0, mesh.along("batch"))
     handle = inner.register_forward_pre_hook(check_rows, with_kwargs=True)
     try:
         with rows_with(RowAdapters(tuple(used), masks)):

@@ -18,14 +18,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import AXES
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.requirements import check_version
 from cuboid.tensor3d.sharding.four_bits import BLOCK, FourBits
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
+from cuboid.tensor3d.sharding.full_params import full_tensor
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 _KEY = "quantization_config"
 #: Roles of linear layers that may be quantised.
@@ -144,11 +143,8 @@ def _nested(scales: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tenso
     """A shard's scales, rounded as those of the whole weight are; collective."""
     bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")
     of_scales = ShardingSpec((spec.shape[0], spec.shape[1] // BLOCK), spec.tp_axes, spec.parts, spec.ragged)
-    whole_scales = scales.new_empty(of_scales.shape)
     mesh.connect()
-    for rank, piece in zip(mesh.mesh_ranks, all_gather(scales.contiguous(), mesh.along(*AXES)), strict=True):
-        put_shard(whole_scales, piece, of_scales, mesh.shape, mesh.topology.coordinate(rank))
-    flat = whole_scales.flatten()
+    flat = full_tensor(scales.contiguous(), of_scales, mesh).flatten()
     mean = flat.mean()
     rounded, state = bitsandbytes.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK)
     restored = bitsandbytes.dequantize_blockwise(rounded, state) + mean
