@@ -14,12 +14,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from cuboid.distributed.topology import MeshShape
+from cuboid.integrations.peft.planned_lora import PlannedLora
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.description.trunk import Trunk
 from generators.marked import DOCS
 
 DATA = DOCS / "data"
@@ -166,6 +168,8 @@ TORCHTITAN = Software(
     loss="whole", gradient_bytes=4, reduce_bytes=4, balances_context=False, shards_over_context=True,
     fused_nonlinearity=True, keeps_whole_gradients=True,
 )  # fmt: skip
+#: Plain transformers, which launches kernels one by one and writes all logits.
+TRANSFORMERS = Software(loss="whole", gradient_bytes=4, is_eager=True, own_bytes=GIB // 4)
 
 
 def _cluster(gpu: str, gpus: int, per_node: int = 8) -> Cluster:
@@ -312,6 +316,28 @@ def torchtitan() -> Iterator[Row]:
                   step_s, memory)  # fmt: skip
 
 
+#: Width, inner width, layers, heads and vocabulary of Qwen's first models, whose layers are those of Qwen2.
+_QWEN = {
+    "1.8b": (2048, 5504, 24, 16, 151936), "7b": (4096, 11008, 32, 32, 151936), "14b": (5120, 13696, 40, 40, 152064),
+}  # fmt: skip
+
+
+@cache
+def _qwen_with_lora(name: str) -> ModelDescription:
+    hidden, inner, layers, heads, vocabulary = _QWEN[name]
+    config = {**_llama(hidden, inner, layers, heads, heads, vocabulary), "model_type": "qwen2"}
+    return describe_modules(meta_model(AutoConfig.for_model(**config)), trunk=Trunk(PlannedLora(64)))
+
+
+def qwen_lora() -> Iterator[Row]:
+    """One A100, LoRA on all linear layers by transformers, PEFT and its Trainer, with checkpointing."""
+    for row in read("qwen_lora.csv"):
+        layout = Layout(MeshShape(), micro_batch=1, micro_batches=8, zero_stage=0, checkpointing="layers")
+        yield Row("qwen_lora", f"Qwen {row['model']}, {row['seq']} tokens", _qwen_with_lora(row["model"]), layout,
+                  _cluster("A100-80GB", 1), int(row["seq"]), TRANSFORMERS, float(row["step_s"]),
+                  float(row["memory_gb"]) * GIB)  # fmt: skip
+
+
 def mlperf() -> Iterator[Row]:
     """H100, H200, B200 and GB200, Megatron in NeMo in 8 bits; of what is known which config ran."""
     for row in read("mlperf_step_times.csv"):
@@ -344,5 +370,6 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "kwai_memory": kwai_memory,
     "seq1f1b": seq1f1b,
     "torchtitan": torchtitan,
+    "qwen_lora": qwen_lora,
     "mlperf": mlperf,
 }

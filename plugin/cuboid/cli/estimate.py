@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, trunk_of
 from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.paths import check_outputs
 
@@ -24,6 +25,9 @@ def estimate(
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it there: .png, .svg or .pdf.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Draw the pipeline's simulated schedule there.")] = None,
+    lora_r: LoraR = None,
+    lora_target_modules: LoraTargetModules = ALL_LINEAR,
+    load_in_4bit: LoadIn4bit = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Predict the time and memory of a training step. Nothing is allocated, and no GPU is needed.
@@ -45,12 +49,13 @@ def estimate(
     from cuboid.weights.model_folder import model_config
 
     check_outputs(json, pictures=(picture, timeline), inputs=(model, config, cluster))
+    trunk = trunk_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
     settings = model_config(model, trust_remote_code=trust_remote_code)
     machines = Cluster.parse(cluster)
     cuboid_config, framework_config = require_config(config)
     check_framework_config(cuboid_config, framework_config, machines.gpus, is_complete=True)
     verified = cuboid_config.pipeline is not None and cuboid_config.pipeline.certification == "verified"
-    described = describe(settings, verified=verified)
+    described = describe(settings, verified=verified, trunk=trunk)
     check_length(sequence_length, described.most_positions, "--seq-len")
     layout = layout_of_config(
         cuboid_config, framework_config, described, machines, sequence_length, checkpointing=checkpointing

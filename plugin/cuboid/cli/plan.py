@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, trunk_of
 from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.paths import check_outputs
 
@@ -39,6 +40,9 @@ def plan(
             "(layer, step), sync (unit, step), schedule and chunks.",
         ),
     ] = None,
+    lora_r: LoraR = None,
+    lora_target_modules: LoraTargetModules = ALL_LINEAR,
+    load_in_4bit: LoadIn4bit = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Search meshes, stages, segments, schedules, micro-batches, replicas, ZeRO stage and checkpointing.
@@ -61,11 +65,12 @@ def plan(
     if explain is not None and (out or json):
         raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
     check_outputs(out, json, inputs=(model, cluster))
+    trunk = trunk_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
     console = Console()
     # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)
     settings = model_config(model, trust_remote_code=trust_remote_code)
-    described, machines = describe(settings), Cluster.parse(cluster)
+    described, machines = describe(settings, trunk=trunk), Cluster.parse(cluster)
     check_length(sequence_length, described.most_positions, "--seq-len")
     if explain is not None:
         pair = [

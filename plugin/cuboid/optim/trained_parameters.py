@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from cuboid.errors import OptimizerError
@@ -18,17 +19,17 @@ class TrainedParameters:
     Args:
         model: sharded.
         flat: its parameters that are stepped as parts of flat tensors.
-        steps: whether the optimizer steps a parameter by itself.
+        optimizer: of whose groups each parameter is stepped by itself; None if none is.
         by: the call that took them, for messages.
     """
 
     def __init__(
-        self, model: nn.Module, flat: Iterable[nn.Parameter], steps: Callable[[nn.Parameter], bool], by: str
+        self, model: nn.Module, flat: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None, by: str
     ) -> None:
         in_flat = set(map(id, flat))
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._flat = [(name, p) for name, p in model.named_parameters() if id(p) in in_flat]
-        self._steps, self._by = steps, by
+        self._optimizer, self._by = optimizer, by
 
     def check(self) -> None:
         """Check that all is stepped that has gradients now, and nothing that is frozen.
@@ -37,7 +38,7 @@ class TrainedParameters:
             OptimizerError: it isn't so; names the parameter.
         """
         for name, parameter in self._frozen:
-            if parameter.requires_grad and not self._steps(parameter):
+            if parameter.requires_grad and not self._is_stepped_alone(parameter):
                 raise OptimizerError(
                     f"{name} was frozen in {self._by}, and has requires_grad now: it would get gradients but no steps. "
                     "Let all that is ever to be trained have requires_grad there, or call it anew"
@@ -49,3 +50,8 @@ class TrainedParameters:
                     "trained then: momentum and weight decay would go on changing it. Freeze it before, call that "
                     "anew, or take zero_optimization.stage 0 in float32, where each parameter is stepped by itself"
                 )
+
+    def _is_stepped_alone(self, parameter: nn.Parameter) -> bool:
+        # Its groups may have been replaced, by a state dict for one.
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return any(other is parameter for group in groups for other in group["params"])

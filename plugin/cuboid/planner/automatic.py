@@ -31,6 +31,7 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import seen_cluster
+from cuboid.planner.description.trunk import LaterAdapters, Trunk
 from cuboid.planner.estimate import Estimate, best_segments, cuboid_software, segment_counts, with_pipeline
 from cuboid.planner.ranking import best_of
 from cuboid.planner.search import checkpointing_section, reason
@@ -48,6 +49,7 @@ def choose_mesh(
     cls: type[PreTrainedModel] | None = None,
     *,
     world_size: int | None = None,
+    four_bits: bool = False,
 ) -> MeshShape:
     """Return the configured mesh, or for ``"auto"`` the one with the fastest step that fits; rank 0 logs why.
 
@@ -58,6 +60,7 @@ def choose_mesh(
         config: Cuboid's config.
         cls: the architecture's class, if the model's own class was derived from it.
         world_size: total number of ranks; by default those of the config's ``cluster``, or of one replica.
+        four_bits: whether the model's linear layers are stored in 4 bits, and it is frozen.
 
     Raises:
         UnsupportedModelError: the model can't be on a mesh.
@@ -70,7 +73,8 @@ def choose_mesh(
     if settings.size == 1:
         return MeshShape()
     cluster = _cluster(config, world_size)
-    described = describe_modules(model, mesh_verdict(cls or type(model), model.config))
+    trunk = Trunk(LaterAdapters(), four_bits=True) if four_bits else None
+    described = describe_modules(model, mesh_verdict(cls or type(model), model.config), trunk=trunk)
     length = _length(model, config)
     layouts = list(_layouts(described, config, cluster.gpus, length))
     if not layouts:

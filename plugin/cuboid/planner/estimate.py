@@ -122,8 +122,13 @@ class Estimate:
 
     @cached_property
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis."""
+        """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis.
+
+        Nothing for a frozen model with adapters, of which there is no such count.
+        """
         cost, layout = self.cost, self.layout
+        if cost.model.trunk is not None:
+            return {}
         most = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)
             for rank in range(layout.stages)
@@ -152,11 +157,18 @@ class Estimate:
                 )  # fmt: skip
         return {axis: count * layers for axis, count in sorted(sent.items())}
 
+    def _model_as_dict(self) -> dict[str, Any]:
+        model = self.cost.model
+        described: dict[str, Any] = {"type": model.name, "parameters": model.parameters}
+        if model.trunk is not None:
+            described |= {"trained": str(model.trunk), "trained_parameters": model.trained_parameters}
+        return described
+
     def as_dict(self) -> dict[str, Any]:
         """The estimate as values that JSON can represent."""
         layout = self.layout
         return {
-            "model": {"type": self.cost.model.name, "parameters": self.cost.model.parameters},
+            "model": self._model_as_dict(),
             "cluster": str(self.cost.cluster),
             "sequence_length": self.cost.length,
             "layout": {**asdict(layout), "mesh": asdict(layout.mesh), "stage_layers": list(self.cost.stage_layers),
@@ -248,6 +260,9 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
     model.limits.check(model.name, layout.mesh, layout.stages, layout.segments)
     if layout.fp8_min_dimension is not None:
         check_fp8(model, cluster)
+    for key, is_set in (("compile", layout.compiled), ("fp8", layout.fp8_min_dimension is not None)):
+        if is_set and model.four_bits:
+            raise ConfigError(f"tensor_parallel.{key} has no rule for weights of 4 bits; leave one of the two out")
 
 
 def check_fp8(model: ModelDescription, cluster: Cluster) -> None:

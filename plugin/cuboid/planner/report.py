@@ -21,10 +21,10 @@ def print_estimate(estimate: Estimate, console: Any) -> None:
     """Print time by kind, memory by kind and stage, and what to change if it doesn't fit."""
     from rich.table import Table
 
-    layout, cost = estimate.layout, estimate.cost
-    console.print(
-        f"{cost.model.name}, {cost.model.parameters / 1e9:.2f}B parameters, {cost.length} tokens, on {cost.cluster}"
-    )
+    layout, cost, model = estimate.layout, estimate.cost, estimate.cost.model
+    console.print(f"{model.name}, {model.parameters / 1e9:.2f}B parameters, {cost.length} tokens, on {cost.cluster}")
+    if model.trunk is not None:
+        console.print(f"{model.trunk}: {model.trained_parameters / 1e6:,.1f}M parameters are trained", highlight=False)
     console.print(f"{layout}")
     if estimate.uncounted:
         console.print(f"Not counted: {estimate.uncounted}.")

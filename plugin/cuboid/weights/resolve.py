@@ -29,6 +29,7 @@ def settle(
     cls: type[PreTrainedModel] | None = None,
     *,
     world_size: int | None = None,
+    four_bits: bool = False,
 ) -> tuple[MeshShape, CuboidConfig]:
     """Decide what a config leaves open: the shape of the mesh, and the schedule with the placement of the stages.
 
@@ -37,11 +38,12 @@ def settle(
         config: Cuboid's config.
         cls: the architecture's class, if the model's own class is derived from it.
         world_size: number of ranks of the job; by default those of one replica, or of the config's ``cluster``.
+        four_bits: whether the model's linear layers are stored in 4 bits.
 
     Raises:
         MeshError, ConfigError, UnsupportedModelError: as :func:`resolve`.
     """
-    shape = choose_mesh(model, config, cls, world_size=world_size)
+    shape = choose_mesh(model, config, cls, world_size=world_size, four_bits=four_bits)
     return shape, settle_stages(model, config, shape, cls, world_size=world_size)
 
 
@@ -68,7 +70,7 @@ def resolve(
     if config.pipeline is not None:
         # Before certification, which would only say that the code is another.
         check_loss_in_pipeline(model, kind_of_class(cls).ordinary_loss)
-    shape, config = settle(model, config, cls, world_size=world_size)
+    shape, config = settle(model, config, cls, world_size=world_size, four_bits=quantization is not None)
     mesh = Mesh(shape, pipe=config.stages, placement=config.placement)
     return _certified(model, config, cls, mesh, runs_here=True, quantization=quantization)
 

@@ -67,7 +67,8 @@ class CuboidOptimizer(OptimizerWrapper):
         self._steps = 0
         self._is_stepping = False
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
-        self._trained = TrainedParameters(inner, self.replicated.flat_parameters, self._steps_alone, "booster.boost")
+        flat = self.replicated.flat_parameters
+        self._trained = TrainedParameters(inner, flat, None if flat else optim, "booster.boost")
         self._stepped_tensors = [id(parameter) for parameter in self.parameters]
         reference = weakref.ref(self)
         inner.cuboid.state.optimizer = reference
@@ -223,10 +224,6 @@ class CuboidOptimizer(OptimizerWrapper):
         if float(norm_type) != 2.0:
             raise CuboidError("only the 2-norm is kept; clip_grad_by_norm gives any other")
         return None if self._norm is None else float(self._norm)
-
-    def _steps_alone(self, parameter: nn.Parameter) -> bool:
-        groups = () if self.replicated.flat_parameters else self.optim.param_groups
-        return any(other is parameter for group in groups for other in group["params"])
 
     def _finish_gradients(self) -> None:
         if self._complete:

@@ -68,7 +68,8 @@ class ChangedWeights:
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self._optimizer = optimizer
         copied = itertools.chain.from_iterable(parameters for parameters, *_ in _groups_of(optimizer))
-        self._trained = TrainedParameters(model, copied, self._steps, "deepspeed.initialize")
+        alone = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._trained = TrainedParameters(model, copied, alone, "deepspeed.initialize")
         #: Of each parameter in its flat tensor, which may be moved, but not what is in it.
         self._offsets: dict[nn.Parameter, int] = {}
         for parameters, flat, *_ in _groups_of(optimizer):
@@ -80,10 +81,6 @@ class ChangedWeights:
     def check_trained(self) -> None:
         """See :meth:`TrainedParameters.check`."""
         self._trained.check()
-
-    def _steps(self, parameter: nn.Parameter) -> bool:
-        groups = self._optimizer.param_groups if isinstance(self._optimizer, torch.optim.Optimizer) else ()
-        return any(other is parameter for group in groups for other in group["params"])
 
     @torch.no_grad()
     def take(self) -> None:

@@ -98,15 +98,7 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     with _giving_head(model), _skipping(tuner, absent_modules(model)):
         is_here, tokens = _check_targets(tuner, model, prepared), _checked_tokens(model, config)
         if isinstance(config, LoraConfig):
-            config._register_custom_module(
-                {
-                    ShardedExperts: ParamWrapper,
-                    ShardedRouter: lora_of_router,  # type: ignore[dict-item]  # only called
-                    ShardedLinear: ShardedLoraLinear,
-                    KeptWhole: WholeLoraLinear,
-                    **{nn.Linear: SeededLoraLinear, Conv1D: SeededLoraLinear, nn.Embedding: EmbeddingLora},
-                }
-            )
+            register_layers(config)
         if not is_loading.get():
             # Each rank makes the whole factors, so all must draw the same.
             model.cuboid.mesh.compare_seed(WeightSeed.of_state())
@@ -127,6 +119,19 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     _load_whole_tensors(model, biases=getattr(config, "bias", "none") != "none")
     _note_ties(model)
     return result
+
+
+def register_layers(config: LoraConfig) -> None:
+    """Let PEFT put our layers around sharded ones, and around plain ones of a stage."""
+    config._register_custom_module(
+        {
+            ShardedExperts: ParamWrapper,
+            ShardedRouter: lora_of_router,  # type: ignore[dict-item]  # only called
+            ShardedLinear: ShardedLoraLinear,
+            KeptWhole: WholeLoraLinear,
+            **{nn.Linear: SeededLoraLinear, Conv1D: SeededLoraLinear, nn.Embedding: EmbeddingLora},
+        }
+    )
 
 
 @contextmanager

@@ -25,14 +25,6 @@ class Group:
     latency_s: float
     overlap: float = 1.0
 
-    def exposed_s(self, whole_bytes: float, count: float, compute_s: float, *, spared_bytes: float = 0.0) -> float:
-        """The part of :meth:`gather_s` that concurrent computation of ``compute_s`` doesn't hide.
-
-        ``spared_bytes`` are what all of them together move less, of whole sizes.
-        """
-        moving_s = self.gather_s(whole_bytes, count) - self.moving_s(spared_bytes)
-        return max(0.0, moving_s - self.overlap * compute_s)
-
     def moving_s(self, whole_bytes: float) -> float:
         """An all-gather's time without its latency."""
         return whole_bytes * (self.size - 1) / self.size / self.rate

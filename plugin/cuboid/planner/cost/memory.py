@@ -101,14 +101,17 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def states_bytes(cost: StepCost) -> float:
     """A cheap lower bound of memory: parameters, gradients and optimizer states, divided equally over the stages."""
-    layout = cost.layout
-    weights = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
+    layout, model = cost.layout, cost.model
+    ranks = layout.mesh.size * layout.stages * layout.expert_ranks
+    quantized = sum(layer.quantized for layer in model.layers)
+    weights_bytes = (model.parameters * _ELEMENT - model.spared_bytes(quantized)) / ranks
+    trained = model.trained_parameters / ranks
     shared = layout.replicas * layout.context
-    gradients = weights * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
-    updated = weights / (shared if layout.zero_stage else 1)
+    gradients = trained * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+    updated = trained / (shared if layout.zero_stage else 1)
     if layout.optimizer_on_host:
-        return weights * _ELEMENT + gradients
-    return weights * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES
+        return weights_bytes + gradients
+    return weights_bytes + gradients + updated * _OPTIMIZER_BYTES
 
 
 def ends_memory(cost: StepCost) -> float:
@@ -157,12 +160,13 @@ class _Stage:
 
     def memory(self) -> Memory:
         layout, software = self.layout, self.software
-        dense, experts = self.cost.own_parameters[self.stage]
+        dense, experts = self.cost.own_trained[self.stage]
         shared = layout.replicas * layout.context
         optimizer = dense / (shared if layout.zero_stage else 1)
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
-        weights = (dense + experts) / (layout.context if software.shards_over_context else 1)
-        gradients = weights * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+        over_context = layout.context if software.shards_over_context else 1
+        gradients = (dense + experts) / over_context * software.gradient_bytes
+        gradients /= shared if layout.zero_stage >= 2 else 1
         activations, store, on_host = self._activations()
         logits = self._logits() if self.is_last or layout.head_ranks else 0.0
         units = {
@@ -176,7 +180,7 @@ class _Stage:
         }
         on_device = 0.0 if layout.optimizer_on_host else optimizer
         return Memory(
-            parameters=weights * _ELEMENT,
+            parameters=self.cost.own_bytes[self.stage] / over_context,
             gradients=gradients,
             optimizer=on_device * _OPTIMIZER_BYTES,
             **units,
@@ -187,13 +191,17 @@ class _Stage:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def _gathered(self) -> float:
+        # Weights in 4 bits are restored one after the other.
+        restored = max(map(self._units.restored_bytes, self.layers), default=0.0)
         if self.layout.mesh.batch == 1:
-            return 0
-        blocks = [self._units.block_weights(layer) * _ELEMENT for layer in self.layers]
+            return restored
+        blocks = [self._units.gathered_bytes(layer) for layer in self.layers]
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.is_first else 0
+        trained = sum(map(self._units.trained_weights, self.layers))
+        trained += ends / _ELEMENT if self.model.trunk is None else 0.0
         # Gradients that are reduced by the step's last unit are accumulated in float32 until then.
-        waiting = (sum(blocks) + ends) / _ELEMENT * 4 if self.layout.gradient_sync == "step" else 0
+        waiting = restored + (trained * 4 if self.layout.gradient_sync == "step" else 0)
         if self.layout.weight_gather == "step":
             return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends + waiting
         # The layer that runs, and one whose gather is in flight.
@@ -457,9 +465,12 @@ class _Stage:
         shares = self.layout.head_ranks or 1
         weight = model.outputs * model.hidden / self._ranks / shares * _ELEMENT
         numbers = tokens * model.outputs / self._ranks / shares
+        is_trained = model.trunk is None
         if shares > 1:
             # The rank's rows, unsharded, and the sum of their gradients in float32 are there for the whole step.
-            weight *= 4 * mesh.batch
+            weight *= (4 if is_trained else 1) * mesh.batch
+        elif not is_trained:
+            weight = 0.0
         if self.software.loss == "chunked":
             least = 0 if self.cost.cluster.gpu.name == CPU.name else CHUNK_TOKENS * numbers / tokens
             chunk = min(numbers, max(CHUNK_BYTES / 4, least))
@@ -478,7 +489,7 @@ class _Stage:
         working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
         if self.layout.mesh.batch > 1:
             # The gradient of a block before its reduce-scatter.
-            working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
+            working += max(self._units.trained_weights(layer) * _ELEMENT for layer in self.layers)
         if self.layout.recomputes:
             longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
             # Attention that is kept isn't computed a second time.
@@ -519,12 +530,13 @@ class _Stage:
         """Bytes at the fullest moment of a layer, beside what is kept and what :meth:`_gathered` has."""
         counted, (sizes, reached) = self._peak_in(segment), self._sizes(kind, segment)
         peak = (counted.windowed if reached else counted.layers)[kind]
-        mesh, weights = self.layout.mesh, self._units.block_weights(self.model.kinds[kind]) * _ELEMENT
+        mesh, weights = self.layout.mesh, self._units.trained_weights(self.model.kinds[kind]) * _ELEMENT
         if mesh.batch == 1:
             return peak.of(*sizes, with_gathered=False)
         # Ranks of one node exchange slices of gradients and sum them, instead of a reduction by the backend.
         exchanged = weights if mesh.batch > 2 and mesh.size <= self.cost.cluster.gpus_per_node else 0.0
-        if self.layout.weight_gather == "step":
+        # In the count, weights are gathered in 16 bits.
+        if self.layout.weight_gather == "step" or self.model.four_bits:
             return peak.of(*sizes, with_gathered=False) + exchanged
         return max(0.0, peak.of(*sizes, with_gathered=True) + exchanged - self._gathered())
 

@@ -26,6 +26,8 @@ from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, ends_of, segment_flop
 
 #: Bytes that Adam reads and writes for each parameter: gradient, master copy and both moments, and the new weight.
 _OPTIMIZER_BYTES = 34
+#: Bytes of a parameter.
+_ELEMENT = 2
 
 
 @dataclass(frozen=True)
@@ -423,6 +425,33 @@ class StepCost:
             elements[rank] = before[0] + dense, before[1] + expert_elements
         return elements
 
+    @cached_property
+    def own_trained(self) -> list[tuple[float, float]]:
+        """Those of :attr:`own_parameters` that are trained."""
+        model, layout = self.model, self.layout
+        if model.trunk is None:
+            return self.own_parameters
+        elements = [0.0] * layout.stages
+        for rank, (_, stop), parts in zip(layout.rank_of, ends_of(self.stage_layers), self._stages, strict=True):
+            for part in parts:
+                layer = model.layers[part.index]
+                elements[rank] += layer.factor_parameters * self._dense_parameters(part) / layer.dense_parameters
+            if stop == len(model.layers):
+                elements[rank] += model.extra_factors
+        return [(count / layout.mesh.size, 0.0) for count in elements]
+
+    @cached_property
+    def own_bytes(self) -> list[float]:
+        """Bytes of all parameters that a rank of each stage owns."""
+        layout, sizes = self.layout, [_ELEMENT * sum(elements) for elements in self.own_parameters]
+        if self.model.trunk is None:
+            return sizes
+        for rank, parts in zip(layout.rank_of, self._stages, strict=True):
+            layers = [(self.model.layers[part.index], self._dense_parameters(part)) for part in parts]
+            quantized = sum(layer.quantized * dense / layer.dense_parameters for layer, dense in layers)
+            sizes[rank] -= self.model.spared_bytes(quantized) / layout.mesh.size
+        return [size + _ELEMENT * sum(trained) for size, trained in zip(sizes, self.own_trained, strict=True)]
+
     def _dense_parameters(self, part: LayerPart) -> int:
         parameters = self.model.layers[part.index].dense_parameters
         if part.half is None:
@@ -433,7 +462,7 @@ class StepCost:
     def _reduce_s(self, times: StageTimes) -> float:
         """Reduction of gradients between replicas, and with ZeRO the gather of new weights."""
         links, software = self.units.links, self.software
-        dense, experts = max(self.own_parameters, key=sum)
+        dense, experts = max(self.own_trained, key=sum)
         # In Cuboid every replica has all experts: then both groups are one, whose collectives are shared.
         elements = {links.replicas: dense}
         elements[links.expert_replicas] = elements.get(links.expert_replicas, 0.0) + experts
@@ -446,7 +475,7 @@ class StepCost:
         return reduced + gathered
 
     def _optimizer_s(self) -> float:
-        dense, experts = max(self.own_parameters, key=sum)
+        dense, experts = max(self.own_trained, key=sum)
         ranks = self.units.links.replicas.size if self.layout.zero_stage else 1
         expert_ranks = max(1, ranks // self.layout.expert_ranks)
         owned = dense / ranks + experts / expert_ranks

@@ -15,6 +15,7 @@ from cuboid.planner.cost.kernels import ATTENTION_BACKWARD, Kernels
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import Experts, Layer, ModelDescription, Projection
+from cuboid.planner.description.trunk import QUANTIZED_BYTES
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
@@ -104,20 +105,20 @@ class UnitTimes:
         """Forward of positions ``[start, stop)``."""
         tokens = self.tokens(stop - start)
         compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
-        compute += self._elementwise(layer, tokens, backward=False)
+        compute += self._elementwise(layer, tokens, backward=False) + self._restore_s(layer)
         exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
         seconds = self._at_host_speed(Seconds(compute, exposed), launches=1)
         gathers = 0 if self._layout.gathers_once else 1
-        seconds = self._with_weights(layer, seconds, gathers, self._spared_of_weights("forward"))
+        seconds = self._with_weights(layer, seconds, gathers, 0, self._spared_of_weights("forward"))
         return self._beside_copies(layer, seconds, tokens)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, including recomputation."""
-        layout, adds = self._layout, self._add_weight_gradients(self.block_weights(layer))
+        layout, adds = self._layout, self._add_weight_gradients(self.trained_weights(layer))
         seconds = self._backward(layer, start, stop, "backward") + Seconds(adds)
         seconds = self._at_host_speed(seconds, launches=3 if layout.recomputes else 2)
-        gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
-        seconds = self._with_weights(layer, seconds, gathers, self._spared_of_weights("backward"))
+        gathers, reduces = int(layout.weight_gather == "layer"), int(layout.gradient_sync == "unit")
+        seconds = self._with_weights(layer, seconds, gathers, reduces, self._spared_of_weights("backward"))
         return self._beside_copies(layer, seconds, self.tokens(stop - start))
 
     def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
@@ -126,6 +127,9 @@ class UnitTimes:
         On a mesh the second half gathers inputs and output gradients again, and nothing hides its reduction over
         `batch`. The reduction is counted for each segment, although consecutive second halves share one.
         """
+        if self._model.trunk is not None:
+            # Weight gradients of adapters aren't deferred.
+            return self.layer_backward(layer, start, stop), Seconds()
         layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
         # Only weight gradients of linear layers can be deferred, not those of routers and experts.
         later = sum(
@@ -152,7 +156,7 @@ class UnitTimes:
         """Recomputation and all products of backward, without accumulating or reducing the weights' gradients."""
         tokens, layout = self.tokens(stop - start), self._layout
         compute = self._products(layer, tokens) + self._products(layer, tokens, of_weights=True)
-        compute += self._attention(layer, start, stop, backward=True)
+        compute += self._attention(layer, start, stop, backward=True) + self._restore_s(layer)
         compute += self._elementwise(layer, tokens, backward=True)
         exposed = self._mesh_exchange(layer, tokens, half) + self._expert_exchange(layer, tokens)
         again = Seconds()
@@ -161,7 +165,10 @@ class UnitTimes:
             if layout.checkpointing == "layers":
                 kernel_s = self._attention(layer, start, stop, backward=False)
             again = Seconds(
-                self._products(layer, tokens) + kernel_s + self._elementwise(layer, tokens, backward=False),
+                self._products(layer, tokens)
+                + self._restore_s(layer)
+                + kernel_s
+                + self._elementwise(layer, tokens, backward=False),
                 self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens),
             )
         elif layout.checkpointing == "scores" and self._software.attention == "scores":
@@ -180,12 +187,12 @@ class UnitTimes:
         """
         layout, waiting_s = self._layout, 0.0
         if layout.gathers_once:
-            waiting_s += self._waiting_s(layer, forward, gathers=1)
+            waiting_s += self._waiting_s(layer, forward, gathers=1, reduces=0)
         if layout.gradient_sync == "step":
             before = int(layout.weight_gather == "layer")
             spared = self._spared_of_weights("backward")
-            waiting_s += self._waiting_s(layer, backward, before + 1, spared)
-            waiting_s -= self._waiting_s(layer, backward, before, spared)
+            waiting_s += self._waiting_s(layer, backward, before, 1, spared)
+            waiting_s -= self._waiting_s(layer, backward, before, 0, spared)
         return waiting_s
 
     def _at_host_speed(self, seconds: Seconds, launches: int) -> Seconds:
@@ -197,14 +204,43 @@ class UnitTimes:
 
     def _products(self, layer: Layer, tokens: float, *, of_weights: bool = False) -> float:
         """Time of the products of a forward, of the gradients of inputs, or ``of_weights``."""
-        total = sum(self._product(projection, tokens, of_weights=of_weights) for projection in layer.projections)
-        if layer.experts is not None:
+        is_frozen = of_weights and self._model.trunk is not None
+        total = sum(self._factor_products(projection, tokens) for projection in layer.projections if projection.factors)
+        if not is_frozen:
+            total += sum(self._product(projection, tokens, of_weights=of_weights) for projection in layer.projections)
+        if layer.experts is not None and not (is_frozen and layer.experts.factors is None):
             local_experts = layer.experts.count / self._layout.expert_ranks
             expert_rows = tokens * layer.experts.per_token / local_experts
             total += sum(
                 self._product(projection, expert_rows, round(local_experts)) for projection in layer.experts.projections
             )
+            if layer.experts.factors is not None:
+                total += self._expert_update_s(layer.experts)
         return total
+
+    def _factor_products(self, projection: Projection, tokens: float) -> float:
+        """Time of the products with both factors of an update, cut as :mod:`cuboid.tensor3d.low_rank` says."""
+        assert projection.factors is not None
+        factors, mesh, kind = projection.factors, self._layout.mesh, projection.kind
+        inputs, outputs, before, after = factors.inputs, float(factors.outputs), tokens, tokens
+        if kind == "up":
+            inputs, outputs, before = inputs / mesh.hidden, outputs / self._ranks, tokens / mesh.sequence
+        elif kind == "down":
+            inputs, outputs, after = inputs / self._ranks, outputs / mesh.hidden, tokens / mesh.sequence
+        elif kind in ("latent", "router"):
+            inputs, before = inputs / mesh.hidden, tokens / mesh.sequence
+        elif kind == "from latent":
+            outputs /= self._ranks
+        first_s = self.kernels.matmul_s(before, factors.features, inputs)
+        return first_s + self.kernels.matmul_s(after, outputs, factors.rank)
+
+    def _expert_update_s(self, experts: Experts) -> float:
+        """Time to add B A to a rank's block of all experts' weights."""
+        assert experts.factors is not None
+        rank = experts.factors.features / (len(experts.projections) * experts.count)
+        elements = experts.parameters / (self._ranks * self._layout.expert_ranks)
+        update_s = 2 * elements * rank / self.kernels.product_flops
+        return update_s + self.kernels.elementwise_s(3 * _ELEMENT * elements, 2 * len(experts.projections))
 
     def _product(self, projection: Projection, tokens: float, count: int = 1, *, of_weights: bool = False) -> float:
         mesh, layout = self._layout.mesh, self._layout
@@ -281,17 +317,61 @@ class UnitTimes:
 
     def block_weights(self, layer: Layer, *, experts: bool = True) -> float:
         """Elements of a layer's unsharded blocks on a rank; ``experts``: whether to include experts and routers."""
-        mesh = self._layout.mesh
-        pieces = dict.fromkeys(("up", "down", "from latent"), self._ranks)
-        pieces |= {"router": mesh.hidden, "latent": mesh.hidden, "whole": 1}
         elements = sum(
-            projection.weights / pieces[projection.kind]
+            projection.weights / self._pieces(projection)
             for projection in layer.projections
             if experts or projection.kind != "router"
         )
         if layer.experts is not None and experts:
-            elements += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
+            elements += layer.experts.padded(self._layout.mesh.batch) / (self._layout.expert_ranks * self._ranks)
         return elements
+
+    def trained_weights(self, layer: Layer) -> float:
+        """Elements of a layer's unsharded blocks of which a rank computes gradients."""
+        if self._model.trunk is None:
+            return self.block_weights(layer)
+        mesh, elements = self._layout.mesh, 0.0
+        for projection in layer.projections:
+            if (factors := projection.factors) is not None:
+                a, b = {
+                    "up": (mesh.hidden, self._ranks),
+                    "down": (self._ranks, mesh.hidden),
+                    "latent": (mesh.hidden, 1),
+                    "from latent": (1, self._ranks),
+                }.get(projection.kind, (1, 1))
+                elements += factors.a / a + factors.b / b
+        if layer.experts is not None and layer.experts.factors is not None:
+            elements += layer.experts.factors.parameters
+        return elements
+
+    def gathered_bytes(self, layer: Layer) -> float:
+        """Bytes of a layer's unsharded blocks as they are gathered, without the factors of adapters."""
+        return self.block_weights(layer) * _ELEMENT - self._model.spared_bytes(self._quantized(layer))
+
+    def _quantized(self, layer: Layer) -> float:
+        """Elements of a layer's unsharded blocks that may be in 4 bits."""
+        return sum(
+            projection.weights / self._pieces(projection)
+            for projection in layer.projections
+            if projection.kind != "router"
+        )
+
+    def restored_bytes(self, layer: Layer) -> float:
+        """Bytes of the largest block that is restored for a product from 4 bits; 0 if none are."""
+        blocks = [projection.weights / self._pieces(projection) for projection in layer.projections]
+        return max(blocks, default=0.0) * _ELEMENT if self._model.four_bits else 0.0
+
+    def _restore_s(self, layer: Layer) -> float:
+        """Time to restore a layer's weights from 4 bits."""
+        if not self._model.four_bits:
+            return 0.0
+        return self.kernels.elementwise_s(self._quantized(layer) * (_ELEMENT + QUANTIZED_BYTES), len(layer.projections))
+
+    def _pieces(self, projection: Projection) -> int:
+        """Number of unsharded blocks of a weight."""
+        if projection.kind in ("router", "latent"):
+            return self._layout.mesh.hidden
+        return 1 if projection.kind == "whole" else self._ranks
 
     def _add_weight_gradients(self, weights: float) -> float:
         """Time to add a unit's gradients of ``weights`` elements to a sum: it is read and written, they are read."""
@@ -305,8 +385,10 @@ class UnitTimes:
 
     def _mesh_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
-        of_inputs, of_outputs, of_downs = _EXCHANGES[which]
-        if which in ("backward", "weight") and software.sequence_parallel:
+        is_frozen = self._model.trunk is not None
+        # Gradients of frozen weights would need the inputs again.
+        of_inputs, of_outputs, of_downs = _EXCHANGES["input" if is_frozen and which == "backward" else which]
+        if which in ("backward", "weight") and software.sequence_parallel and not is_frozen:
             of_inputs += software.regathers
         hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
         routed = layer.experts if which != "weight" else None
@@ -317,7 +399,8 @@ class UnitTimes:
             blocks = 1
         gathered_blocks = blocks - (not layer.gathers_attention_input)
         exchanged = gathered_blocks * of_inputs + blocks * of_outputs
-        if which == "input" and splits_experts:
+        trains_experts = routed is not None and (not is_frozen or routed.factors is not None)
+        if which == "input" and splits_experts and trains_experts:
             exchanged += software.regathers
         total = links.sequence.gather_s(hidden_bytes, exchanged) * (1 - software.hides_exchange)
         if layer.latents:
@@ -328,16 +411,31 @@ class UnitTimes:
             if routed is not None:
                 ups += routed.per_token * routed.projections[0].outputs
                 # Experts' backward isn't split: all of it is in the "input" half.
-                downs += routed.per_token * routed.width * (2 if which == "input" else 1)
+                downs += routed.per_token * routed.width * (2 if which == "input" and trains_experts else 1)
             total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
             total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, of_downs)
         if self._spared is not None:
             spared = {"forward": self._spared.forward, "input": self._spared.gradients}.get(which, {})
             sequence = links.sequence.moving_s(tokens * spared.get("sequence", 0.0)) * (1 - software.hides_exchange)
             total -= sequence + links.hidden.moving_s(tokens * spared.get("hidden", 0.0))
+        if is_frozen:
+            total += sum(self._factor_exchange(one, tokens) for one in layer.projections if one.factors)
         if routed is not None and splits_experts:
             total += self._routing_exchange(routed, tokens, backward=which != "forward")
         return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
+
+    def _factor_exchange(self, projection: Projection, tokens: float) -> float:
+        """The r features between both factors of an update: summed over `hidden`, gathered or scattered."""
+        assert projection.factors is not None
+        sequence, hidden = self.links.sequence, self.links.hidden
+        features_bytes = tokens * projection.factors.features * _ELEMENT
+        match projection.kind:
+            case "up" if sequence.size == 1:
+                # In the messages of the layers themselves.
+                return 2 * hidden.moving_s(features_bytes)
+            case "up" | "down" | "latent":
+                return sequence.gather_s(features_bytes) + hidden.reduce_s(features_bytes / sequence.size)
+        return 0.0
 
     def _latent_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         """Latents, summed over `hidden` and gathered over `sequence`, and the weights that they are computed with."""
@@ -346,8 +444,11 @@ class UnitTimes:
         weights = sum(projection.weights for projection in layer.latents) / layout.mesh.hidden
         gathers, reduces = layout.weight_gather == "layer", layout.gradient_sync == "unit"
         moves = {"forward": not layout.gathers_once, "backward": gathers + reduces, "input": gathers, "weight": reduces}
+        if self._model.trunk is not None and which == "backward":
+            moves["backward"] = gathers
         # Over `batch` they are gathered with the layer's other weights.
-        total = sequence.gather_s(weights * _ELEMENT, int(moves[which]))
+        weights_bytes = weights * _ELEMENT - self._model.spared_bytes(weights)
+        total = sequence.gather_s(weights_bytes, int(moves[which]))
         total += hidden.reduce_s(tokens / sequence.size * features * _ELEMENT)
         return total if which == "weight" else total + sequence.gather_s(tokens * features * _ELEMENT)
 
@@ -373,14 +474,16 @@ class UnitTimes:
             return 0.0
         return self.links.experts.exchange_s(tokens * layer.experts.per_token * self._model.hidden * _ELEMENT, 2)
 
-    def _with_weights(self, layer: Layer, seconds: Seconds, gathers: int, spared: float) -> Seconds:
+    def _with_weights(self, layer: Layer, seconds: Seconds, gathers: int, reduces: int, spared: float) -> Seconds:
         """Add what ``seconds`` doesn't hide of the gathers of weights over `batch` and the reduction of gradients."""
-        return Seconds(seconds.compute, seconds.exposed + self._waiting_s(layer, seconds, gathers, spared))
+        return Seconds(seconds.compute, seconds.exposed + self._waiting_s(layer, seconds, gathers, reduces, spared))
 
-    def _waiting_s(self, layer: Layer, seconds: Seconds, gathers: int, spared: float = 0.0) -> float:
+    def _waiting_s(self, layer: Layer, seconds: Seconds, gathers: int, reduces: int, spared: float = 0.0) -> float:
         """What computing doesn't hide of gathers and reductions of a layer's weights, of which fp8 spares some."""
-        block_bytes = self.block_weights(layer) * _ELEMENT
-        return self.links.batch.exposed_s(block_bytes, gathers, seconds.compute, spared_bytes=spared)
+        batch = self.links.batch
+        moving_s = batch.gather_s(self.gathered_bytes(layer), gathers)
+        moving_s += batch.gather_s(self.trained_weights(layer) * _ELEMENT, reduces)
+        return max(0.0, moving_s - batch.moving_s(spared) - batch.overlap * seconds.compute)
 
     def _spared_of_weights(self, which: Literal["forward", "backward"]) -> float:
         """What fp8 spares of a pass's gather of weights over `batch`, of its total size."""
@@ -399,12 +502,17 @@ class UnitTimes:
     @property
     def _gathers_of_ends(self) -> int:
         """Collectives of the embedding or the head in each unit: the gather of its weight, its gradient's reduction."""
-        return (not self._layout.gathers_once) + (self._layout.gradient_sync == "unit")
+        return (not self._layout.gathers_once) + (self._layout.gradient_sync == "unit" and self._trains_ends)
+
+    @property
+    def _trains_ends(self) -> bool:
+        return self._model.trunk is None
 
     def once_of_ends_s(self, *, is_spread: bool = False) -> float:
         """As :meth:`once_s`, for the embedding or the head; all of it for a head that is spread over the stages."""
         rows = self._model.vocabulary * self._model.hidden / self._ranks
-        return self.links.batch.gather_s(rows * _ELEMENT, 2 if is_spread else 2 - self._gathers_of_ends)
+        most = 1 + self._trains_ends
+        return self.links.batch.gather_s(rows * _ELEMENT, most if is_spread else most - self._gathers_of_ends)
 
     def head_forward(self, start: int, stop: int, shares: int = 1) -> Seconds:
         """The head with its loss: forward and, as logits aren't kept, also backward.
@@ -419,22 +527,24 @@ class UnitTimes:
         passes = {"chunked": 16, "fused": 10, "whole": 26}[self._software.loss]
         moved = tokens * own_outputs / mesh.hidden * passes
         weights = own_outputs * model.hidden / mesh.hidden
-        add = weights / mesh.batch * 2 * self._software.gradient_bytes
+        products = 3 if self._trains_ends else 2
+        add = weights / mesh.batch * 2 * self._software.gradient_bytes * self._trains_ends
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 3)
         exposed += self.links.hidden.gather_s(tokens * own_outputs / shares * _ELEMENT, 2)
         exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends if shares == 1 else 0)
-        return Seconds((3 * product + self.kernels.elementwise_s(moved + add, 8)) / shares, exposed)
+        return Seconds((products * product + self.kernels.elementwise_s(moved + add, 8)) / shares, exposed)
 
     def head_rows_s(self) -> float:
         """Time in which the last stage sends the other stages their rows of the head, and is sent the gradients."""
         share = self._model.outputs * self._model.hidden / self._ranks / self._layout.stages * _ELEMENT
-        return 2 * (self._layout.stages - 1) * self.links.stages.send_s(share)
+        return (1 + self._trains_ends) * (self._layout.stages - 1) * self.links.stages.send_s(share)
 
     def embedding(self, start: int, stop: int) -> Seconds:
         """Lookup of tokens, and accumulation of the whole table's gradient: forward and backward together."""
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         rows = model.vocabulary * model.hidden / self._ranks
-        moved = 8 * tokens * model.hidden / self._ranks + rows / mesh.batch * (2 * self._software.gradient_bytes + 4)
+        moved = 8 * tokens * model.hidden / self._ranks
+        moved += rows / mesh.batch * (2 * self._software.gradient_bytes + 4) * self._trains_ends
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 2)
         exposed += self.links.batch.gather_s(rows * _ELEMENT, self._gathers_of_ends)
         return Seconds(self.kernels.elementwise_s(moved, 4), exposed)

@@ -51,6 +51,7 @@ from cuboid.models.stages.model_costs import decoder_layers
 from cuboid.planner.description.fake_mode import LightFakeMode
 from cuboid.planner.description.meta_model import model_of
 from cuboid.planner.description.model import Layer, ModelDescription
+from cuboid.planner.description.trunk import Trunk
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.seq1f1b.runtime.memory import MeteredPool, storage_id
 from cuboid.tensor3d.layers.whole_block import LateSplit
@@ -209,7 +210,7 @@ def without_values(model: ModelDescription, count: Callable[[SampleKey], T]) -> 
         # While a model is being loaded, the default device is meta, whose tensors can't be mixed with these.
         with torch.device("cpu"), torch.enable_grad():
             # Equal configs share one cached count, even if they are different objects.
-            return count(SampleKey(model.config, model.kind_of_layers, model.verdict))
+            return count(SampleKey(model.config, model.kind_of_layers, model.verdict, model.trunk))
     except Exception as error:
         if not _is_obstacle(error):
             raise
@@ -298,15 +299,18 @@ def _is_obstacle(error: Exception) -> bool:
 
 
 class SampleKey:
-    """The config of a model's first layers, their kinds, and the verdict on meshes, compared by value.
+    """The config of a model's first layers, their kinds, the verdict on meshes and the adapters, compared by value.
 
     Models of more layers, but of the same kinds, are equal.
     """
 
-    def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...], verdict: MeshVerdict) -> None:
-        self.kinds, self.verdict = _enough(kinds), verdict
+    def __init__(
+        self, config: PretrainedConfig, kinds: tuple[int, ...], verdict: MeshVerdict, trunk: Trunk | None = None
+    ) -> None:
+        self.kinds, self.verdict, self.trunk = _enough(kinds), verdict, trunk
         self.config = _first_layers(config, len(kinds), len(self.kinds))
         said = {**self.config.to_dict(), "attention": config._attn_implementation, "verdict": repr(verdict)}
+        said["trunk"] = str(trunk)
         self._said = json.dumps(said, sort_keys=True, default=str), self.kinds
 
     def __eq__(self, other: object) -> bool:
@@ -386,6 +390,10 @@ class LayerSample:
         self._arguments = inspect.signature(type(self._model.base_model).forward).parameters
         self._is_causal = kind_of(type(self._model), config).is_causal
         layers = decoder_layers(self._model)
+        if rank.splits:
+            defer_weight_gradients(layers.values(), self.waiting)
+        if key.trunk is not None:
+            self._adapt(key.trunk)
         self._saved = _Saved(self._model, list(layers.values()))
         attends_itself = not any(map(uses_interface, layers.values()))
         self.attends_itself = rank.segmented and attends_itself
@@ -402,8 +410,13 @@ class LayerSample:
                     hang_record(module, replace(record_of(module), mesh=None))
         for layer in layers.values() if self.attends_itself else ():
             give_cache(layer, self._slot)
-        if rank.splits:
-            defer_weight_gradients(layers.values(), self.waiting)
+
+    def _adapt(self, trunk: Trunk) -> None:
+        """Freeze the model, and put adapters into its layers."""
+        with self._mode:
+            trunk.adapters.put_into(self._model)
+        # So that the first layer keeps what the others do, whose input has a gradient.
+        self._model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
 
     def make_store(self) -> WeightGradientStore:
         """The store of weight gradients that a split backward leaves for later."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from cuboid.distributed.topology import MeshShape
+from cuboid.distributed.topology import Axis, MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict, Mode
 from cuboid.models.certification.certificates import certificate_of, naming_changes
@@ -16,6 +16,7 @@ from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.sharded.parallel_plan import MeshRules
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
+from cuboid.tensor3d.sharding.four_bits import BLOCK
 
 _SHOWN_MESHES = 6
 
@@ -76,12 +77,14 @@ class LayoutLimits:
         no_mesh: why it can't be on a mesh at all; "" if it can.
         with_stages: how its stages can't run on a mesh, and why.
         stages: how it can be cut into stages; None if that isn't known, as for a description by modules alone.
+        quantized: name, in features and axis that cuts these, of layers in 4 bits; no axis if none does.
     """
 
     meshes: MeshRules | None = None
     no_mesh: str = ""
     with_stages: tuple[tuple[Mode, str], ...] = ()
     stages: Stages | None = None
+    quantized: tuple[tuple[str, int, Axis | None], ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None) -> LayoutLimits:
@@ -96,20 +99,27 @@ class LayoutLimits:
     def reason_against(self, mesh: MeshShape, stages: int = 1, segments: int = 1) -> str | None:
         """Why training would reject a layout, in words; None if it wouldn't."""
         mode: Mode = "segments" if segments > 1 else "whole"
+        misfit = self._misfit(mesh)
         if mesh.size > 1:
-            if self.no_mesh:
-                return self.no_mesh
-            misfit = self._misfit(mesh)
-            if misfit is not None:
-                return misfit
+            if self.no_mesh or misfit:
+                return self.no_mesh or misfit
             if stages > 1 and mode in dict(self.with_stages):
                 return f"on a mesh with stages, {dict(self.with_stages)[mode]}"
         if stages > 1 and self.stages is not None:
-            return self.stages.whole or (self.stages.segments if mode == "segments" else None)
-        return None
+            return self.stages.whole or (self.stages.segments if mode == "segments" else None) or misfit
+        return misfit
 
     def _misfit(self, mesh: MeshShape) -> str | None:
-        return None if mesh.size == 1 or self.meshes is None else self.meshes.misfit(mesh)
+        misfit = None if mesh.size == 1 or self.meshes is None else self.meshes.misfit(mesh)
+        return misfit or self._cut_of_scales(mesh)
+
+    def _cut_of_scales(self, mesh: MeshShape) -> str | None:
+        """Which rows in 4 bits a mesh cuts between elements that share a scale, in words; None if it cuts none."""
+        for name, inputs, axis in self.quantized:
+            width = inputs / (1 if axis is None else mesh.of(axis))
+            if width % BLOCK:
+                return f"a rank's rows of {name} have {width:g} of {inputs} elements, of which {BLOCK} share a scale"
+        return None
 
     def fitting(self, size: int) -> list[MeshShape]:
         """All meshes of ``size`` ranks that training accepts, without stages."""

@@ -21,6 +21,7 @@ from cuboid.models.plain_construction import plain_construction
 from cuboid.planner.description.limits import Stages
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.description.trunk import Trunk
 
 
 def model_of(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -54,7 +55,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def describe(config: PretrainedConfig, *, verified: bool = False) -> ModelDescription:
+def describe(config: PretrainedConfig, *, verified: bool = False, trunk: Trunk | None = None) -> ModelDescription:
     """Describe the model of a config, with the layouts that training accepts of it.
 
     If no table and no cache has the architecture's certificate, its self-test runs, which takes seconds.
@@ -62,9 +63,11 @@ def describe(config: PretrainedConfig, *, verified: bool = False) -> ModelDescri
     Args:
         config: of transformers.
         verified: whether `cuboid verify` passed on the real weights, as ``"certification": "verified"`` says.
+        trunk: how the model is trained if it is frozen itself.
 
     Raises:
         UnsupportedModelError: no layout can be estimated; says why.
+        ConfigError: its adapters can't be counted.
     """
     check_unquantized(config, f"the config of {config.model_type!r}")
     model = meta_model(config)
@@ -79,4 +82,4 @@ def describe(config: PretrainedConfig, *, verified: bool = False) -> ModelDescri
         verdict = mesh_verdict(cls, model.config)
     except UnsupportedModelError as error:
         verdict = MeshVerdict(refused={"whole rows": str(error)})
-    return describe_modules(model, verdict, Stages(model, verified))
+    return describe_modules(model, verdict, Stages(model, verified), trunk)

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.planner.description.limits import LayoutLimits
+from cuboid.planner.description.trunk import QUANTIZED_BYTES, Factors, Trunk
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys
 
 
@@ -25,6 +26,7 @@ class Projection:
             and "latent" (to the latents of MLA) have each rank's own tokens, and are cut by inputs over `hidden`; "from
             latent" is cut by outputs over `sequence` × `hidden`; "whole" is the same on all ranks of the mesh.
         bias: whether it has one.
+        factors: of its adapters, if it has any.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Projection:
     outputs: int
     kind: Literal["up", "down", "router", "latent", "from latent", "whole"]
     bias: bool = False
+    factors: Factors | None = None
 
     @property
     def weights(self) -> int:
@@ -53,12 +56,14 @@ class Experts:
         per_token: number of these for each token.
         projections: the projections of one expert.
         router_kept: bytes of a token's copy in another precision that the router saves.
+        factors: of the adapters of their weights, if these have any.
     """
 
     count: int
     per_token: int
     projections: tuple[Projection, ...]
     router_kept: int = 0
+    factors: Factors | None = None
 
     @property
     def parameters(self) -> int:
@@ -149,6 +154,17 @@ class Layer:
         return self.dense_parameters + (self.experts.parameters if self.experts else 0)
 
     @cached_property
+    def factor_parameters(self) -> int:
+        """Elements of all adapters' factors."""
+        holders = (*self.projections, *((self.experts,) if self.experts else ()))
+        return sum(holder.factors.parameters for holder in holders if holder.factors is not None)
+
+    @cached_property
+    def quantized(self) -> int:
+        """Elements that may be in 4 bits: weights of the linear layers that each token passes."""
+        return sum(projection.weights for projection in self.projections if projection.kind != "router")
+
+    @cached_property
     def weights_of_token(self) -> int:
         """Elements of the weights that one token is multiplied by."""
         weights = sum(projection.weights for projection in self.projections)
@@ -203,6 +219,8 @@ class ModelDescription:
         extra_parameters: elements of modules outside the layers besides embedding, positions and head.
         uncounted: work of its layers that time estimates leave out, in words; "" if none.
         uncounted_by_formulas: what formulas for kept bytes leave out, in words; "" if nothing.
+        trunk: how it is trained if it is frozen itself; None if all of it is trained.
+        extra_factors: elements of adapters' factors outside the layers.
     """
 
     name: str
@@ -224,6 +242,8 @@ class ModelDescription:
     extra_parameters: int = 0
     uncounted: str = ""
     uncounted_by_formulas: str = ""
+    trunk: Trunk | None = None
+    extra_factors: int = 0
 
     @property
     def head_parameters(self) -> int:
@@ -237,9 +257,31 @@ class ModelDescription:
         return sum(layer.parameters for layer in self.layers) + ends
 
     @cached_property
+    def trained_parameters(self) -> int:
+        """Elements that are trained."""
+        if self.trunk is None:
+            return self.parameters
+        return sum(layer.factor_parameters for layer in self.layers) + self.extra_factors
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether the layers' linear layers are in 4 bits."""
+        return self.trunk is not None and self.trunk.four_bits
+
+    def spared_bytes(self, elements: float) -> float:
+        """Bytes that so many elements which may be in 4 bits take less than in 16."""
+        return elements * (2 - QUANTIZED_BYTES) if self.four_bits else 0.0
+
+    @cached_property
     def active_parameters(self) -> int:
         """Elements that one token is multiplied by, the head included."""
         return sum(layer.weights_of_token for layer in self.layers) + self.head_weights
+
+    @cached_property
+    def _factors_of_token(self) -> int:
+        """Elements of the factors of linear layers, that one token is multiplied by."""
+        of_linear = (projection.factors for layer in self.layers for projection in layer.projections)
+        return sum(factors.parameters for factors in of_linear if factors is not None)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
@@ -254,7 +296,9 @@ class ModelDescription:
 
     def step_flops(self, rows: int, length: int) -> int:
         """Operations of forward and backward without recomputation, as MFU counts them: causal pairs only."""
-        from_weights = 6 * self.active_parameters * rows * length
+        # Of frozen weights there are no gradients.
+        frozen = 0 if self.trunk is None else self.active_parameters
+        from_weights = (6 * self.active_parameters - 2 * frozen + 6 * self._factors_of_token) * rows * length
         pairs = [
             (layer.attention.query + layer.attention.output) * seen_keys(0, length, layer.attention.window)
             for layer in self.layers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.distributed.topology import Axis
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import MeshVerdict
@@ -23,6 +26,7 @@ from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
 from cuboid.planner.description.limits import LayoutLimits, Stages
 from cuboid.planner.description.model import Attention, Experts, Layer, ModelDescription, Projection
+from cuboid.planner.description.trunk import Factors, Trunk
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
@@ -31,12 +35,17 @@ _SPLIT = MeshVerdict()
 #: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
+#: The axis that cuts the in features of linear layers that may be in 4 bits.
+_CUT_BY: dict[str, Axis | None] = {"up": "hidden", "down": "sequence", "latent": "hidden", "from latent": None}
 #: Number of weights of hidden × inner elements in an MLP with a gate.
 _MLP_WEIGHTS = 3
 
 
 def describe_modules(
-    model: PreTrainedModel, verdict: MeshVerdict = _SPLIT, stages: Stages | None = None
+    model: PreTrainedModel,
+    verdict: MeshVerdict = _SPLIT,
+    stages: Stages | None = None,
+    trunk: Trunk | None = None,
 ) -> ModelDescription:
     """Describe a full model. The description doesn't keep it.
 
@@ -47,9 +56,11 @@ def describe_modules(
         model: on any device, meta included.
         verdict: of the architecture's certification on meshes; by default all that has a rule is split.
         stages: how it can be cut into stages, if known.
+        trunk: how it is trained if it is frozen itself.
 
     Raises:
         UnsupportedModelError: its layers or the number of experts of a token can't be found, or it takes images.
+        ConfigError: its adapters can't be counted.
     """
     if takes_pixels(model) or tower_names(model):
         raise UnsupportedModelError(
@@ -77,6 +88,7 @@ def describe_modules(
     routers = {type(module): module for module, role in modules.values() if role.kind == "router"}.values()
     kept_by = {type(router).__name__: _router_kept(router, config.hidden_size) for router in routers}
     router_kept = max((kept for kept in kept_by.values() if kept is not None), default=0)
+    factors = _FactorsOf(model, trunk)
     layers, owned = [], set[int]()
     for (name, layer), layer_sizes in zip(decoder_layers(model).items(), sizes.layers, strict=True):
         # Layers may share weights: the first of them has them.
@@ -85,7 +97,7 @@ def describe_modules(
         layers.append(
             _layer(
                 parameters, layer_sizes, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
-                router_kept=router_kept,
+                router_kept=router_kept, factors=factors.inside(name),
             )
         )  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -110,9 +122,25 @@ def describe_modules(
         config=model.config,
         limits=LayoutLimits.of(model, verdict, stages),
         verdict=verdict,
+        trunk=trunk,
+        extra_factors=factors.outside,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - description.parameters
-    return replace(description, extra_parameters=more)
+    limits = description.limits
+    if description.four_bits:
+        _check_quantized(description)
+        products = {projection for layer in layers for projection in layer.projections if projection.kind in _CUT_BY}
+        cuts = {(product.name, product.inputs, _CUT_BY[product.kind]) for product in products}
+        limits = replace(limits, quantized=tuple(sorted(cuts, key=str)))
+    return replace(description, extra_parameters=more, limits=limits)
+
+
+def _check_quantized(description: ModelDescription) -> None:
+    if any(projection.kind == "whole" for layer in description.kinds for projection in layer.projections):
+        raise UnsupportedModelError(
+            f"{description.name} has linear layers in blocks that each rank computes whole, for which 4 bits have no "
+            "rule; keep them in 16 bits"
+        )
 
 
 def _uncounted(config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role]) -> str:
@@ -175,6 +203,30 @@ def _inside(modules: _Modules, layer: str) -> list[tuple[nn.Module, Role]]:
     return [entry for name, entry in modules.items() if name.startswith(f"{layer}.")]
 
 
+class _FactorsOf:
+    """The factors of a model's adapters, which are handed out layer by layer."""
+
+    def __init__(self, model: PreTrainedModel, trunk: Trunk | None) -> None:
+        self._by_name = {} if trunk is None else dict(trunk.adapters.factors_of(model))
+        self._model = model
+
+    def inside(self, layer: str) -> dict[int, Factors]:
+        """Those in a layer, by the ids of the modules that they are for."""
+        names = [name for name in self._by_name if name.startswith(f"{layer}.")]
+        return {id(self._model.get_submodule(name)): self._by_name.pop(name) for name in names}
+
+    @property
+    def outside(self) -> int:
+        """Elements of those that no layer has taken."""
+        return sum(factors.parameters for factors in self._by_name.values())
+
+
+def _taken(factors: dict[int, Factors], modules: Iterable[nn.Module]) -> Factors | None:
+    """The sum of the factors of some modules, which are removed from ``factors``."""
+    taken = [factors.pop(id(module)) for module in modules if id(module) in factors]
+    return functools.reduce(operator.add, taken) if taken else None
+
+
 def _layer(
     parameters: int,
     sizes: LayerSizes,
@@ -185,32 +237,43 @@ def _layer(
     learned: bool,
     head_norms: bool,
     router_kept: int,
+    factors: dict[int, Factors],
 ) -> Layer:
     heads = [(module, role) for module, role in modules if role.kind == "up" and role.heads is not None]
     ups = [(module, role) for module, role in modules if role.kind == "up" and role.heads is None]
     downs = [module for module, role in modules if role.kind == "down"]
     gated = sum(role.parts for _, role in ups) == 2
-    cut = [_joined("qkv", heads)] if heads and downs else []
+    cut = [_joined("qkv", heads, factors)] if heads and downs else []
     cut += [
-        Projection(role.kind, _in_features(module), out_features(module), role.kind, _has_bias(module))
+        Projection(
+            role.kind, _in_features(module), out_features(module), role.kind, _has_bias(module),
+            _taken(factors, [module]),
+        )
         for module, role in modules
         if role.kind in ("latent", "from latent")
-    ]
-    cut += [_projection("o", downs.pop(0))] if cut and downs else []
-    cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
-    cut += [_projection("down", module) for module in downs]
-    mixtures = (_experts(module, role.experts, config, router_kept) for module, role in modules if role.experts)
+    ]  # fmt: skip
+    cut += [_projection("o", downs.pop(0), factors)] if cut and downs else []
+    cut += [_joined("gate_up" if gated else "up", ups, factors)] if ups else []
+    cut += [_projection("down", module, factors) for module in downs]
+    mixtures = (
+        _experts(module, role.experts, config, router_kept, factors) for module, role in modules if role.experts
+    )
     experts = next(mixtures, None)
     routers = [module for module, role in modules if role.kind == "router"]
-    rows = [parameter.shape[0] for router in routers for parameter in router.parameters() if parameter.dim() == 2]
+    rows = [
+        (parameter.shape[0], router) for router in routers for parameter in router.parameters() if parameter.dim() == 2
+    ]
     hidden: int = config.hidden_size
-    cut += [Projection("router", hidden, outputs, "router") for outputs in rows]
+    cut += [
+        Projection("router", hidden, outputs, "router", factors=_taken(factors, [router])) for outputs, router in rows
+    ]
     of_experts = (
         0 if experts is None else experts.per_token * sum(projection.weights for projection in experts.projections)
     )
     rest = max(0, sizes.weights - sum(projection.weights for projection in cut) - of_experts) // hidden
     if rest:
-        cut.append(Projection("whole", hidden, rest, "whole"))
+        of_whole = functools.reduce(operator.add, factors.values()) if factors else None
+        cut.append(Projection("whole", hidden, rest, "whole", factors=of_whole))
     if experts is not None:
         parameters -= experts.parameters
     attention = Attention(
@@ -237,13 +300,15 @@ def _intermediate(ups: list[tuple[nn.Module, Role]], otherwise: int) -> int:
     return out_features(ups[0][0]) // ups[0][1].parts if ups else otherwise
 
 
-def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig, router_kept: int) -> Experts:
+def _experts(
+    module: nn.Module, form: ExpertForm, config: PretrainedConfig, router_kept: int, factors: dict[int, Factors]
+) -> Experts:
     count, *shape = module.get_parameter(form.down).shape
     outputs, inputs = (shape[1], shape[0]) if form.in_first else (shape[0], shape[1])
     up = Projection("gate_up", outputs, (2 if form.gated else 1) * inputs, "up", form.up_bias is not None)
     down = Projection("down", inputs, outputs, "down", form.down_bias is not None)
     per_token, _ = expert_counts(config, form.down)
-    return Experts(count, per_token, (up, down), router_kept)
+    return Experts(count, per_token, (up, down), router_kept, _taken(factors, [module]))
 
 
 def _router_kept(router: nn.Module, hidden: int) -> int | None:
@@ -266,15 +331,18 @@ def _router_kept(router: nn.Module, hidden: int) -> int | None:
     return sum(kept.values())
 
 
-def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
+def _joined(name: str, modules: list[tuple[nn.Module, Role]], factors: dict[int, Factors]) -> Projection:
     """One projection for modules that share their input."""
     first = modules[0][0]
     outputs = sum(out_features(module) for module, _ in modules)
-    return Projection(name, _in_features(first), outputs, "up", _has_bias(first))
+    taken = _taken(factors, [module for module, _ in modules])
+    return Projection(name, _in_features(first), outputs, "up", _has_bias(first), taken)
 
 
-def _projection(name: str, module: nn.Module) -> Projection:
-    return Projection(name, _in_features(module), out_features(module), "down", _has_bias(module))
+def _projection(name: str, module: nn.Module, factors: dict[int, Factors]) -> Projection:
+    return Projection(
+        name, _in_features(module), out_features(module), "down", _has_bias(module), _taken(factors, [module])
+    )
 
 
 def _in_features(module: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -218,7 +219,7 @@ class _WorkingSample(LayerSample):
         self._kept_after: list[int] = []
         self._gathered_for_others = 0
         self._live.exclude((*self._model.parameters(), *self._model.buffers()))
-        for parameter in self._model.parameters():
+        for parameter in filter(operator.attrgetter("requires_grad"), self._model.parameters()):
             # There are gradients already, to which a new one is added.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         if of.checkpointing != "none":

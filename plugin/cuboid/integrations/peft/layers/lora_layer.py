@@ -126,16 +126,13 @@ class ShardedLoraLinear(LoraOfShards):
     are small. Each rank then keeps its shards of them.
 
     Attributes:
+        is_head: whether it is around the head.
         norms: while a graph runs that the layer is part of: by DoRA adapter, what its magnitudes are divided by.
     """
 
     base_layer: ShardedLinear
+    is_head: bool
     norms: dict[str, torch.Tensor] | None = None
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is around the head."""
-        return self._is_head
 
     @property
     def prepares_graph(self) -> bool:
@@ -164,7 +161,7 @@ class ShardedLoraLinear(LoraOfShards):
         split = LowRankSplit.of(base)
         assert split is not None, "checked before layers are put in"
         # Not looked up in a forward, inside which a head is unsharded.
-        self._is_head = split.ragged
+        self.is_head = split.ragged
         whole_a: Any = self.lora_A[adapter_name]
         whole_b: Any = self.lora_B[adapter_name]
         a, b = FactorA(whole_a, split, mesh), FactorB(whole_b, split, mesh, base.bias_rows)
@@ -191,7 +188,7 @@ class ShardedLoraLinear(LoraOfShards):
         if is_plain:
             return result
         # The head gathers what it is given itself.
-        source = x if self._is_head else self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
+        source = x if self.is_head else self.get_base_layer().input_of_updates(x)  # type: ignore[operator]
         attached, total, rows = attached_products(x), result, row_adapters()
         if rows is not None:
             return self._of_rows(result, source, attached, rows)
@@ -231,11 +228,10 @@ class ShardedLoraLinear(LoraOfShards):
         features, same = dict[str, torch.Tensor](), dict[torch.dtype, list[str]]()
         for name in names:
             a: Any = self.lora_A[name]
-            dropout = self.lora_dropout[name]
-            if isinstance(dropout, nn.Identity) or not dropout.training:
-                same.setdefault(a.weight.dtype, []).append(name)
+            if self._drops(name):
+                features[name] = a(self.lora_dropout[name](self._cast_input_dtype(source, a.weight.dtype)))
             else:
-                features[name] = a(dropout(self._cast_input_dtype(source, a.weight.dtype)))
+                same.setdefault(a.weight.dtype, []).append(name)
         for dtype, stacked in same.items():
             factors: list[Any] = [self.lora_A[name] for name in stacked]
             weight = torch.cat([a.unsharded("weight") for a in factors])
@@ -248,11 +244,14 @@ class ShardedLoraLinear(LoraOfShards):
         rows = row_adapters()
         names = self.active_adapters if rows is None else rows.names
         for name in () if self.disable_adapters or self.merged else names:
-            if name in self.lora_A:
+            if name in self.lora_A and not self._drops(name):
                 a: Any = self.lora_A[name]
-                dropout = self.lora_dropout[name]
-                if isinstance(dropout, nn.Identity) or not dropout.training:
-                    yield a
+                yield a
+
+    def _drops(self, adapter: str) -> bool:
+        """Whether an adapter has dropout, which the layer's training mode turns on."""
+        dropout = self.lora_dropout[adapter]
+        return not isinstance(dropout, nn.Identity) and dropout.training
 
     def keep_magnitudes(self, adapter_name: str, norms: torch.Tensor) -> None:
         """Make a new DoRA adapter's magnitudes; see :class:`~cuboid.tensor3d.low_rank.Magnitudes`."""
