@@ -80,7 +80,16 @@ def _has_ranks(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def warm_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes of the module's tests are forked from one that has imported it."""
+    from fork_server import forked_with
+
+    with forked_with(request.module):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool(warm_ranks: None) -> Iterator[WorkerPool]:
     """Eight processes, started when first used."""
     from cuboid.verify import WorkerPool
 
@@ -97,7 +106,7 @@ def threads() -> ThreadWorld:
 
 
 @pytest.fixture
-def alone() -> Iterator[WorkerPool]:
+def alone(warm_ranks: None) -> Iterator[WorkerPool]:
     """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
     from cuboid.verify import WorkerPool
 

@@ -25,18 +25,12 @@ from boosting import (
 )
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=2)
 REPLICAS = settings("1x1x1", data=2)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(2) as workers:
-        yield workers
 
 
 def said(calls):

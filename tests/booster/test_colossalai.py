@@ -27,18 +27,12 @@ from cuboid.errors import CuboidError, OptimizerError
 from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.parallel_sizes import StageManager
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=2)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=2, tied=True)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(4) as workers:
-        yield workers
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import cuboid
 from boosting import CLOSE, adamw, boosted, booster_backward, deepspeed_step, schedule, settings
 from converting import run
 from cuboid.errors import CuboidError
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 from training import small_checkpoint
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
@@ -26,12 +26,6 @@ LAYOUTS = {
     "2 x 1x2x1": settings("1x2x1", data=2, zero_optimization={"stage": 1}),
     "2 x 2 stages": settings("1x1x1", 2, data=2, zero_optimization={"stage": 1}),
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(4) as workers:
-        yield workers
 
 
 def with_bf16(config):

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import cuboid
 from cuboid.errors import ConfigError, MeshError
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 from launching import BIN, ROOT, free_port, reports_of, run, torchrun
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
@@ -134,12 +134,6 @@ def loaded_rows(config):
     stages = plugin.stage_manager
     place = (stages.stage, stages.is_first_stage(), stages.is_last_stage(ignore_chunk=True), plugin.coordinate.data)
     return rows, place, (plugin.pp_size, plugin.tp_size, plugin.dp_size)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(8) as workers:
-        yield workers
 
 
 def test_replicas_get_shares_of_the_data_and_the_ranks_of_one_the_same(pool):

@@ -22,6 +22,7 @@ from cuboid.cli import app
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.verify import SmallModel
 from launching import finish, start
+from warm_python import warm_python
 
 SECTIONS = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
@@ -39,6 +40,7 @@ def run_command(monkeypatch, capfd):
     """Runs a command line that must print nothing but errors; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     monkeypatch.setattr("typer.main.get_command", built_once)
+    monkeypatch.setattr("cuboid.requirements.check_installed", lambda: None)  # it has been called, and reads files
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -296,7 +298,7 @@ def test_what_an_encoding_lacks_is_escaped(tmp_path):
     SmallModel("llama").write(tmp_path / "model")
     folder = (tmp_path / "model").rename(tmp_path / os.fsdecode(b"m\xffodel \xc3\xa9"))
     for options in ([], ["--json"]):
-        process = start(sys.executable, "-m", "cuboid.cli", "inspect", folder, *options, PYTHONIOENCODING="ascii")
+        process = start(warm_python(), "-m", "cuboid.cli", "inspect", folder, *options, PYTHONIOENCODING="ascii")
         status, output = finish(process, timeout_s=60)
         assert status == 0, output
         assert "Traceback" not in output

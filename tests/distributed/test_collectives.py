@@ -11,12 +11,6 @@ from cuboid.distributed.host_identity import host_identity
 from cuboid.verify import SmallModel, WorkerPool
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(6) as workers:
-        yield workers
-
-
 def both_ways(sizes, dtype):
     """Gathers and reduce-scatters of some sizes in gloo's way and directly; whether they agree, and what is right."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD

@@ -12,12 +12,6 @@ from cuboid.verify.workers.staged_group import STAGED, StagedGroup, register_sta
 RANKS = 4
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(RANKS) as workers:
-        yield workers
-
-
 def everything(group):
     """What each collective leaves on this rank."""
     rank = dist.get_rank()

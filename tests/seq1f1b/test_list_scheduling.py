@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -367,7 +366,7 @@ def test_ranks_that_wait_for_all_at_the_end_lose_little(name, chunks, limit, gai
     segments = 1 if name == "1f1b" else 8
     chosen = choose_schedule(name, request(8, 8, segments, limit, chunks))
     again = tuple(
-        (*actions, *(replace(action, micro_batch=action.micro_batch + 8) for action in actions))
+        (*actions, *(action._replace(micro_batch=action.micro_batch + 8) for action in actions))
         for actions in chosen.schedule
     )
     shape = PipelineShape(8 * chunks, 16, segments)

@@ -81,11 +81,11 @@ def warm_python():
     """
     if torch.cuda.is_available() or sys.version_info >= (3, 14):
         return Path(sys.executable)
-    start_fork_server()
+    address = start_fork_server()
     folder = tempfile.mkdtemp(prefix="cuboid-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder, "python")
-    path.write_text(_SOURCE.format(python=sys.executable, address=forkserver._forkserver._forkserver_address))
+    path.write_text(_SOURCE.format(python=sys.executable, address=address))
     path.chmod(0o700)
     return path
 
@@ -122,7 +122,10 @@ def run_path(script):
 
 def run_as_main(action):
     """Do what a program does, and end as the interpreter would; the descriptors 1 and 2 are its output."""
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    given = {"buffering": 1, "closefd": False, "encoding": encoding or None}
+    sys.stdout = os.fdopen(1, "w", errors=errors or "strict", **given)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", **given)
     # A data loader's workers would be forked from the server too, which would run the script in each of them.
     multiprocessing.set_start_method(None, force=True)
     status = 0

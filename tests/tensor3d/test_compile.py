@@ -17,17 +17,11 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.runtime.memory import LiveActivations
 from cuboid.tensor3d.compiled import layers as compiled_layers
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 
 BATCH, LENGTH, STEPS = 4, 8, 10
 #: Inductor may take minutes for the first graph on a machine.
 TIMEOUT_S = 600
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(8) as workers:
-        yield workers
 
 
 @pytest.fixture(scope="module")

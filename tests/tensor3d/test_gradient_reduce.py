@@ -11,16 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed import collectives
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 
 RANKS, SIZE = 6, 4096
 SMALL = SmallModel("llama", heads=12, kv_heads=6, layers=1)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(RANKS) as workers:
-        yield workers
 
 
 class Ring:

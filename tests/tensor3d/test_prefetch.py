@@ -35,12 +35,6 @@ from live_bytes import LiveBytes
 BATCH, LENGTH = 6, 12
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(6) as workers:
-        yield workers
-
-
 def sharded(path, axes, **settings):
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True)), **settings}
     return cuboid.shard(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {"tensor_parallel": section})

@@ -16,7 +16,6 @@ from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.flat_params import FlatParameters
 from cuboid.optim.grad_buffer import GradientBuffer, gradient_of, starts_of
 from cuboid.optim.grad_norm import scale_to, total_norm
-from cuboid.verify import WorkerPool
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -116,12 +115,6 @@ def test_the_norm_is_that_of_all_gradients_as_one_vector(sizes, kind):
 def test_a_rank_without_gradients_has_the_norm_of_none():
     assert total_norm([], [], 2.0, torch.ones(())).item() == 0
     assert total_norm([torch.empty(0)], [], math.inf, torch.ones(())).item() == 0
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(3) as workers:
-        yield workers
 
 
 def steps_on(shapes_given, dtype, split, frozen):

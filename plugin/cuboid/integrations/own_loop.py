@@ -19,7 +19,7 @@ from cuboid.errors import CuboidError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, sharded_models
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
-from cuboid.tensor3d.sharding.refused_draws import draws_refused, draws_whole, shares_storage
+from cuboid.tensor3d.sharding.refused_draws import draws_refused, draws_whole, has_storage_of, shares_storage
 
 #: By optimizer, the models and parameters that were there when it was last looked at.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -34,8 +34,9 @@ def check_initializer(name: str, tensor: torch.Tensor) -> None:
     # What PEFT draws is whole yet: the factors of another adapter, in a layer that has one.
     if draws_whole():
         return
+    # A model that is made calls this for each of its weights, so that names are only asked for where they are needed.
     for model in sharded_models():
-        if model.cuboid.state.made.is_cut:
+        if model.cuboid.state.made.is_cut and has_storage_of(model, tensor):
             for key, parameter in model.named_parameters():
                 if shares_storage(tensor, parameter):
                     raise draws_refused(f"torch.nn.init.{name}", f"for {key}")

@@ -6,8 +6,8 @@ A program is one rank's part of a schedule with sends and receives inserted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Op(Enum):
@@ -58,8 +58,7 @@ class Op(Enum):
 _COLLECTIVES = frozenset((Op.BROADCAST_HIDDEN, Op.GATHER_STATISTICS, Op.REDUCE_GRADIENT))
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One operation on one unit; all numbers start at 0. A message's stage is the stage that sends or receives it.
 
     A rank's share of a head that is spread has the number of the rank's last stage (``PipelineShape.head_stages``).
