@@ -126,7 +126,7 @@ def _raise(error):
     raise error
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["cut", "stop"])
 def test_a_meeting_with_a_host_that_is_gone_ends(two_hosts, tmp_path, way):
     first, second = endings_of(2, _meet_after_the_cut, two_hosts, tmp_path, way, timeout_s=120.0)

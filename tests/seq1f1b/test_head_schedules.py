@@ -90,6 +90,7 @@ def test_shares_have_all_of_the_heads_operations():
     assert spread(action("F000")) == alone(action("F000"))
 
 
+@pytest.mark.ci
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(GENERATED), st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, 1, 2.5])

@@ -64,6 +64,7 @@ names = st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.ci
 @settings(max_examples=25)
 @given(
     st.lists(layers, min_size=6, max_size=10), st.integers(0, 60), names, st.integers(1, 3), st.integers(1, 3),

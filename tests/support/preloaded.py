@@ -18,9 +18,15 @@ from cuboid.models.pipeline.staging_plan import outline_of
 from cuboid.models.sharded.random_code import libraries_drawn_from
 from cuboid.verify import SmallModel
 
+#: An outline is one of a model's own sizes, so that there are several of an architecture.
 SMALL = (
-    *(SmallModel("llama"), SmallModel("llama", kv_heads=4), SmallModel("llama", tied=True)),
-    *map(SmallModel, ("gpt2", "qwen2", "qwen3", "mistral", "mixtral")),
+    *(SmallModel("llama", layers=layers) for layers in (2, 3, 4, 5)),
+    *(SmallModel("llama", layers=layers, tied=True) for layers in (2, 4, 5)),
+    *(SmallModel("llama", heads=4, kv_heads=kv_heads, layers=layers) for kv_heads, layers in ((2, 2), (2, 4), (4, 2))),
+    *(SmallModel("llama", heads=8, kv_heads=4, layers=layers) for layers in (2, 3, 4)),
+    *(SmallModel("gpt2", layers=layers) for layers in (2, 4)),
+    *(SmallModel("qwen3", layers=layers) for layers in (2, 4)),
+    *map(SmallModel, ("qwen2", "mistral", "mixtral")),
 )
 #: What a class of transformers answers at a first load, and then remembers as an attribute.
 REMEMBERED = ("_can_set_attn_implementation", "_can_set_experts_implementation")

@@ -38,6 +38,8 @@ from cuboid.seq1f1b.schedule.partition import HeadShare
 _logger = logging.getLogger(__name__)
 #: A warning is logged if the costliest stage exceeds the average by more than this fraction.
 _WORTH_A_WARNING = 0.25
+#: Fields of a config that an outline doesn't depend on. It is drawn in a dtype of its own.
+_NOT_DRAWN = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version"})
 
 
 def plan_staging(
@@ -100,7 +102,8 @@ def outline_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outline:
         is_stock = False
     if not is_stock:
         return draw_outline(cls, config)
-    said = config._attn_implementation, json.dumps(config.to_dict(), sort_keys=True, default=str)
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_DRAWN}
+    said = config._attn_implementation, json.dumps(fields, sort_keys=True, default=str)
     drawn = _drawn((cls, type(config), said))
     drawn.outline = drawn.outline or draw_outline(cls, config)
     return drawn.outline
