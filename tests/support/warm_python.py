@@ -123,9 +123,9 @@ def run_path(script):
 def run_as_main(action):
     """Do what a program does, and end as the interpreter would; the descriptors 1 and 2 are its output."""
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
-    given = {"buffering": 1, "closefd": False, "encoding": encoding or None}
-    sys.stdout = os.fdopen(1, "w", errors=errors or "strict", **given)
-    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", **given)
+    options = {"buffering": 1, "closefd": False, "encoding": encoding or None}
+    sys.stdout = os.fdopen(1, "w", errors=errors or "strict", **options)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", **options)
     # A data loader's workers would be forked from the server too, which would run the script in each of them.
     multiprocessing.set_start_method(None, force=True)
     status = 0
