@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -54,6 +54,23 @@ _LONGEST_FILES = (
 _NAMES_OF_RANKS = frozenset(
     {"pool", "alone", "WorkerPool", "as_ranks", "world", "reports_of", "endings_of", "warm_python"}
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start the server from which the ranks of all of xdist's processes are forked, beside what these import."""
+    from fork_server import start_server_to_share
+
+    node.workerinput["fork_server"] = start_server_to_share()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In one of xdist's processes, use that server."""
+    address = getattr(config, "workerinput", {}).get("fork_server")
+    if address is not None:
+        from fork_server import share_server
+
+        share_server(address)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,12 +12,9 @@ import multiprocessing
 import os
 import socket
 import sys
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-
-import torch
-
-from cuboid.verify.workers.worker import environment
+from unittest import mock
 
 #: The pool of :mod:`cuboid.verify` asks for the first one; what a server has been started with stays.
 PRELOADED = ("cuboid.verify.workers.preload", "preloaded")
@@ -27,18 +24,45 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVI
 
 @functools.cache
 def start_fork_server():
-    """Start it, once for this process, and give its address; it imports beside what follows.
+    """Start it, once for this process, or know the one that is shared; it imports beside what follows.
 
-    No state of a GPU survives a fork, so that there is none with one.
+    Returns:
+        Its address; None with a GPU, whose state doesn't survive a fork.
     """
-    if torch.cuda.is_available():
+    if not _can_fork():
         return None
+    server = forkserver._forkserver
+    if server._forkserver_address is None:
+        start_server_to_share()
+    return server._forkserver_address
+
+
+def start_server_to_share():
+    """Start the server for the processes of xdist, by the one that hands tests out, which needs no torch.
+
+    Returns:
+        What the others give to :func:`share_server`; None where Python's fork server wants to know who asks.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
     # The server has no other way to know where to import from.
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with environment({**VARIABLES, "PYTHONPATH": path}):
+    with mock.patch.dict(os.environ, {**VARIABLES, "PYTHONPATH": path}):
         forkserver.ensure_running()
-    return forkserver._forkserver._forkserver_address
+    return forkserver._forkserver._forkserver_address if sys.version_info < (3, 14) else None
+
+
+def share_server(address):
+    """Use a server that another process has started, and that ends with that process."""
+    server = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+    # It would look whether its child is alive.
+    server.ensure_running = resource_tracker.ensure_running
+
+
+def _can_fork():
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 @contextlib.contextmanager
@@ -48,10 +72,9 @@ def forked_with(module):
     Some modules import frameworks, which takes seconds, and the processes of a file are many.
     """
     # Python's fork server wants to know who asks since 3.14.
-    if torch.cuda.is_available() or sys.version_info >= (3, 14):
+    if sys.version_info >= (3, 14) or start_fork_server() is None:
         yield
         return
-    start_fork_server()
     server = forkserver._forkserver
     before = server._forkserver_address, server._forkserver_alive_fd
     context = multiprocessing.get_context("forkserver")
