@@ -94,6 +94,7 @@ def test_ranks_with_several_chunks_compute_what_one_process_does(pool, checkpoin
     assert ends == [(2, True, is_v), (2, False, not is_v)]
 
 
+@pytest.mark.ci
 def test_a_model_in_memory_is_sharded_with_its_optimizer_and_schedule(pool, checkpoint, reference):
     results = pool.run(4, functools.partial(under_booster, in_memory=True), checkpoint(TIED), settings("1x2x1", 2))[0]
     assert_alike(results, reference(TIED, by_tokens=True), EXACT)

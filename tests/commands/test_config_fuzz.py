@@ -23,6 +23,7 @@ def run(checkpoint: Callable[[SmallModel], str], folder: Path, ranks: int, count
     return sum(status == "trained" for status, _ in by_rank[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("ranks", "count"), [pytest.param(1, 40, marks=pytest.mark.slow), (2, 20)])
 def test_a_sample_of_invalid_configs(checkpoint, tmp_path, ranks, count):
     run(checkpoint, tmp_path, ranks, count, seed=ranks)

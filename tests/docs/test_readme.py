@@ -78,6 +78,7 @@ def test_the_script_trains_when_it_is_launched(folder):
     assert after < before - 0.01
 
 
+@pytest.mark.ci
 def test_the_same_script_trains_in_a_pipeline(folder):
     config = config_of(*blocks("jsonc"))
     script, step = blocks("python")

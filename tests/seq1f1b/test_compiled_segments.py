@@ -79,7 +79,7 @@ def plain_gradients(path, padded, attention):
     return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.sample(0, ci="others")
 @pytest.mark.parametrize(
     ("axes", "pipeline", "sections", "compiler", "padded", "attention", "graphs"),
     [
@@ -182,7 +182,7 @@ def named(path, axes, pipeline):
     return said, losses
 
 
-@pytest.mark.sample(1, ci="others")
+@pytest.mark.sample(0, ci="others")
 @pytest.mark.parametrize(
     ("architecture", "axes", "pipeline", "reason"),
     [

@@ -340,6 +340,7 @@ def plain_steps(name, options, *, clips):
 PLAIN, ZERO_2 = ("1x2x1", None, 0, 1), ("1x1x2", None, 2, 2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "first", "second", "options"),
     [

@@ -166,6 +166,7 @@ def test_a_bad_loss_is_named_and_its_update_skipped_to_the_last_bit(root, kind):
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["mesh", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes_on_to_the_digit(root, kind):
     def lines_of(out):
