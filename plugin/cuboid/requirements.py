@@ -12,7 +12,7 @@ from cuboid.version import __version__
 PYTHON, TESTED_PYTHON = ">=3.11", "3.11"
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {
-    "torch": ">=2.9,<2.15",
+    "torch": ">=2.9,<2.16",
     "transformers": ">=5.16,<5.25",
     "deepspeed": ">=0.19.8,<0.20",
     "accelerate": ">=1.10,<1.16",

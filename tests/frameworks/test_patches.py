@@ -145,7 +145,7 @@ def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(
     [
         ("transformers", "5.15.0", "cuboid works with transformers >=5.16,<5.25, but 5.15.0 is installed"),
         ("accelerate", "1.9.0", "cuboid works with accelerate >=1.10,<1.16, but 1.9.0 is installed"),
-        ("torch", None, "cuboid needs torch >=2.9,<2.15, which is not installed"),
+        ("torch", None, "cuboid needs torch >=2.9,<2.16, which is not installed"),
         ("deepspeed", "0.19.9+abc", None),
         ("torch", "2.13.0.dev1+cpu", None),
     ],

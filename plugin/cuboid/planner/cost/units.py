@@ -304,6 +304,9 @@ class UnitTimes:
                 inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
             else:
                 inner += routed * 8 * hidden
+        # An update is added to the layer's output, and the gradients of its input are summed.
+        factors = (projection.factors for projection in layer.projections if projection.factors is not None)
+        inner += sum(6 * one.inputs if backward else 2 * one.outputs for one in factors)
         # Norms of latents, which all ranks of the mesh compute.
         latents = (10 if backward else 8) * sum(projection.inputs for projection in layer.from_latents)
         moved = tokens * (residual / self._residual_ranks + inner / self._ranks + latents)
