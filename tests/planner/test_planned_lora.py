@@ -182,7 +182,7 @@ def test_a_step_of_lora_takes_no_time_for_gradients_of_frozen_weights():
     full, lora = llama_8b(None), llama_8b(frozen(16))
     layout, cluster = Layout(MeshShape(1, 2, 1), micro_batch=1, replicas=4), Cluster.parse("8xH100")
     slow, fast = (estimate(model, layout, cluster, 8192).time for model in (full, lora))
-    assert 0.6 < fast.compute_s / slow.compute_s < 0.85
+    assert 0.6 < fast.compute_s / slow.compute_s < 0.9
     assert fast.reduce_s < 0.02 * slow.reduce_s
     assert fast.optimizer_s < 0.02 * slow.optimizer_s
     tokens = layout.rows * 8192

@@ -304,13 +304,18 @@ class UnitTimes:
                 inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
             else:
                 inner += routed * 8 * hidden
-        # An update is added to the layer's output, and the gradients of its input are summed.
-        factors = (projection.factors for projection in layer.projections if projection.factors is not None)
-        inner += sum(6 * one.inputs if backward else 2 * one.outputs for one in factors)
         # Norms of latents, which all ranks of the mesh compute.
         latents = (10 if backward else 8) * sum(projection.inputs for projection in layer.from_latents)
         moved = tokens * (residual / self._residual_ranks + inner / self._ranks + latents)
-        return self.kernels.elementwise_s(moved * self._passes, 14 if backward else 8)
+        moved = moved * self._passes + self._added_updates(layer, tokens, backward=backward)
+        return self.kernels.elementwise_s(moved, 14 if backward else 8)
+
+    def _added_updates(self, layer: Layer, tokens: float, *, backward: bool) -> float:
+        """Bytes that are moved to add adapters' updates to the outputs, or to sum the gradients of inputs."""
+        factors = [projection.factors for projection in layer.projections if projection.factors is not None]
+        moved = sum(6 * one.inputs if backward else 2 * one.outputs for one in factors) * tokens / self._ranks
+        # On one rank the layers are PEFT's, which scales and adds in passes of their own.
+        return moved * self._passes if self._layout.mesh.size == 1 else moved
 
     @staticmethod
     def _nonlinearity_bytes(features: int, gated: bool, *, backward: bool) -> int:
