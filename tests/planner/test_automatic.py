@@ -432,7 +432,7 @@ AUTOMATIC = """
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0, ci=1)
 @pytest.mark.parametrize(
     ("ranks", "sections"),
     [(2, "{}"), (4, "{}"), (4, '{"pipeline": {"engine": "seq1f1b", "stages": 2}}')],

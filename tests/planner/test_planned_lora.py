@@ -34,10 +34,17 @@ from cuboid.integrations.peft.planned_lora import PlannedLora
 ROWS, LENGTH = 4, 512
 SIZES = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 8, "vocab_size": 64, "moe_intermediate_size": 96}
 SIZES |= {"n_embd": 96, "n_inner": 384, "attn_pdrop": 0.0, "n_positions": 1024, "max_position_embeddings": 1024}
+#: What the shipped tables know, so that nothing is probed.
 MODELS = {
-    **{name: {} for name in ("llama", "gpt2", "qwen3", "mixtral")},
-    "deepseek_v3": {"num_key_value_heads": 12, "v_head_dim": 12, "head_dim": 4},
-    "phi3": {"eos_token_id": None, "bos_token_id": None},
+    "llama": {},
+    "gpt2": {"n_inner": None},
+    "qwen3": {"pad_token_id": None},
+    "mixtral": {"head_dim": None},
+    "deepseek_v3": {
+        **{"num_key_value_heads": 12, "v_head_dim": 12, "head_dim": 4, "pad_token_id": None},
+        **{"n_shared_experts": 1, "n_group": 2, "topk_group": 2},
+    },
+    "phi3": {"num_key_value_heads": 12, "eos_token_id": None, "bos_token_id": None},
 }
 MESHES = ["1x2x1", "1x1x2", "2x1x1", "1x2x2", "2x2x1"]
 PAIR = ("q_proj", "v_proj")
@@ -88,7 +95,7 @@ def saved_by_layer(model, verdict, mesh, targets):
     return threaded.run(step)
 
 
-@pytest.mark.sample(4, ci=8)
+@pytest.mark.sample(2, ci=10)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("targets", ["all-linear", PAIR])
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +115,7 @@ def test_a_layer_keeps_what_is_counted(name, targets, mesh):
     assert max(rank[len(described.layers) - 1] for rank in ranks) == pytest.approx(expected, rel=tolerance)
 
 
-@pytest.mark.sample(2, ci=4)
+@pytest.mark.sample(1, ci=5)
 @pytest.mark.parametrize("checkpointing", ["none", "layers", "attention"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -200,6 +207,7 @@ def test_only_adapters_of_a_split_backward_wait_for_nothing():
     assert later.total == 0
 
 
+@pytest.mark.ci
 def test_a_search_has_room_for_adapters_where_a_full_training_moves_its_optimizer_to_the_host():
     cluster = Cluster.parse("1xH100-80GB")
     full, lora, packed = (

@@ -70,6 +70,7 @@ def test_profiles_that_mean_nothing_are_rejected(tmp_path, gpu):
         Cluster.parse(str(tmp_path / "a.json"))
 
 
+@pytest.mark.ci
 @given(st.sampled_from(["1x1x1", "1x2x1", "2x1x1", "1x1x2", "1x2x2", "2x2x2"]), st.sampled_from(["llama", "gpt2"]))
 def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, name):
     """Those of test_memory_formula.py, but for the gathered weights of norms."""
