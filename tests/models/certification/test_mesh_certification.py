@@ -109,6 +109,13 @@ def test_a_recurrent_model_is_split_late_because_its_masks_are_cut_to_its_embedd
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_attention_that_only_long_sequences_have_is_refused(is_decoder):
+    cls, config = cls_and_config("big_bird", is_decoder=is_decoder)
+    with pytest.raises(UnsupportedModelError, match='set attention_type to "original_full"'):
+        mesh_verdict(cls, config)
+
+
 def test_stages_behind_the_first_make_masks_of_the_whole_length(monkeypatch):
     monkeypatch.setattr(LateSplit, "whole_shape", lambda self, part: part.shape)
     verdict = check_meshes(*cls_and_config("mamba2"))

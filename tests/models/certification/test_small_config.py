@@ -51,6 +51,16 @@ def test_embeddings_are_projected_if_they_are_in_the_real_model(architecture, op
     assert bool(projections[0]) == has_projection
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("inkling_text", "unpadded_vocab_size"), ("gemma4_text", "vocab_size_per_layer_input")]
+)
+def test_a_part_of_the_vocabulary_is_still_a_part_of_it(architecture, name):
+    whole = AutoConfig.for_model(architecture).vocab_size
+    for tokens, is_part in ((whole - 64, True), (whole, False)):
+        small = small_config(AutoConfig.for_model(architecture, **{name: tokens}))
+        assert (getattr(small, name) < small.vocab_size) == is_part
+
+
 def test_attention_to_chosen_blocks_has_more_blocks_than_it_may_choose():
     config = AutoConfig.for_model("minimax_m3_vl_text", layer_types=["minimax_m3_sparse"] * 60)
     small = small_config(config)

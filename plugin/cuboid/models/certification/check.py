@@ -30,7 +30,7 @@ from cuboid.models.certification.trials import (
     probe_groups,
 )
 from cuboid.models.kinds.model_kind import takes_token_types
-from cuboid.models.kinds.probe_rows import probe_rows
+from cuboid.models.kinds.probe_rows import probe_rows, vocabulary_size
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
 
@@ -110,7 +110,7 @@ class _Reference:
 
     def _batch_of(self, group: Cases, number: int) -> MicroBatch:
         config = self._model.config
-        vocabulary = config.get_text_config().vocab_size
+        vocabulary = vocabulary_size(config)
         batch = joined(probe_rows(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
         if self._has_types and number % 2 == 1:
             batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size

@@ -94,8 +94,12 @@ class _Probe:
         self.kind = kind_of(type(model), model.config)
         self.takes_types = takes_token_types(model)
         self.has_own_loss = False
-        if not self.kind.is_causal and getattr(model.config, "attention_type", None) == "block_sparse":
-            raise CannotProbe("its attention is another one beyond a length that small models don't reach")
+        # Not the config's: decoders taken from encoder-decoders by themselves ignore it.
+        if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
+            raise CannotProbe(
+                "its attention is another one, block_sparse, beyond a length that small models don't reach; set "
+                'attention_type to "original_full"'
+            )
         # As in real runs, one copy gets all micro-batches: dynamic rotary embeddings remember the longest one.
         self._own = copy.deepcopy(model)
         self._called: list[bool] = []

@@ -29,7 +29,7 @@ from cuboid.models.certification.layer_kinds import NoSmallModel, small_with_all
 from cuboid.models.certification.trials import ATTEMPTS, Attempt, ProbeOutcome, largest_error
 from cuboid.models.kinds.language_models import with_shifted_labels
 from cuboid.models.kinds.model_kind import ModelKind
-from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows
+from cuboid.models.kinds.probe_rows import CannotProbe, probe_rows, vocabulary_size
 from cuboid.models.kinds.registry import kind_of_class
 from cuboid.models.model_plan import ModelPlan
 from cuboid.models.plain_construction import plain_construction
@@ -166,7 +166,7 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
         for attempt in ATTEMPTS:
             with suppress(Exception), default_dtype(attempt.default), attempt.precision():
                 model = random_model(cls, small, config._attn_implementation, attempt)
-                batch = probe_rows(Case("short", _SHORT), small.get_text_config().vocab_size)
+                batch = probe_rows(Case("short", _SHORT), vocabulary_size(small))
                 return run_plain(model, batch, attempt.tolerance).shifts_labels
     return None
 

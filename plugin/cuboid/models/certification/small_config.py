@@ -51,7 +51,7 @@ class Sizes:
 DEFAULT_SIZES = Sizes()
 #: The keys of transformers' configs for a size.
 _VOCABULARY = (
-    *("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"),
+    *("vocab_size", "decoder_vocab_size"),
     *("encoder_hash_byte_group_vocab", "pronunciation_vocab_size", "shape_vocab_size"),
 )
 _HIDDEN = (
@@ -159,6 +159,8 @@ _NUMBERS: dict[str, float] = {
 _BASES, _LEAST_BASE = ("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0
 #: Widths of embeddings. If they aren't the hidden size, projections follow, or precede the head.
 _EMBEDDINGS = ("embedding_size", "word_embed_proj_dim")
+#: So many of a vocabulary's first tokens have an entry in another table, or logits. Code asks whether those are all.
+_FIRST_TOKENS, _OTHER_TOKENS = ("vocab_size_per_layer_input", "unpadded_vocab_size"), 5
 _ROUTER_LOSS = 0.5
 #: Keys that nothing here reads. They tell a checkpoint from a config that was made.
 _UNREAD = frozenset(
@@ -363,6 +365,8 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
     if name in _EMBEDDINGS:
         hidden = next((fields[key] for key in _HIDDEN if isinstance(fields.get(key), int)), value)
         return sizes.hidden if value == hidden else sizes.hidden // 2
+    if name in _FIRST_TOKENS:
+        return sizes.vocabulary - (_OTHER_TOKENS if value < fields.get("vocab_size", value) else 0)
     if name.startswith("first_k_dense") or name == "num_dense_layers":
         return 1
     small: int = sizes_by_key(sizes).get(name, value)

@@ -23,8 +23,11 @@ SPECIAL_TOKENS = (
 
 
 def vocabulary_size(config: PretrainedConfig) -> int:
-    """A config's vocabulary size; of models of images, whose rows of ids are only counted, any."""
-    return int(getattr(config.get_text_config(), "vocab_size", _UNUSED_VOCABULARY))
+    """The number of ids that are tokens of a config's model; of models of images, whose rows are only counted, any."""
+    text = config.get_text_config()
+    size: int = getattr(text, "vocab_size", _UNUSED_VOCABULARY)
+    # Beyond these, tables and heads may have entries that only fill them up, without logits.
+    return min(size, getattr(text, "unpadded_vocab_size", None) or size)
 
 
 class CannotProbe(Exception):
