@@ -26,6 +26,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.batch.local_batch import LocalBatch
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.certification.mesh_check import check_meshes
@@ -35,6 +36,7 @@ from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.tensor3d.layers.dropout import CommonDropout
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.weights.state_dict_map import sharding_specs
+from threaded import assert_as_alone
 
 SIZES = {"vocab_size": 67, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 1}
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
@@ -123,6 +125,22 @@ def score(output, batch):
 
 
 # --- parity with plain transformers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x2"])
+def test_a_bias_beside_the_head_that_nothing_uses_is_left_alone(mesh):
+    # RoBERTa's is the head's only if weights are tied.
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 40}
+    config = AutoConfig.for_model("roberta", **SIZES, **WIDTHS, **options, tie_word_embeddings=False)
+    model = AutoModelForMaskedLM.from_config(config).double()
+    ids = torch.randint(4, config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(0))
+
+    def step(model):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    assert_as_alone(model, mesh, step, MeshVerdict(inputs="only ids", counts_items=False))
 
 
 @pytest.mark.sample(2)

@@ -56,7 +56,7 @@ class Role:
             ``"experts"``: all experts of a mixture.
             ``"router"``: a module beside experts that computes a few numbers from all features of a token.
             ``"labels"``: a head of few outputs, which all ranks get whole.
-            ``"tied"``: a module around the head, whose parameters are the head's.
+            ``"tied"``: a module around the head, whose parameters are the head's, or cut like its bias.
             ``"gathered"``: a norm of each head by itself, or of latents, with the same parameters for all.
             ``"per head"``: attention itself, with a number for each head, such as a sink.
             ``"bias of heads"``: a table whose rows have a number for each head, such as a bias by relative position.
@@ -392,8 +392,10 @@ class _Finder:
         ties: dict[str, str] = self._model.all_tied_weights_keys
         sources = [source for target, source in ties.items() if self._modules.get(target.rpartition(".")[0]) is head]
         heads |= {id(self._model.get_parameter(source)) for source in sources}
-        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
-        return bool(parameters) and parameters <= heads
+        # RoBERTa's has a bias that isn't used unless it is tied.
+        like_bias = None if type(head) is not nn.Linear else (head.out_features,)
+        parameters = list(module.parameters(recurse=False))
+        return bool(parameters) and all(id(one) in heads or one.shape == like_bias for one in parameters)
 
     def _inside_layers(self, name: str) -> bool:
         return any(name.startswith(f"{layer}.") for layer in self._layers)
