@@ -55,8 +55,8 @@ def test_embeddings_are_projected_if_they_are_in_the_real_model(architecture, op
     ("architecture", "name"), [("inkling_text", "unpadded_vocab_size"), ("gemma4_text", "vocab_size_per_layer_input")]
 )
 def test_a_part_of_the_vocabulary_is_still_a_part_of_it(architecture, name):
-    whole = AutoConfig.for_model(architecture).vocab_size
-    for tokens, is_part in ((whole - 64, True), (whole, False)):
+    vocabulary = AutoConfig.for_model(architecture).vocab_size
+    for tokens, is_part in ((vocabulary - 64, True), (vocabulary, False)):
         small = small_config(AutoConfig.for_model(architecture, **{name: tokens}))
         assert (getattr(small, name) < small.vocab_size) == is_part
 
