@@ -46,7 +46,7 @@ from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer, is_muon
-from cuboid.optim.param_groups import GroupNames
+from cuboid.optim.param_groups import AlignedGroups
 from cuboid.optim.piecewise_step import PiecewiseStep
 from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Checkpointing, Origin
@@ -166,7 +166,9 @@ def _initialize_sharded(
     _forget_config(arguments)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     groups = _parameter_groups(arguments, model, framework_config)
-    names = () if groups is None else run_on_all_ranks(lambda: _align(arguments, model, groups), mesh)
+    aligned = AlignedGroups()
+    if groups is not None:
+        aligned = run_on_all_ranks(lambda: _align(arguments, model, groups), mesh)
     with _placeholders(arguments, model, groups or []) as placeholders, _own_groups():
         engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
     if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
@@ -174,10 +176,10 @@ def _initialize_sharded(
     if arguments.get("optimizer") is None and is_muon(framework_config.get("optimizer")):
         # DeepSpeed has made two groups of each: one for Muon, one for Adam.
         made = engine.basic_optimizer
-        names = run_on_all_ranks(lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh)
+        aligned = run_on_all_ranks(lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh)
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
-    engine.changed_weights = ChangedWeights(engine.optimizer, model)
+    engine.changed_weights = ChangedWeights(engine.optimizer, model, aligned)
     # What DeepSpeed's optimizers that have master weights step; others are torch's own.
     engine.piecewise = PiecewiseStep.of(getattr(engine.optimizer, "optimizer", None))
     engine.whole_states = None
@@ -185,7 +187,9 @@ def _initialize_sharded(
         leave_matrices(engine.optimizer)
         engine.whole_states = step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)
     model.cuboid.state.made.take(model, "deepspeed.initialize")
-    engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model), names)
+    engine.checkpointing = Checkpointing(
+        model, Origin.of("deepspeed", config, load_config(source), model), aligned.names
+    )
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine, placeholders)
     model.cuboid.state.engine = weakref.ref(engine)
@@ -313,7 +317,7 @@ def _parameter_groups(
     return arguments["model_parameters"]  # type: ignore[no-any-return]
 
 
-def _align(arguments: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]) -> GroupNames:
+def _align(arguments: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]) -> AlignedGroups:
     schedule = arguments.get("lr_scheduler")
     return align_with_stages(model, groups, arguments.get("optimizer"), None if callable(schedule) else schedule)
 

@@ -7,28 +7,16 @@ import os
 import sys
 import time
 from traceback import walk_tb
-from types import TracebackType
 from typing import Any
 
 from cuboid.errors import CuboidError, RankError
-from cuboid.failures.exit_messages import tell_launcher
+from cuboid.failures.exit_messages import place_in_script, tell_launcher
 from cuboid.failures.rank_agreement import report_before_group
 from cuboid_patches.base import Patch
 
 #: How long a rank waits if another rank has the original error, so that the launcher doesn't end the job before that
 #: one is printed.
 _GRACE_S = 3.0
-#: Packages whose frames aren't the user's script.
-_FRAMEWORKS = sys.stdlib_module_names | {
-    "accelerate",
-    "colossalai",
-    "cuboid",
-    "cuboid_patches",
-    "deepspeed",
-    "peft",
-    "torch",
-    "transformers",
-}
 
 
 def _excepthook(original: Any) -> Any:
@@ -40,7 +28,7 @@ def _excepthook(original: Any) -> Any:
         if isinstance(error, CuboidError) and error.rank is None and not error.shared:
             # It may have been raised outside of what the ranks do together, on this rank only.
             report_before_group(error, "the script")
-        place = _place(traceback)
+        place = place_in_script(reversed(list(walk_tb(traceback))))
         tell_launcher(f"{kind.__name__}: {error}{place}")
         rank, origin = os.environ["RANK"], getattr(error, "rank", None)
         if issubclass(kind, RankError) and error.__cause__ is not None and rank == str(0 if origin is None else origin):
@@ -58,13 +46,6 @@ def _excepthook(original: Any) -> Any:
             print(f"cuboid: rank {rank}, for rank {origin}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
     return hook
-
-
-def _place(traceback: TracebackType | None) -> str:
-    """The place in the user's script: the innermost frame that is neither Cuboid's nor a framework's."""
-    frames = [(frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_tb(traceback)]
-    script_frames = [(frame, line) for name, frame, line in frames if name.partition(".")[0] not in _FRAMEWORKS]
-    return f" ({script_frames[-1][0].f_code.co_filename}:{script_frames[-1][1]})" if script_frames else ""
 
 
 PATCHES = [

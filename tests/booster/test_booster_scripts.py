@@ -26,6 +26,7 @@ from boosting import (
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.verify import SmallModel
+from fresh_ranks import endings_of
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 
@@ -177,6 +178,28 @@ def test_a_pipeline_reads_iterators_alone(pool, checkpoint):
     }
     for messages in pool.run(2, loads_by_itself, checkpoint(LLAMA), settings("1x1x1", 2)):
         assert_said(messages, {**wanted, "iterator": "nothing"})
+
+
+def with_own_criterion(path, config, evaluates):
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    criterion = None if torch.distributed.get_rank() == 0 else lambda outputs, inputs: outputs.loss / 4
+    with torch.set_grad_enabled(not evaluates):
+        booster.execute_pipeline(iter([global_batch(0)]), model, criterion, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "evaluates"),
+    [
+        ({"stages": 2}, False),
+        pytest.param({"stages": 1, "data": 2}, True, marks=pytest.mark.ci),
+        pytest.param({"stages": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"stages": 1, "data": 2}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_other_criteria_are_told_so_in_the_first_step(checkpoint, layout, evaluates):
+    config = settings("1x1x1", **layout)
+    for ending in endings_of(2, with_own_criterion, checkpoint(LLAMA), config, evaluates):
+        assert "rank 0 multiplies the loss by 1, and rank 1 by 0.25; give all ranks the same" in ending.text
 
 
 def thawed(path, config):

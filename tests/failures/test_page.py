@@ -3,7 +3,7 @@
 import re
 
 from cuboid import failures
-from cuboid.failures import rendezvous, startup
+from cuboid.failures import rendezvous, startup, whereabouts
 from cuboid_patches import interpreter
 
 EXPECTED = {
@@ -14,6 +14,7 @@ EXPECTED = {
     "failed, later": [rendezvous._DECISION_S],
     "has the outcome": [rendezvous._LEAVE_S],
     "in a step": [],
+    "there alone": [whereabouts.STILL_S, whereabouts._LONGEST_LOOK_S, whereabouts.CONFIRMED_S],
     "failed in a step": [rendezvous.POST_MORTEM_S, 2 * rendezvous._LISTEN_S],
     "lost a peer": [rendezvous._LOSS_S],
     "ended": [interpreter._GRACE_S],

@@ -100,6 +100,7 @@ SCRIPT = """
         "key": lambda: engine.eval_batch(iter([{"input_ids": ids[:2], "pixels": ids[:2]}]), num_micro_batches=1),
         "shape": lambda: engine.eval_batch(iter([(ids[:2], ids[:2, :5])]), num_micro_batches=1),
         "none": lambda: engine.eval_batch(None, num_micro_batches=1),
+        "loader": lambda: engine.train_batch(torch.utils.data.DataLoader(short, batch_size=None)),
         "reading": lambda: engine.eval_batch((1 // 0 for _ in range(2)), num_micro_batches=1),
         "logits": lambda: engine.eval_batch(iter(short), return_logits=True),
         "forward": lambda: engine(input_ids=ids),
@@ -188,6 +189,7 @@ def test_mistakes_are_told_on_every_rank_and_training_goes_on(reports):
         assert "pixels has no rule" in errors["key"]
         assert "labels is [2, 5], but input_ids is [2, 24]" in errors["shape"]
         assert "was given no iterator" in errors["none"]
+        assert "a DataLoader isn't an iterator" in errors["loader"]
         assert "by zero" in errors["reading"]
         assert "never has the logits" in errors["logits"]
         assert "use train_batch or eval_batch" in errors["forward"]

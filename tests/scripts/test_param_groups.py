@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.errors import CheckpointError, OptimizerError
-from cuboid.optim.param_groups import _common_order, _stage
+from cuboid.optim.param_groups import AlignedGroups, _common_order, _stage, _unsure, _warn_of_order
 from cuboid.optim.schedule_groups import regrouped
 from cuboid.optim.setting_values import described
 from cuboid.verify import SmallModel
@@ -454,6 +455,84 @@ def test_groups_with_the_same_settings_are_matched_by_their_place_if_each_stage_
     assert _common_order(twice) == [("lr=1", 0), ("lr=1", 1)]
     with pytest.raises(OptimizerError, match=r"begin with a and b .* \(the one that begins with c\)"):
         _common_order([twice[0], _listing((["c"], {"lr": 1}), rank=1)])
+
+
+def _order(*stages):
+    order = [text for text, _ in _common_order(stages)]
+    return [text.removeprefix("name=").strip("'") for text in order]
+
+
+def _in_model_order(*listed, model):
+    """A stage's listing of some groups, whose parameters are in the model in another order."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in model}
+    named = {id(parameters[name]): name for name in model}
+    groups = [{"params": [parameters[name]], "name": name} for name in listed]
+    return _stage(groups, named, [], 0, ())
+
+
+def test_groups_are_in_the_order_of_one_process():
+    lower, upper = ("embed", "l0", "l1"), ("l2", "l3", "head")
+    up = [_in_model_order(*names, model=names) for names in (lower, upper)]
+    assert _order(*up) == [*lower, *upper]
+    down = [_in_model_order(*reversed(names), model=names) for names in (lower, upper)]
+    assert _order(*down) == [*reversed(lower + upper)]
+    # A group on both stages says more than the direction.
+    crossed = [
+        _in_model_order("embed", "body", model=("embed", "body")),
+        _in_model_order("head", "body", model=("body", "head")),
+    ]
+    assert _order(*crossed) == ["embed", "head", "body"]
+    first, second = SimpleNamespace(rank=0), SimpleNamespace(rank=1)
+    for stages, warns in ((up, False), (down, False), (crossed, True), ([up[0], down[1]], True)):
+        order = _common_order(stages)
+        with pytest.warns(UserWarning, match="in optimizer.param_groups") if warns else contextlib.nullcontext():
+            _warn_of_order(stages, order, first)
+        _warn_of_order(stages, order, second)
+
+
+def test_groups_of_layers_with_the_same_settings_cant_be_changed_by_their_index():
+    def listing(*groups):
+        return _listing(*((list(names), {"lr": 1}) for names in groups))
+
+    layers = [listing(["l.0.q"], ["l.1.q"]), listing(["l.2.q"], ["l.3.q"])]
+    kinds = [listing(["l.0.q", "l.1.q"], ["l.0.norm"]), listing(["l.2.q"], ["l.2.norm", "norm"])]
+    complete = [listing(["l.0.q"], []), listing([], ["l.1.q"])]
+    assert [_unsure(stages, _common_order(stages)) for stages in (layers, kinds, complete)] == [[(0, 1)], [], []]
+    aligned = AlignedGroups((("l.0.q", "l.2.q"), ("l.1.q", "l.3.q")), ((0, 1),))
+    aligned.check([{"params": [1], "lr": 2}, {"params": [2], "lr": 2}])
+    with pytest.raises(OptimizerError, match=r"groups 0 and 1, which begin with l\.0\.q and l\.1\.q, had the same"):
+        aligned.check([{"params": [1], "lr": 1}, {"params": [2], "lr": 2}])
+
+
+def _set_by_index(path, frameworks_optimizer):
+    config = _config(EVEN)
+    model = _model(path, config)
+    groups = [{"params": list(layer.parameters())} for layer in model.model.layers if layer_is_here(layer)]
+    if frameworks_optimizer:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+        engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    else:
+        engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+    train(engine, 1)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-3
+    train(engine, 1)
+    engine.optimizer.param_groups[1]["lr"] = 1e-4
+    with pytest.raises(OptimizerError) as caught:
+        train(engine, 1)
+    return str(caught.value)
+
+
+def layer_is_here(layer):
+    return any(True for _ in layer.parameters())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("frameworks_optimizer", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_script_that_sets_one_of_such_groups_is_told_so_in_the_next_step(pool, checkpoint, frameworks_optimizer):
+    for message in pool.run(2, _set_by_index, checkpoint(SMALL), frameworks_optimizer, timeout_s=TIMEOUT_S):
+        assert "parameter groups 0 and 1, which begin with model.layers.0." in message
+        assert 'such as "name": "body"' in message
 
 
 def test_functions_are_described_by_what_they_compute():

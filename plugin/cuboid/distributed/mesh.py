@@ -21,6 +21,7 @@ from cuboid.distributed.collectives import exchanges_directly
 from cuboid.distributed.comm_counter import CommCounter, Operation, axes_label
 from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.process_groups import Purpose, make_groups, make_host_groups, make_lone_group
+from cuboid.distributed.step_progress import StepProgress, progress_of
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
 
@@ -116,6 +117,8 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
+        #: Of the models on this mesh. Once connected, that of all models on the ranks of a copy.
+        self.progress = StepProgress()
         #: For :meth:`connect`, which checks that all ranks have the same; None for weights that weren't made.
         self.weight_seed: WeightSeed | None = None
         #: Likewise: the number of layers of each pipeline stage, which every rank computes; empty without stages.
@@ -193,6 +196,7 @@ class Mesh:
                 )
         for along in self._along.values():
             along.connect(self._groups)
+        self.progress = progress_of(self.copy_ranks)
         self._connected = True
 
     def connect_threads(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:

@@ -15,6 +15,8 @@ failed, the first    the others: perhaps all fail alike; then it decides on   2 
 failed, later        the first one's decision; then it decides itself         4 s
 has the outcome      only rank 0: that the others read it                     5 s
 in a step            nobody beyond the step's collectives                     T, where the backend notices nothing
+there alone          the others, which wait for it in a collective of the     3 s, then 30 s until the next look, and 2 s
+                     script, or in a meeting                                  to confirm it
 failed in a step     as "failed" above; rank 0 then lets the others read      10 s for all requests to the store,
                      the outcome                                              and rank 0 1 s more
 lost a peer          the peer's report of its own failure; then it reports    1 s, then as "failed in a step"
@@ -38,6 +40,10 @@ decided, for a replica that is still training. In a step, ranks whose backend no
 every 0.5 s, and abort their groups when another rank has failed.
 
 ``rank_failure``: what a rank writes into the store of its failure, and the error that the others raise for it.
+
+``whereabouts``: where the others are that don't come to what a rank has begun alone. A thread looks every 0.5 s at what
+its process's main thread does, and writes it into the store where it stays. ``waiting_call``: the collective of torch's
+in which a thread is.
 
 ``replica_updates``: the optimizer step that each replica has begun, which shows whose data ended first.
 

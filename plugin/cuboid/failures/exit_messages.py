@@ -6,13 +6,27 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_stack
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 #: Exit status after Ctrl-C, as shells report it: 128 + SIGINT.
 INTERRUPTED = 130
+#: Packages whose frames aren't the user's script.
+_FRAMEWORKS = sys.stdlib_module_names | {
+    "accelerate",
+    "colossalai",
+    "cuboid",
+    "cuboid_patches",
+    "deepspeed",
+    "peft",
+    "torch",
+    "transformers",
+}
 
 
 def tell_launcher(message: str) -> None:
@@ -22,6 +36,26 @@ def tell_launcher(message: str) -> None:
         with contextlib.suppress(OSError):
             content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
             Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def place_in_script(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first of some frames, with their lines, that is neither Cuboid's nor a framework's: " (file:line)", or ""."""
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _FRAMEWORKS:
+            return f" ({frame.f_code.co_filename}:{line})"
+    return ""
+
+
+def end_alone(message: str, rank: int) -> NoReturn:
+    """End a process whose main thread waits, where nothing can interrupt it, for what will never come."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = "" if main is None else place_in_script(walk_stack(main))
+    tell_launcher(f"{message}{place}")
+    with contextlib.suppress(OSError, ValueError):
+        # What the script has printed so far.
+        print(end="", flush=True)
+        os.write(2, f"cuboid: rank {rank}: {message}{place}\n".encode())
+    os._exit(1)
 
 
 def say_interrupted() -> None:

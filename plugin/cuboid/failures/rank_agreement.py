@@ -98,16 +98,22 @@ class StepGuard:
     It costs nothing without a failure. A rank that fails writes the reason to the store before it raises, and ranks
     that then lose the connection to it raise the same error: with gloo when its process ends, with NCCL once they have
     read the reason and aborted their groups. A timeout bounds the wait in any case. If a process ended without a
-    report, the error names it and what the others waited for. ``what`` names that part in messages.
+    report, the error names it and what the others waited for; likewise if one enters it alone. ``what`` names that part
+    in messages.
     """
 
     def __init__(self, mesh: Mesh, what: str) -> None:
         self._mesh, self._what = mesh, what
 
     def __enter__(self) -> None:
-        """There is nothing to set up."""
+        # Every step comes here: call nothing.
+        progress = self._mesh.progress
+        progress.begun += 1
+        progress.running = self._what
+        progress.is_inside = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._mesh.progress.is_inside = False
         if error is None:
             # Every step comes here: read what is known, and call nothing.
             group = dist.group.WORLD
@@ -117,6 +123,7 @@ class StepGuard:
                 peer_error.cuboid_told = True  # type: ignore[attr-defined]
                 raise peer_error
             return
+        self._mesh.progress.is_broken = True
         # StopIteration, the end of the data, is not a failure.
         if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
             return

@@ -27,8 +27,10 @@ from cuboid.distributed.mesh import group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CuboidError, PeerLostError, RankError
 from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
+from cuboid.failures.exit_messages import end_alone
 from cuboid.failures.rank_failure import RankFailure, is_lost
 from cuboid.failures.replica_updates import ReplicaUpdates
+from cuboid.failures.whereabouts import CONFIRMED_S, Whereabouts
 
 #: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
@@ -43,7 +45,7 @@ _LOSS_S = 1.0
 #: When a waiting rank first checks whether missing ranks still run, and whether others are still training; and the
 #: longest time between two checks.
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
-#: Interval at which a process checks whether a step has failed elsewhere.
+#: Interval at which a process checks whether a step has failed elsewhere, and looks at what its main thread does.
 _LISTEN_S = 0.5
 #: How long rank 0, which may host the store, waits for the others to read an outcome.
 _LEAVE_S = 5.0
@@ -63,6 +65,7 @@ class Peers:
         self.timeout_s = math.inf if timeout is None else timeout.total_seconds()
         self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self.timeout_s)
         self.updates = ReplicaUpdates(self._store)
+        self.whereabouts = Whereabouts(rank, self._store)
         #: Two ranks of a machine are enough to look around: one of them may have ended.
         self.looks_around = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
         self._numbers: dict[str, int] = {}
@@ -76,29 +79,47 @@ class Peers:
         self._aborts = waits_for_lost_ranks()
         #: The failure for which it did so, if it did.
         self.aborted_for: RankFailure | None = None
-        if self._aborts or _ends_with_rank_0(store):
-            group = weakref.ref(dist.group.WORLD)
-            threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
+        #: Whether an outcome can't be read any more, or isn't noticed, when this rank needs it.
+        self._hears = self._aborts or _ends_with_rank_0(store)
+        group = weakref.ref(dist.group.WORLD)
+        threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
 
     def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
-        """Poll the store for a step's failure while the store is there: it may end with rank 0.
+        """Poll the store for a step's failure while the store is there: it may end with rank 0. And look at what this
+        process's main thread does.
 
         The process's other threads may be waiting in a collective. With gloo, they return when the failed rank's
         process ends; with NCCL, only at the timeout. So with NCCL this aborts the groups, and those threads go on.
         """
         try:
             while group() is not None and group() is dist.group.WORLD:
-                step = self._broken_steps
-                if self._heard is None or self._heard[0] != step:
-                    key = f"step/{step}/outcome"
-                    failure = RankFailure.decode(self._store.get(key)) if self._store.check(key) else None
-                    self._heard = None if failure is None else (step, failure)
-                    if failure is not None and not failure.everywhere and failure.rank != self.rank:
-                        self._abort(failure)
+                if self._hears:
+                    self._hear()
+                alone = self.whereabouts.look()
+                if alone is not None:
+                    self._end_alone(RankFailure(self.rank, RankError.__name__, alone))
                 time.sleep(_LISTEN_S)
         except (dist.DistError, RuntimeError):
             # The store is gone: there is nothing more to read.
             return
+
+    def _hear(self) -> None:
+        step = self._broken_steps
+        if self._heard is not None and self._heard[0] == step:
+            return
+        key = f"step/{step}/outcome"
+        failure = RankFailure.decode(self._store.get(key)) if self._store.check(key) else None
+        self._heard = None if failure is None else (step, failure)
+        if failure is not None and not failure.everywhere and failure.rank != self.rank:
+            self._abort(failure)
+
+    def _end_alone(self, failure: RankFailure) -> None:
+        """End a step of the main thread that can't end by itself, and the process with it if nothing else does."""
+        self.break_step(failure)
+        if self._aborts:
+            self._abort(failure)
+            return
+        end_alone(f"{failure.kind}: {failure.text}", self.rank)
 
     def _abort(self, failure: RankFailure) -> None:
         """Abort the groups, if threads that wait in them wouldn't learn of a failure otherwise."""
@@ -111,14 +132,21 @@ class Peers:
         """Join the next meeting of a lane, and raise the failure of any rank."""
         number = self._numbers.get(lane, 0)
         self._numbers[lane] = number + 1
+        has_agreed = False
+        if lane == MAIN_LANE:
+            self.whereabouts.begin_meeting()
         try:
             with answers_within(math.inf if error is None else POST_MORTEM_S):
                 outcome = Rendezvous(self, self._store, f"{lane}/{number}", what).hold(error)
+            has_agreed = outcome is None
         except dist.DistError as lost:
             # DistError is what torch's stores raise.
             if error is not None:
                 return
             raise PeerLostError(f"{what}: {_store_lost(lost)}: {lost}").arising_on(0) from lost
+        finally:
+            if lane == MAIN_LANE:
+                self.whereabouts.end_meeting(has_agreed=has_agreed)
         if outcome is not None:
             self._raise(outcome, error)
         if number > 0:
@@ -213,6 +241,9 @@ class Peers:
     def break_step(self, failure: RankFailure) -> None:
         """Set the current step's outcome, for the ranks that are still in it."""
         self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
+        if self.rank == 0:
+            # Let them read it before the store ends with this process.
+            time.sleep(2 * _LISTEN_S)
 
 
 class Rendezvous:
@@ -332,9 +363,12 @@ class Rendezvous:
             pause = min(pause * 1.5, _LONGEST_POLL_S)
             waited_s = time.monotonic() - started
             is_late = waited_s > patience_s
-            if is_late or (waited_s > look_s and self._peers.looks_around):
+            if not is_late and waited_s <= look_s:
+                continue
+            if is_late or self._peers.looks_around:
                 self._look_around(is_late=is_late)
-                look_s = min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
+            soon = self._is_main and self._look_elsewhere()
+            look_s = look_s + CONFIRMED_S if soon else min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
         outcome = RankFailure.decode(self._store.get(f"{self._key}/outcome"))
         # The outcome holds, whatever comes now.
         with contextlib.suppress(dist.DistError):
@@ -381,6 +415,18 @@ class Rendezvous:
                 "init_process_group's own argument)"
             )
             self._decide(RankFailure(missing[0], PeerLostError.__name__, text).encode())
+
+    def _look_elsewhere(self) -> bool:
+        """Set an outcome if a rank is where it waits for this one to come; returns whether that may be certain soon."""
+        ranks = range(self._peers.size) if self._peers.looks_around else self._peers.whereabouts.near()
+        missing = [rank for rank in ranks if not self._store.check(f"{self._key}/at/{rank}")]
+        why, may_be_soon = self._peers.whereabouts.elsewhere(missing, self._what)
+        if why is not None:
+            failure = RankFailure(self._peers.rank, RankError.__name__, why)
+            self._decide(failure.encode())
+            # They aren't in this meeting, and read it when they lose the connection to this rank.
+            self._peers.break_step(failure)
+        return may_be_soon
 
 
 def _ends_with_rank_0(store: Store) -> bool:

@@ -27,7 +27,7 @@ from cuboid.models.stages.stage_cut import half_frozen
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_optimizer
-from cuboid.optim.param_groups import GroupNames, align_groups
+from cuboid.optim.param_groups import AlignedGroups, align_groups
 from cuboid.optim.whole_tensors import FlatShards, WholeRule, WholeTensors
 from cuboid.weights.api import shard
 from cuboid.weights.state_dict_map import sharding_specs, stored_names, stored_parameters
@@ -249,7 +249,7 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> No
 
 def align_with_stages(
     model: nn.Module, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer | None = None, schedule: Any = None
-) -> GroupNames:
+) -> AlignedGroups:
     """Add the parameter groups that only other stages have; see :func:`cuboid.optim.param_groups.align_groups`."""
     names = stored_names(model)
     shared = model.staging.shared.values() if isinstance(model, StageModel) else ()

@@ -4,16 +4,22 @@ A script makes its groups of the parameters that its own stage has, and usually 
 the head's on the first stage. But frameworks communicate once per group, and schedules and checkpoints go by the
 groups' order. So groups that only other stages have are added to the optimizer, without parameters, and to the lists
 of its schedules. Groups of several stages are one if they have the same settings.
+
+A script may also set a group by its index, which should be that in one process. The stages' lists tell it where each
+stage has all groups, or lists them in the order of the model's parameters, or in the reverse.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections import Counter
+import re
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -34,8 +40,47 @@ from cuboid.optim.setting_values import described, is_plain
 
 #: For each parameter group, the names of its parameters on all stages.
 GroupNames = tuple[tuple[str, ...], ...]
+#: What a script can do about groups that nothing tells apart.
+_TELL = (
+    'give each group a key of its own, such as "name": "body", or list all groups on every rank, also those without '
+    "parameters there"
+)
 #: Identifies a group on all stages: its settings as text, and its number among those with the same settings.
 _GroupKey = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class AlignedGroups:
+    """Parameter groups that all stages have in the same order.
+
+    Attributes:
+        names: of each group's parameters.
+        unsure: places of groups that may be others on some stages: they had the same settings, and no kinds of
+            parameters for themselves.
+    """
+
+    names: GroupNames = ()
+    unsure: tuple[tuple[int, ...], ...] = ()
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Check that a script has changed such groups alike.
+
+        Raises:
+            OptimizerError: it hasn't; names their first parameters.
+        """
+        for places in self.unsure:
+            settings = [
+                {key: described(value) for key, value in groups[place].items() if key not in ("params", "param_names")}
+                for place in places
+            ]
+            other = next((place for place, listed in zip(places, settings, strict=True) if listed != settings[0]), None)
+            if other is not None:
+                one, two = (self.names[place][0] if self.names[place] else "none" for place in (places[0], other))
+                raise OptimizerError(
+                    f"parameter groups {places[0]} and {other}, which begin with {one} and {two}, had the same "
+                    "settings, and each stage has parameters of the same kinds in both, so that nothing tells which is "
+                    f"which in one process: they can't be set by their index; {_TELL}"
+                )
 
 
 @dataclass
@@ -60,6 +105,8 @@ class _Group:
 
     names: tuple[str, ...]
     options: dict[str, _Setting]
+    #: The place of its first parameter among the stage's; None if it has none.
+    place: int | None
     #: The entries for it in lists of schedules.
     schedule: dict[str, _Setting] = field(default_factory=dict)
 
@@ -96,6 +143,17 @@ class _StageGroups:
         return by_key
 
     @property
+    def is_complete(self) -> bool:
+        """Whether it seems to have all groups of the script, as some have no parameter here."""
+        return any(not group.names for group in self.groups)
+
+    @property
+    def direction(self) -> int:
+        """1 if groups are listed as their parameters are in the model, -1 in the reverse, 0 if that can't be told."""
+        places = [group.place for group in self.groups if group.place is not None]
+        return 0 if len(places) < 2 else 1 if places[0] < places[-1] else -1
+
+    @property
     def digest(self) -> str:
         """A hash of all groups with their settings and names."""
         return hashlib.sha256(repr([(group.names, group.settings) for group in self.groups]).encode()).hexdigest()
@@ -109,7 +167,7 @@ def align_groups(
     shared: Collection[str] = (),
     optimizer: torch.optim.Optimizer | None = None,
     schedule: Any = None,
-) -> GroupNames:
+) -> AlignedGroups:
     """Add the groups of other stages to a list of parameter groups, in place. Collective over the world.
 
     Args:
@@ -122,7 +180,7 @@ def align_groups(
             looked for. Their lists by group are extended too.
 
     Returns:
-        The names of each group's parameters.
+        The groups as they are on all stages.
 
     Raises:
         OptimizerError: which groups of several stages are the same can't be told; or a shared parameter is in
@@ -137,6 +195,7 @@ def align_groups(
         dist.all_gather_object(stages, own_stage, group=mesh.pipe_group)
     _check_same_schedules(stages)
     order = _common_order(stages)
+    _warn_of_order(stages, order, mesh)
     if order != list(own_stage.by_key):
         if optimizer is not None:
             check_found(optimizer, schedules)
@@ -145,7 +204,7 @@ def align_groups(
         _extend(groups, own_stage, stages, order)
     group_names = tuple(tuple(dict.fromkeys(_names(stages, key))) for key in order)
     _check_shared(stages, group_names)
-    return group_names
+    return AlignedGroups(group_names, tuple(_unsure(stages, order)))
 
 
 def _stage(
@@ -156,11 +215,12 @@ def _stage(
     shared: tuple[str, ...],
 ) -> _StageGroups:
     lists = lists_by_group(schedules, len(groups))
-    listed = []
+    listed, places = [], {name: place for place, name in enumerate(names.values())}
     for place, group in enumerate(groups):
         options = {key: _Setting.of(value) for key, value in group.items() if key not in ("params", "param_names")}
         entries = {name: _Setting.of(entries[place]) for name, entries in lists.items()}
-        listed.append(_Group(tuple(names[id(p)] for p in group["params"] if id(p) in names), options, entries))
+        here = tuple(names[id(p)] for p in group["params"] if id(p) in names)
+        listed.append(_Group(here, options, places[here[0]] if here else None, entries))
     return _StageGroups(listed, shared, tuple(type(schedule).__qualname__ for schedule in schedules), rank)
 
 
@@ -191,13 +251,14 @@ def _check_same_schedules(stages: Sequence[_StageGroups]) -> None:
 
 
 def _common_order(stages: Sequence[_StageGroups]) -> list[_GroupKey]:
-    """The groups of all stages in an order that agrees with each stage's; where none says, earlier stages' come first.
+    """The groups of all stages in an order that agrees with each stage's; where none says, earlier stages' come first,
+    or later ones' if all list theirs from the model's end to its beginning.
 
     Raises an error if there is no such order, or if groups can't be told apart.
     """
     # A merge of the stages' lists, as in Kahn's topological sort.
     _check_told_apart(stages)
-    remaining = [list(stage.by_key) for stage in stages]
+    remaining = [list(stage.by_key) for stage in (reversed(stages) if _direction(stages) < 0 else stages)]
     # A group comes next if all stages that have it have it first among those that aren't placed yet.
     holders = Counter(key for keys in remaining for key in keys)
     order: list[_GroupKey] = []
@@ -227,9 +288,48 @@ def _check_told_apart(stages: Sequence[_StageGroups]) -> None:
         raise OptimizerError(
             f"the parameter groups that begin with {one} and {other} have the same settings, and rank "
             f"{stages[few].rank} has fewer such groups (the one that begins with {stages[few].by_key[text, 0].first}), "
-            'so that nothing tells which of them it has; give each group a key of its own, such as "name": "body", or '
-            "list all groups on every rank, also those without parameters there"
+            f"so that nothing tells which of them it has; {_TELL}"
         )
+
+
+def _direction(stages: Sequence[_StageGroups]) -> int:
+    """As :attr:`_StageGroups.direction`, of all stages together."""
+    directions = {stage.direction for stage in stages} - {0}
+    return directions.pop() if len(directions) == 1 else 0
+
+
+def _warn_of_order(stages: Sequence[_StageGroups], order: Sequence[_GroupKey], mesh: Mesh) -> None:
+    """Warn, on the first rank, of two groups whose order in one process can't be told."""
+    by_stage = [set(stage.by_key) for stage in stages]
+    pair = next((pair for pair in pairwise(order) if not any(keys.issuperset(pair) for keys in by_stage)), None)
+    if pair is None or _direction(stages) or mesh.rank:
+        return
+    one, other = (next(_names(stages, key), "no parameter") for key in pair)
+    warnings.warn(
+        f"no stage has both of the parameter groups that begin with {one} and {other}, and the order of the others "
+        "doesn't tell which is listed first in one process; here the former is, in optimizer.param_groups and in the "
+        "rates of schedules. Where groups are set by their index, list all of them on every rank, also those without "
+        "parameters there",
+        stacklevel=1,
+    )
+
+
+def _unsure(stages: Sequence[_StageGroups], order: Sequence[_GroupKey]) -> list[tuple[int, ...]]:
+    """Which groups may be others on some stages, by their places: they have the same settings, and none has its kinds
+    of parameters for itself.
+    """
+    if len(stages) == 1 or any(stage.is_complete for stage in stages):
+        return []
+    by_settings = defaultdict(list)
+    for place, (settings, _) in enumerate(order):
+        by_settings[settings].append(place)
+    kinds = [{re.sub(r"\d+", "", name) for name in _names(stages, key)} for key in order]
+    return [
+        tuple(places)
+        for (settings, places) in by_settings.items()
+        if any(kinds[one] & kinds[other] for one, other in combinations(places, 2))
+        and sum((settings, 0) in stage.by_key for stage in stages) > 1
+    ]
 
 
 def _elsewhere(stages: Sequence[_StageGroups], key: _GroupKey) -> _Group:

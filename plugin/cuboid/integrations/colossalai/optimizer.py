@@ -19,6 +19,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_buffer import gradient_of
 from cuboid.optim.grad_norm import scale_to, total_norm
+from cuboid.optim.param_groups import AlignedGroups
 from cuboid.optim.trained_parameters import TrainedParameters
 
 
@@ -37,6 +38,7 @@ class CuboidOptimizer(OptimizerWrapper):
         dtype: to cast the parameters to; None to leave them as they are.
         split: whether each replica holds only its share of the optimizer's state (ZeRO-1).
         max_norm: the gradient norm that :meth:`step` clips to; 0 for no clipping.
+        groups: the optimizer's parameter groups, as all stages have them.
         pipeline: of the model, if it has one.
         stepped: called after each step.
     """
@@ -49,6 +51,7 @@ class CuboidOptimizer(OptimizerWrapper):
         dtype: torch.dtype | None,
         split: bool,
         max_norm: float,
+        groups: AlignedGroups,
         pipeline: Pipeline | None,
         stepped: Callable[[], None],
     ) -> None:
@@ -58,6 +61,7 @@ class CuboidOptimizer(OptimizerWrapper):
         self._mesh = mesh_of(model)
         self._split = split and self._mesh.topology.data > 1
         self._max_norm = max_norm
+        self._groups = groups
         self._pipeline = pipeline
         self._stepped = stepped
         self._counted = {id(parameter) for parameter in inner.counted_parameters()}
@@ -124,6 +128,7 @@ class CuboidOptimizer(OptimizerWrapper):
         if closure is not None:
             raise CuboidError("a closure would run forward and backward behind the plugin's back; call step without it")
         self._trained.check()
+        self._groups.check(self.optim.param_groups)
         self._finish_gradients()
         if self._max_norm > 0:
             self.clip_grad_by_norm(self._max_norm)

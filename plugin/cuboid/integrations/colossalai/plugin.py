@@ -109,15 +109,17 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
         if optimizer is not None:
             check_trains(sharded)
-            boosted.checkpointing.groups = run_on_all_ranks(
+            groups = run_on_all_ranks(
                 lambda: align_with_stages(sharded, optimizer.param_groups, optimizer, lr_scheduler), self.mesh
             )
+            boosted.checkpointing.groups = groups.names
             boosted.optimizer = CuboidOptimizer(
                 optimizer,
                 sharded,
                 dtype=torch.bfloat16 if booster.precision == "bf16" else None,
                 split=booster.zero_optimization.stage == 1,
                 max_norm=booster.gradient_clipping,
+                groups=groups,
                 pipeline=boosted.pipeline,
                 stepped=boosted.stepped,
             )
@@ -206,7 +208,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             raise CuboidError("the criterion makes 0 of any loss, so that nothing would be trained; leave it None")
         batches = None if data_iter is None else self._micro_batches(data_iter, pipeline.limits)
         if not torch.is_grad_enabled():
-            loss = pipeline.evaluate(batches, None)
+            loss = pipeline.evaluate(batches, None, scale=scale)
         elif optimizer is None or optimizer is not model.optimizer:
             raise CuboidError(
                 "execute_pipeline runs backward, so it needs the optimizer that boost gave; to evaluate call it inside "

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from cuboid.optim.master_weights import follow
+from cuboid.optim.param_groups import AlignedGroups
 from cuboid.optim.trained_parameters import TrainedParameters
 
 #: Of a parameter group: the parameters, the flat tensor that they are views of, this replica's part of that, and its
@@ -63,10 +64,11 @@ class ChangedWeights:
     Args:
         optimizer: of the engine.
         model: inside of the engine's module.
+        groups: the optimizer's parameter groups, as all stages have them.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, model: nn.Module, groups: AlignedGroups) -> None:
+        self._optimizer, self._groups = optimizer, groups
         copied = itertools.chain.from_iterable(parameters for parameters, *_ in _groups_of(optimizer))
         alone = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._trained = TrainedParameters(model, copied, alone, "deepspeed.initialize")
@@ -79,8 +81,10 @@ class ChangedWeights:
                     parameter.set_full_hp_param = partial(_set_both, parameter, parameter.set_full_hp_param)
 
     def check_trained(self) -> None:
-        """See :meth:`TrainedParameters.check`."""
+        """See :meth:`TrainedParameters.check` and :meth:`AlignedGroups.check`."""
         self._trained.check()
+        if self._groups.unsure:
+            self._groups.check(self._optimizer.param_groups)
 
     @torch.no_grad()
     def take(self) -> None:

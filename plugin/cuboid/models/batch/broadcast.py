@@ -8,6 +8,7 @@ where a hidden state has thousands), and afterwards every stage can compute all 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
 from cuboid.failures.rank_failure import RankFailure, is_lost
 from cuboid.failures.replica_updates import EQUAL_SHARES
@@ -33,7 +35,7 @@ _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
 #: Numbers in a header: the status, the call, its micro-batches, and how many numbers follow.
-_HEADER = 6
+_HEADER = 7
 _READING = "reading the micro-batches"
 
 
@@ -138,11 +140,32 @@ class StepCall:
             enabled that on some stages only, so that all ranks go by the first one's.
         seed: of the stages' random numbers. Only the first rank reads data, which may be drawn or shuffled, so that
             later its generator isn't in step with those of the others.
+        scale: what it multiplies the loss with, before backward or for the caller.
     """
 
     trains: bool
     recomputes: bool = False
     seed: int = 0
+    scale: float = 1.0
+
+    def encode(self) -> tuple[int, ...]:
+        """As numbers for a header."""
+        return self.trains, self.recomputes, self.seed, _integer(self.scale)
+
+    @classmethod
+    def decode(cls, trains: int, recomputes: int, seed: int, scale: int) -> StepCall:
+        """The inverse of :meth:`encode`."""
+        return cls(bool(trains), bool(recomputes), seed, _number(scale))
+
+
+def _integer(number: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _number(bits: int) -> float:
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 def share_micro_batches(
@@ -174,6 +197,11 @@ def share_micro_batches(
     def read() -> list[MicroBatch]:
         if batches is None:
             raise CuboidError(f"rank {mesh.rank} reads the data of its replica, but was given no iterator")
+        if not isinstance(batches, Iterator):
+            raise CuboidError(
+                f"a {type(batches).__name__} isn't an iterator, and of a new one each step would take the first "
+                "batches again; make one before the loop, data = iter(loader), or give iter([batch])"
+            )
         return [read_micro_batch(next(batches), limits) for _ in range(count)]
 
     if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:  # the replica is a single rank
@@ -217,7 +245,7 @@ def _tell(
         # a second broadcast.
         payload = _payload(batches, names, device)
         contents = torch.cat([torch.tensor(sizes, dtype=torch.int64, device=device), payload])
-        header = _header(device, _FINE, *dataclasses.astuple(call), len(batches), len(contents))
+        header = _header(device, _FINE, *call.encode(), len(batches), len(contents))
     except StopIteration:
         _broadcast(_header(device, _EXHAUSTED), mesh)
         raise
@@ -261,21 +289,31 @@ def _listen(
         failure = RankFailure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
         assert failure is not None
         raise failure.error()
-    trains, recomputes, seed, number, length = numbers
+    *encoded, number, length = numbers
+    first_call = StepCall.decode(*encoded)
     contents = torch.empty(length, dtype=torch.int64, device=device)
     _broadcast(contents, mesh)
-    if (trains, number) != (call.trains, count):
+    if (first_call.trains, number) != (call.trains, count):
         words = [
             f"{'trains' if is_trained else 'evaluates'} on {micro_batches} micro-batches"
-            for is_trained, micro_batches in ((trains, number), (call.trains, count))
+            for is_trained, micro_batches in ((first_call.trains, number), (call.trains, count))
         ]
         raise CuboidError(
             f"rank {mesh.copy_ranks[0]} {words[0]}, and rank {mesh.rank} {words[1]}: the ranks of a pipeline must make "
             "the same calls, of train_batch as of eval_batch, each as often as the others; rank 0 alone can't evaluate"
         )
+    if first_call.scale != call.scale:
+        raise _other_scale(mesh.copy_ranks[0], first_call.scale, mesh.rank, call.scale)
     fields = _fields(count, names)
     sizes, payload = contents[:fields].tolist(), contents[fields:]
-    return list(_split(payload, sizes, names)), StepCall(bool(trains), bool(recomputes), seed)
+    return list(_split(payload, sizes, names)), first_call
+
+
+def _other_scale(one: int, scale: float, other: int, other_scale: float) -> CuboidError:
+    return CuboidError(
+        f"rank {one} multiplies the loss by {scale:g}, and rank {other} by {other_scale:g}; give all ranks the same "
+        "criterion"
+    )
 
 
 class ReplicasInStep:
@@ -283,7 +321,8 @@ class ReplicasInStep:
 
     A failure of one replica is raised on all. If the data of all replicas is exhausted, ``StopIteration`` propagates;
     if only that of some is, an error names them. This takes one all-reduce over the replicas, which also sums the
-    number of label tokens, by which gradients are divided, of numbers that are out of range, and of lost boundaries.
+    number of label tokens, by which gradients are divided, of numbers that are out of range, and of lost boundaries,
+    and compares by what they multiply the loss.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -300,6 +339,8 @@ class ReplicasInStep:
         self.lost_boundaries: torch.Tensor | None = None
         #: Total over all replicas, set on exit.
         self.total_lost_boundaries = 0
+        #: What this replica multiplies the loss with; to be set inside the context.
+        self.scale = 1.0
 
     def __enter__(self) -> Self:
         return self
@@ -308,24 +349,33 @@ class ReplicasInStep:
         if error is not None and is_lost(error):
             return
         status = _FINE if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
-        statuses = self._exchange(status)
+        statuses, scales = self._exchange(status)
         if _FAILED in statuses:
             self._raise_first(error)
         if _EXHAUSTED in statuses and _FINE in statuses:
             raise self._shorter(statuses) from error
+        other = next((replica for replica, scale in enumerate(scales) if scale != scales[0]), None)
+        if error is None and other is not None:
+            ranks = self._mesh.topology.groups(("pipe", *AXES))
+            unequal = _other_scale(ranks[0][0], _number(scales[0]), ranks[other][0], _number(scales[other]))
+            # All ranks of all replicas raise it.
+            unequal.shared = True
+            raise unequal
 
-    def _exchange(self, status: int) -> list[int]:
-        """All-reduce over the replicas: set the totals and return each replica's status."""
-        counts = (self.items, self.out_of_range, self.lost_boundaries)
-        summary = torch.zeros(len(counts) + self._mesh.topology.data, dtype=torch.int64, device=self._device)
+    def _exchange(self, status: int) -> tuple[list[int], list[int]]:
+        """All-reduce over the replicas: set the totals and return each replica's status and scale."""
+        counts, data = (self.items, self.out_of_range, self.lost_boundaries), self._mesh.topology.data
+        summary = torch.zeros(len(counts) + 2 * data, dtype=torch.int64, device=self._device)
         for index, number in enumerate(counts):
             if number is not None:
                 summary[index] = number
-        summary[len(counts) + self._mesh.coordinate.data].fill_(status)
-        if self._mesh.topology.data > 1:
+        place = len(counts) + self._mesh.coordinate.data
+        summary[place].fill_(status)
+        summary[place + data].fill_(_integer(self.scale))
+        if data > 1:
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
-        self.total_items, self.total_out_of_range, self.total_lost_boundaries, *statuses = summary.tolist()
-        return statuses
+        self.total_items, self.total_out_of_range, self.total_lost_boundaries, *rest = summary.tolist()
+        return rest[:data], rest[data:]
 
     def _raise_first(self, error: BaseException | None) -> None:
         """Raise the first failed replica's failure; return if ``error`` is that failure and should propagate itself."""

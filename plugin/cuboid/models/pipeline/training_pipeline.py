@@ -154,7 +154,7 @@ class Pipeline:
     def _train(
         self, batches: Iterator[Any] | None, count: int | None, gradient_scale: float, *, complete: bool
     ) -> torch.Tensor:
-        step = self._prepare(batches, count, training=True)
+        step = self._prepare(batches, count, gradient_scale, training=True)
         self._begin_gradients()
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
@@ -181,27 +181,31 @@ class Pipeline:
                 trace.write(self._trace_folder(), self._step, step.lengths, self._staging.plan)
         return self._total(loss) / gradient_scale
 
-    def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
-        """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
+    def evaluate(self, batches: Iterator[Any] | None, count: int | None, *, scale: float = 1.0) -> torch.Tensor:
+        """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`.
+
+        ``scale`` is what the caller multiplies it with, which must be the same on all ranks.
+        """
         with StepGuard(self.mesh, "an evaluation of the pipeline"):
-            step = self._prepare(batches, count, training=False)
+            step = self._prepare(batches, count, scale, training=False)
             programs = _evaluation(step.shape, self.mesh.placement)
             return self._total(self._run(programs, step, 1.0, None, training=False))
 
-    def _prepare(self, batches: Iterator[Any] | None, count: int | None, *, training: bool) -> _Step:
+    def _prepare(self, batches: Iterator[Any] | None, count: int | None, scale: float, *, training: bool) -> _Step:
         self._model.check_loss()
         check_reached()
         with ReplicasInStep(self.mesh, self._device) as replicas:
             self._model.cuboid.state.made.check(self._model)
             check_ties(self._shared_names, self._staging.shared, self.mesh, self._device, training=training)
             seed = draw_seed(self.mesh) if self._model.training else 0
-            call = StepCall(training, recomputes(self._model), seed)
+            call = StepCall(training, recomputes(self._model), seed, scale)
             shared, self._call = share_micro_batches(batches, count, self.limits, self.mesh, self._device, call)
             if self._model.cuboid.state.virtual_tokens is not None:
                 shared = list(map(self._model.cuboid.state.virtual_tokens.before, shared))
             step, replicas.items = self._prepare_own(shared, training=training)
             replicas.out_of_range = self._out_of_range(shared)
             replicas.lost_boundaries = lost_boundaries(shared)
+            replicas.scale = scale
         if replicas.total_out_of_range:
             # Only the ranks of the replica that has such numbers can say where they are.
             raise_on_all_ranks(self._range_error(shared), self.mesh, what="a check of the micro-batches")

@@ -1,0 +1,83 @@
+"""The collective of torch's in which a thread waits, seen from another thread."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from traceback import walk_stack
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from cuboid.distributed.process_groups import waits_for_lost_ranks
+from cuboid.failures.exit_messages import place_in_script
+
+#: Functions that return on no rank before all ranks of the group have called them.
+_SYMMETRIC = frozenset(
+    {
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "monitored_barrier",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    }
+)
+#: Those among them that move no data, so that nothing but a rank can keep them waiting.
+_BARRIERS = frozenset({"barrier", "monitored_barrier"})
+#: Functions that return on other ranks once the rank ``src`` has called them; over NCCL that may have returned before.
+_FROM_ONE = frozenset({"broadcast", "broadcast_object_list"})
+
+
+@dataclass(frozen=True)
+class WaitingCall:
+    """A call in which a thread is: equal for the same call, and unequal for the next one of the same line.
+
+    Attributes:
+        name: of the function, with the place in the script.
+        ranks: the ranks of the world for which it waits, perhaps this one too.
+        moves_data: whether it may be at work, rather than wait.
+        frame, instruction, number: of the call, by which it is told from others.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    moves_data: bool
+    frame: int
+    instruction: int
+    number: int
+
+
+def waiting_call(thread: int) -> WaitingCall | None:
+    """The collective that a thread is in, by its identifier; None if it is in none that waits for known ranks."""
+    known = _SYMMETRIC if waits_for_lost_ranks() else _SYMMETRIC | _FROM_ONE
+    innermost = sys._current_frames().get(thread)
+    stack = [] if innermost is None else list(walk_stack(innermost))
+    calls = [
+        place
+        for place, (frame, _) in enumerate(stack)
+        if frame.f_code.co_filename == distributed_c10d.__file__ and frame.f_code.co_name in known
+    ]
+    if not calls:
+        return None
+    # Others may be what it is made of.
+    call = stack[calls[-1]][0]
+    name, group = call.f_code.co_name, call.f_locals.get("group") or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    if name in _FROM_ONE:
+        ranks = [rank for rank in ranks if rank == call.f_locals.get("src")]
+    return WaitingCall(
+        f"torch.distributed.{name}{place_in_script(stack[calls[-1] :])}",
+        tuple(ranks),
+        name not in _BARRIERS,
+        id(call),
+        call.f_lasti,
+        group._get_sequence_number_for_group(),
+    )

@@ -1,0 +1,195 @@
+"""Where ranks are, seen from outside of their main threads: what one rank calls alone, the others never come to.
+
+A collective that waits for them doesn't tell it from slow ranks. So a thread of each rank looks at what the main thread
+does, which costs a step nothing, and writes into the store what has been the same for a while. From two such positions
+follows that ranks wait for each other:
+
+* One has begun a step that the other, with which it holds the model, hasn't, and the other is in the next meeting.
+* One is in a step that the other hasn't begun, or in a meeting, and the other waits for it in a collective of torch's.
+  Positions are written late: that of the other counts once it was written again in the meantime.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from cuboid.distributed.process_groups import waits_for_lost_ranks
+from cuboid.distributed.step_progress import StepProgress, progress_by_copy
+from cuboid.failures.bounded_store import BoundedStore
+from cuboid.failures.waiting_call import WaitingCall, waiting_call
+
+#: After how long in one place a rank's position is written.
+STILL_S = 3.0
+#: After how long that a rank waits in a collective which moves data: some ranks have their part earlier than others.
+_TRANSFER_S = 20.0
+#: Intervals at which a rank that is still in a step, or waits in a meeting, reads the positions of others, at most; and
+#: after it has read one that is to be confirmed.
+_LONGEST_LOOK_S, CONFIRMED_S = 30.0, 2.0
+_EVERYWHERE = "all ranks must make the same calls in the same order, and not one alone, as under `if rank == 0`"
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a rank has come.
+
+    Attributes:
+        meetings: how many meetings have ended on it.
+        begun: by the ranks that hold a copy of a model together, how many steps it has begun since the last one.
+        running: by the same, the last of them.
+        is_comparable: whether none of them failed.
+        call: the collective in which it waits, if it is in none of these steps.
+        waits_for: for which ranks it does.
+        place, time: which of the places where it stayed this is, and how often the position was written.
+    """
+
+    meetings: int
+    begun: dict[str, int]
+    running: dict[str, str]
+    is_comparable: bool
+    call: str = ""
+    waits_for: tuple[int, ...] = ()
+    place: int = 0
+    time: int = 0
+
+    def step_ahead_of(self, other: Position) -> str | None:
+        """A step that this rank has begun and the other hasn't, since the same meeting; None if there is none."""
+        if self.meetings != other.meetings or not (self.is_comparable and other.is_comparable):
+            return None
+        ahead = (key for key, count in self.begun.items() if key in other.begun and count > other.begun[key])
+        return next((self.running[key] for key in ahead), None)
+
+
+class Whereabouts:
+    """The position of this rank, and what follows from those of others.
+
+    Args:
+        rank: this rank.
+        store: where positions are written.
+    """
+
+    def __init__(self, rank: int, store: BoundedStore) -> None:
+        self._rank, self._store = rank, store
+        self._main = threading.main_thread().ident
+        self._meetings, self._in_meeting, self._has_agreed = 0, False, True
+        self._begun_before = self._counts()
+        #: What the main thread does, for how long, and how often that was written.
+        self._doing: tuple[Position, WaitingCall | None] | None = None
+        self._since, self._place, self._times, self._is_written = 0.0, 0, 0, False
+        self._next_look = 0.0
+        #: Positions of others that wait for this rank, as they were read first since it is where it is.
+        self._to_confirm: dict[int, Position] = {}
+
+    def begin_meeting(self) -> None:
+        """The main thread is about to meet the others."""
+        self._in_meeting, self._to_confirm = True, {}
+
+    def end_meeting(self, *, has_agreed: bool) -> None:
+        """It has met them; or it failed, so that until the next meeting ranks may do different things."""
+        self._meetings, self._in_meeting, self._has_agreed = self._meetings + 1, False, has_agreed
+        self._begun_before = self._counts()
+        for progress in progress_by_copy(self._rank).values():
+            progress.is_broken = False
+
+    def near(self) -> list[int]:
+        """The other ranks of the copies of models that this one is of."""
+        return sorted({rank for ranks in progress_by_copy(self._rank) for rank in ranks} - {self._rank})
+
+    def elsewhere(self, ranks: Iterable[int], what: str) -> tuple[str | None, bool]:
+        """Why some of ``ranks`` won't come to the meeting in which the main thread waits, if that is certain; and
+        whether it may become so soon.
+        """
+        here = self._position(progress_by_copy(self._rank))
+        for rank, there in self._positions(ranks):
+            step = there.step_ahead_of(here)
+            if step is not None:
+                return (
+                    f"rank {self._rank} is in {what}, and rank {rank} went on to {step} without it: {_EVERYWHERE}",
+                    False,
+                )
+            if there.meetings == here.meetings and self._is_waited_for(rank, there):
+                return self._waiting(what, rank, there), False
+        return None, bool(self._to_confirm)
+
+    def look(self) -> str | None:
+        """Look at the main thread, and write what has been the same for a while. Called twice a second by a thread.
+
+        Returns:
+            Why the step that this rank is in can't end, if that is certain.
+        """
+        if self._in_meeting:
+            return None
+        progress_by_ranks = progress_by_copy(self._rank)
+        is_inside = any(progress.is_inside for progress in progress_by_ranks.values())
+        call = None if is_inside or self._main is None else waiting_call(self._main)
+        doing = (self._position(progress_by_ranks), call)
+        if doing != self._doing:
+            self._doing, self._since, self._is_written, self._to_confirm = doing, time.monotonic(), False, {}
+            self._place, self._times, self._next_look = self._place + 1, 0, 0.0
+            return None
+        still_s, here = time.monotonic() - self._since, doing[0]
+        if still_s < STILL_S:
+            return None
+        waits = call is not None and still_s > (_TRANSFER_S if call.moves_data else STILL_S)
+        if waits or not self._is_written:
+            self._write(here, call if waits else None)
+        # Over NCCL, the host may have left the step's code.
+        if still_s < self._next_look or call is not None or not (is_inside or waits_for_lost_ranks()):
+            return None
+        text = self._alone(here)
+        self._next_look = still_s + (CONFIRMED_S if self._to_confirm else min(still_s, _LONGEST_LOOK_S))
+        return text
+
+    def _alone(self, here: Position) -> str | None:
+        for rank, there in self._positions(self.near()):
+            step = here.step_ahead_of(there)
+            if step is not None and self._is_waited_for(rank, there):
+                return self._waiting(step, rank, there)
+        return None
+
+    def _waiting(self, what: str, rank: int, there: Position) -> str:
+        return f"{self._here(what)}, and rank {rank} waits for it in {there.call}: {_EVERYWHERE}"
+
+    def _here(self, what: str) -> str:
+        return f"rank {self._rank} is in {what}"
+
+    def _is_waited_for(self, rank: int, there: Position) -> bool:
+        """Whether another rank is certain to wait for this one in a collective while this one is where it is."""
+        if self._rank not in there.waits_for:
+            return False
+        first = self._to_confirm.setdefault(rank, there)
+        if first.place != there.place:
+            self._to_confirm[rank] = there
+        return first.place == there.place and first.time < there.time
+
+    def _position(self, progress_by_ranks: dict[tuple[int, ...], StepProgress]) -> Position:
+        begun, running = {}, {}
+        for ranks, progress in progress_by_ranks.items():
+            begun[_key(ranks)] = progress.begun - self._begun_before.get(ranks, 0)
+            running[_key(ranks)] = progress.running
+        is_comparable = self._has_agreed and not any(progress.is_broken for progress in progress_by_ranks.values())
+        return Position(self._meetings, begun, running, is_comparable)
+
+    def _counts(self) -> dict[tuple[int, ...], int]:
+        return {ranks: progress.begun for ranks, progress in progress_by_copy(self._rank).items()}
+
+    def _write(self, here: Position, call: WaitingCall | None) -> None:
+        self._times += 1
+        written = asdict(here) | {"place": self._place, "time": self._times}
+        if call is not None:
+            written |= {"call": call.name, "waits_for": call.ranks}
+        self._store.post(f"position/{self._rank}", json.dumps(written))
+        self._is_written = True
+
+    def _positions(self, ranks: Iterable[int]) -> Iterator[tuple[int, Position]]:
+        """The positions that other ranks have written."""
+        for rank in ranks:
+            if self._store.check(f"position/{rank}"):
+                yield rank, Position(**json.loads(self._store.get(f"position/{rank}")))
+
+
+def _key(ranks: tuple[int, ...]) -> str:
+    return " ".join(map(str, ranks))

@@ -1,0 +1,181 @@
+"""What one rank calls alone, the others never come to: an error within seconds, also where nothing else would tell."""
+
+import textwrap
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.failures import rendezvous, whereabouts
+from cuboid.failures.rank_agreement import StepGuard, run_on_all_ranks
+from cuboid.verify import SmallModel
+from fresh_ranks import endings_of
+from launching import as_ranks
+
+TIMEOUT_S = 60.0
+
+
+def _quick():
+    """Waits of tenths of a second in place of seconds, and a process group and a mesh of all ranks."""
+    whereabouts.STILL_S, whereabouts._TRANSFER_S, rendezvous._LOOK_AROUND_S = 0.3, 1.0, 0.5
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = Mesh(MeshShape(1, dist.get_world_size(), 1))
+    run_on_all_ranks(lambda: None, mesh, what="the start")
+    mesh.connect()
+    return mesh
+
+
+def _save(mesh):
+    run_on_all_ranks(lambda: None, mesh, what="a save")
+
+
+def _step(mesh):
+    with StepGuard(mesh, "a step"):
+        dist.all_reduce(torch.ones(1), group=mesh.mesh_group)
+
+
+def _gather(_):
+    dist.all_gather_object([None, None], "metrics")
+
+
+def _receive(_):
+    dist.broadcast_object_list([None], src=0)
+
+
+CALLS = {
+    "save": _save,
+    "step": _step,
+    "barrier": lambda _: dist.barrier(),
+    "gather": _gather,
+    "receive": _receive,
+}
+
+
+def _alone(what, then):
+    mesh = _quick()
+    _step(mesh)
+    if mesh.rank == 0:
+        CALLS[what](mesh)
+    CALLS[then](mesh)
+
+
+@pytest.mark.parametrize(
+    ("what", "then", "words"),
+    [
+        ("save", "step", "rank 0 is in a save, and rank 1 went on to a step without it"),
+        pytest.param(
+            "step", "save", "rank 1 is in a save, and rank 0 went on to a step without it", marks=pytest.mark.ci
+        ),
+        pytest.param(
+            "save",
+            "barrier",
+            "rank 0 is in a save, and rank 1 waits for it in torch.distributed.barrier (",
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            "save",
+            "receive",
+            "rank 0 is in a save, and rank 1 waits for it in torch.distributed.broadcast_object_list (",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_meets_the_others_alone_is_told_where_they_are(what, then, words):
+    endings = endings_of(2, _alone, what, then, timeout_s=TIMEOUT_S / 2)
+    meeting, other = endings if what == "save" else reversed(endings)
+    assert (meeting.kind, meeting.text[: len(words)]) == ("RankError", words)
+    assert "as under `if rank == 0`" in meeting.text
+    # It is in a step, whose error is the same; or in a collective of its own, and loses the connection.
+    assert (other.kind, other.text) == (meeting.kind, meeting.text) or then in ("barrier", "receive")
+
+
+_SCRIPT = """
+    import sys
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    import cuboid
+    from cuboid.failures import whereabouts
+
+    whereabouts.STILL_S, whereabouts._TRANSFER_S = 0.3, 1.0
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
+    model = cuboid.from_pretrained(sys.argv[1], config).eval()
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        model(input_ids=ids)
+        print("so far")
+        if dist.get_rank() == 0:
+            model(input_ids=ids)
+    THEN
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "call"),
+    [
+        ("dist.barrier()", "barrier"),
+        pytest.param("dist.all_gather_object([None, None], 1)", "all_gather_object", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forward_of_one_rank_ends_with_its_place_where_nothing_can_interrupt_it(checkpoint, tmp_path, then, call):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_SCRIPT).replace("THEN", then))
+    (status, output), (other_status, _) = as_ranks(2, script, checkpoint(SmallModel("llama")), timeout_s=TIMEOUT_S / 2)
+    assert status == 1
+    assert other_status != 0
+    lines = script.read_text().splitlines()
+    alone, waiting = (lines.index(line) + 1 for line in ("        model(input_ids=ids)", then))
+    assert (
+        f"cuboid: rank 0: RankError: rank 0 is in forward, and rank 1 waits for it in torch.distributed.{call} "
+        f"({script}:{waiting}): all ranks must make the same calls in the same order, and not one alone, as under "
+        f"`if rank == 0` ({script}:{alone})"
+    ) in output
+    assert "so far" in output
+
+
+def _slow(where):
+    mesh = _quick()
+    for number in range(3):
+        if where == "in a step" and mesh.rank == 1:
+            with StepGuard(mesh, "a step"):
+                time.sleep(1.5)
+                dist.all_reduce(torch.ones(1), group=mesh.mesh_group)
+        else:
+            _step(mesh)
+        if where == "in the script" and mesh.rank == 1:
+            time.sleep(1.5)
+        if where == "in a step that fails":
+            try:
+                with StepGuard(mesh, "a step"):
+                    if mesh.rank == 1:
+                        raise StopIteration
+                    _step(mesh)
+            except StopIteration:
+                dist.all_reduce(torch.ones(1), group=mesh.mesh_group)
+                time.sleep(1.5)
+        _save(mesh)
+        if where == "before a barrier" and mesh.rank == number % 2:
+            time.sleep(1.5)
+        dist.barrier()
+    return "done"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("in a step", marks=pytest.mark.ci),
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in ("in the script", "in a step that fails", "before a barrier")
+        ),
+    ],
+)
+def test_ranks_that_are_slow_are_waited_for(where):
+    assert [ending.text for ending in endings_of(2, _slow, where, timeout_s=TIMEOUT_S)] == ["done", "done"]
