@@ -15,8 +15,8 @@ failed, the first    the others: perhaps all fail alike; then it decides on   2 
 failed, later        the first one's decision; then it decides itself         4 s
 has the outcome      only rank 0: that the others read it                     5 s
 in a step            nobody beyond the step's collectives                     T, where the backend notices nothing
-there alone          the others, which wait for it in a collective of the     3 s, then 30 s until the next look, and 2 s
-                     script, or in a meeting                                  to confirm it
+there alone          the others, which wait for it in a collective of the     3 s, then 30 s until the next look, 2 s to
+                     script, or in a meeting                                  confirm it
 failed in a step     as "failed" above; rank 0 then lets the others read      10 s for all requests to the store,
                      the outcome                                              and rank 0 1 s more
 lost a peer          the peer's report of its own failure; then it reports    1 s, then as "failed in a step"

@@ -79,5 +79,13 @@ def waiting_call(thread: int) -> WaitingCall | None:
         name not in _BARRIERS,
         id(call),
         call.f_lasti,
-        group._get_sequence_number_for_group(),
+        _number(group),
     )
+
+
+def _number(group: dist.ProcessGroup) -> int:
+    """How many collectives a group has begun, where its backend counts them."""
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
