@@ -243,6 +243,25 @@ def test_on_one_replica_layers_are_thawed_and_frozen_as_in_one_process(pool, che
     assert_alike(results, pool.run(1, thawed_alone, checkpoint(LLAMA))[0], EXACT)
 
 
+def thawed_from_nothing(path, config):
+    """What is said where all that a rank's optimizer has was frozen, as on a stage that is frozen as a whole."""
+    from colossalai.booster import Booster
+
+    booster = Booster(plugin=cuboid.CuboidPlugin(config))
+    model = cuboid.from_pretrained(path, booster.plugin.config).train()
+    embedding = model.get_input_embeddings().weight.requires_grad_(False)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([embedding], lr=0.1))
+    embedding.requires_grad_(True)
+    booster.backward(model(**global_batch(0)).loss, optimizer)
+    return said({"step": optimizer.step})
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"zero_optimization": {"stage": 1}}, marks=pytest.mark.ci)])
+def test_replicas_refuse_what_is_thawed_also_where_nothing_was_trained(pool, checkpoint, options):
+    for messages in pool.run(2, thawed_from_nothing, checkpoint(LLAMA), settings("1x1x1", data=2, **options)):
+        assert_said(messages, {"step": "model.embed_tokens.weight was frozen in booster.boost"})
+
+
 def adapted(path, config, folder):
     """Losses with an adapter from a folder, which is saved again; and what is said of calls in a wrong order."""
     from colossalai.booster import Booster

@@ -112,30 +112,42 @@ _SCRIPT = """
         model(input_ids=ids)
         print("so far")
         if dist.get_rank() == 0:
-            model(input_ids=ids)
+            ALONE
     THEN
 """
 
 
 @pytest.mark.parametrize(
-    ("then", "call"),
+    ("alone", "then", "what", "call"),
     [
-        ("dist.barrier()", "barrier"),
-        pytest.param("dist.all_gather_object([None, None], 1)", "all_gather_object", marks=pytest.mark.slow),
+        ("model(input_ids=ids)", "dist.barrier()", "forward", "barrier"),
+        pytest.param(
+            "model.generate(ids)", "dist.barrier()", "torch.distributed.broadcast", "barrier", marks=pytest.mark.ci
+        ),
+        pytest.param(
+            "model(input_ids=ids)",
+            "dist.all_gather_object([None, None], 1)",
+            "forward",
+            "all_gather_object",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_forward_of_one_rank_ends_with_its_place_where_nothing_can_interrupt_it(checkpoint, tmp_path, then, call):
+def test_what_one_rank_calls_ends_with_its_place_where_nothing_can_interrupt_it(
+    checkpoint, tmp_path, alone, then, what, call
+):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(_SCRIPT).replace("THEN", then))
+    script.write_text(textwrap.dedent(_SCRIPT).replace("ALONE", alone).replace("THEN", then))
     (status, output), (other_status, _) = as_ranks(2, script, checkpoint(SmallModel("llama")), timeout_s=TIMEOUT_S / 2)
     assert status == 1
     assert other_status != 0
     lines = script.read_text().splitlines()
-    alone, waiting = (lines.index(line) + 1 for line in ("        model(input_ids=ids)", then))
+    line, waiting = (max(n for n, line in enumerate(lines, 1) if line.strip() == text) for text in (alone, then))
+    what += "" if what == "forward" else f" ({script}:{line})"
     assert (
-        f"cuboid: rank 0: RankError: rank 0 is in forward, and rank 1 waits for it in torch.distributed.{call} "
+        f"cuboid: rank 0: RankError: rank 0 is in {what}, and rank 1 waits for it in torch.distributed.{call} "
         f"({script}:{waiting}): all ranks must make the same calls in the same order, and not one alone, as under "
-        f"`if rank == 0` ({script}:{alone})"
+        f"`if rank == 0` ({script}:{line})"
     ) in output
     assert "so far" in output
 

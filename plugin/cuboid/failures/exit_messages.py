@@ -46,6 +46,12 @@ def place_in_script(frames: Iterable[tuple[FrameType, int]]) -> str:
     return ""
 
 
+def is_of_cuboid(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    """Whether Cuboid's code is the first of some frames, from the innermost, that isn't torch's."""
+    names = (frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames)
+    return next((name for name in names if name not in ("torch", "contextlib")), "") == "cuboid"
+
+
 def end_alone(message: str, rank: int) -> NoReturn:
     """End a process whose main thread waits, where nothing can interrupt it, for what will never come."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)

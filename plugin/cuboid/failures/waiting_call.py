@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cuboid.distributed.process_groups import waits_for_lost_ranks
-from cuboid.failures.exit_messages import place_in_script
+from cuboid.failures.exit_messages import is_of_cuboid, place_in_script
 
 #: Functions that return on no rank before all ranks of the group have called them.
 _SYMMETRIC = frozenset(
@@ -30,8 +30,11 @@ _SYMMETRIC = frozenset(
 )
 #: Those among them that move no data, so that nothing but a rank can keep them waiting.
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
-#: Functions that return on other ranks once the rank ``src`` has called them; over NCCL that may have returned before.
+#: Functions that return on other ranks once the rank ``src`` has called them, and there once all have; over NCCL it may
+#: return before.
 _FROM_ONE = frozenset({"broadcast", "broadcast_object_list"})
+#: Functions that return on the rank ``dst`` once all have called them.
+_AT_ONE = frozenset({"gather", "gather_object"})
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,17 @@ class WaitingCall:
     Attributes:
         name: of the function, with the place in the script.
         ranks: the ranks of the world for which it waits, perhaps this one too.
+        group: the name of its process group.
         moves_data: whether it may be at work, rather than wait.
+        is_of_cuboid: whether Cuboid has made it, and not the script.
         frame, instruction, number: of the call, by which it is told from others.
     """
 
     name: str
     ranks: tuple[int, ...]
+    group: str
     moves_data: bool
+    is_of_cuboid: bool
     frame: int
     instruction: int
     number: int
@@ -55,7 +62,7 @@ class WaitingCall:
 
 def waiting_call(thread: int) -> WaitingCall | None:
     """The collective that a thread is in, by its identifier; None if it is in none that waits for known ranks."""
-    known = _SYMMETRIC if waits_for_lost_ranks() else _SYMMETRIC | _FROM_ONE
+    known = _SYMMETRIC if waits_for_lost_ranks() else _SYMMETRIC | _FROM_ONE | _AT_ONE
     innermost = sys._current_frames().get(thread)
     stack = [] if innermost is None else list(walk_stack(innermost))
     calls = [
@@ -70,13 +77,22 @@ def waiting_call(thread: int) -> WaitingCall | None:
     name, group = call.f_code.co_name, call.f_locals.get("group") or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    ranks = dist.get_process_group_ranks(group)
-    if name in _FROM_ONE:
-        ranks = [rank for rank in ranks if rank == call.f_locals.get("src")]
+    try:
+        ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
+    except (KeyError, ValueError):
+        # Groups are being destroyed.
+        return None
+    source, target = call.f_locals.get("src"), call.f_locals.get("dst")
+    if name in _FROM_ONE and source != this_rank:
+        ranks = [rank for rank in ranks if rank == source]
+    if name in _AT_ONE and target != this_rank:
+        return None
     return WaitingCall(
         f"torch.distributed.{name}{place_in_script(stack[calls[-1] :])}",
         tuple(ranks),
+        group.group_name,
         name not in _BARRIERS,
+        is_of_cuboid(stack[calls[-1] :]),
         id(call),
         call.f_lasti,
         _number(group),
@@ -86,6 +102,7 @@ def waiting_call(thread: int) -> WaitingCall | None:
 def _number(group: dist.ProcessGroup) -> int:
     """How many collectives a group has begun, where its backend counts them."""
     try:
-        return group._get_sequence_number_for_group()
+        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     except RuntimeError:
         return 0
+    return number

@@ -5,8 +5,9 @@ does, which costs a step nothing, and writes into the store what has been the sa
 follows that ranks wait for each other:
 
 * One has begun a step that the other, with which it holds the model, hasn't, and the other is in the next meeting.
-* One is in a step that the other hasn't begun, or in a meeting, and the other waits for it in a collective of torch's.
-  Positions are written late: that of the other counts once it was written again in the meantime.
+* One is in a step that the other hasn't begun, in a meeting, or in a collective of Cuboid's, and the other waits for it
+  in a collective of another group. Positions are written late: that of the other counts once it was written again in
+  the meantime.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Position:
         running: by the same, the last of them.
         is_comparable: whether none of them failed.
         call: the collective in which it waits, if it is in none of these steps.
+        group: whose collective that is.
         waits_for: for which ranks it does.
         place, time: which of the places where it stayed this is, and how often the position was written.
     """
@@ -51,6 +53,7 @@ class Position:
     running: dict[str, str]
     is_comparable: bool
     call: str = ""
+    group: str = ""
     waits_for: tuple[int, ...] = ()
     place: int = 0
     time: int = 0
@@ -137,17 +140,20 @@ class Whereabouts:
         if waits or not self._is_written:
             self._write(here, call if waits else None)
         # Over NCCL, the host may have left the step's code.
-        if still_s < self._next_look or call is not None or not (is_inside or waits_for_lost_ranks()):
+        is_alone = is_inside or waits_for_lost_ranks() if call is None else waits and call.is_of_cuboid
+        if still_s < self._next_look or not is_alone:
             return None
-        text = self._alone(here)
+        text = self._alone(here, call)
         self._next_look = still_s + (CONFIRMED_S if self._to_confirm else min(still_s, _LONGEST_LOOK_S))
         return text
 
-    def _alone(self, here: Position) -> str | None:
-        for rank, there in self._positions(self.near()):
-            step = here.step_ahead_of(there)
-            if step is not None and self._is_waited_for(rank, there):
-                return self._waiting(step, rank, there)
+    def _alone(self, here: Position, call: WaitingCall | None) -> str | None:
+        """Why the step, or the collective of Cuboid's, that the main thread is in can't end, if that is certain."""
+        for rank, there in self._positions(self.near() if call is None else sorted({*call.ranks} - {self._rank})):
+            elsewhere = None if call is None or call.group == there.group else call.name
+            what = here.step_ahead_of(there) if call is None else elsewhere
+            if what is not None and self._is_waited_for(rank, there):
+                return self._waiting(what, rank, there)
         return None
 
     def _waiting(self, what: str, rank: int, there: Position) -> str:
@@ -180,7 +186,7 @@ class Whereabouts:
         self._times += 1
         written = asdict(here) | {"place": self._place, "time": self._times}
         if call is not None:
-            written |= {"call": call.name, "waits_for": call.ranks}
+            written |= {"call": call.name, "group": call.group, "waits_for": call.ranks}
         self._store.post(f"position/{self._rank}", json.dumps(written))
         self._is_written = True
 

@@ -72,7 +72,9 @@ class CuboidOptimizer(OptimizerWrapper):
         self._is_stepping = False
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
         flat = self.replicated.flat_parameters
-        self._trained = TrainedParameters(inner, flat, None if flat else optim, "booster.boost")
+        # A stage that was frozen as a whole has buffers of nothing.
+        alone = None if self.replicated.buffers else optim
+        self._trained = TrainedParameters(inner, flat, alone, "booster.boost")
         self._stepped_tensors = [id(parameter) for parameter in self.parameters]
         reference = weakref.ref(self)
         inner.cuboid.state.optimizer = reference
@@ -127,8 +129,10 @@ class CuboidOptimizer(OptimizerWrapper):
         """
         if closure is not None:
             raise CuboidError("a closure would run forward and backward behind the plugin's back; call step without it")
-        self._trained.check()
-        self._groups.check(self.optim.param_groups)
+        with StepGuard(self._mesh, f"check of step {self._steps + 1}"):
+            # A stage may have changed alone.
+            self._trained.check()
+            self._groups.check(self.optim.param_groups)
         self._finish_gradients()
         if self._max_norm > 0:
             self.clip_grad_by_norm(self._max_norm)
