@@ -59,6 +59,11 @@ def four_bits(compute=torch.float32, **options):
     return BitsAndBytesConfig(load_in_4bit=True, **options)
 
 
+def quantised(asked):
+    """Of ``from_pretrained``; nothing for a checkpoint that is stored in 4 bits."""
+    return {} if asked is None else {"quantization_config": asked()}
+
+
 def batch(rows=6, length=12):
     ids = torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -89,15 +94,16 @@ def adapter(options):
 
 def adapted(model, options):
     # From a folder: ranks that are threads draw from one generator.
-    return PeftModel.from_pretrained(model, adapter(tuple(options.items())), is_trainable=True)
+    folder = options if isinstance(options, str) else adapter(tuple(options.items()))
+    return PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
-def trained(model, options, prepare=None):
-    """The loss, and gradients with what is needed to put them together."""
+def trained(model, options, prepare=None, micro_batch=None):
+    """The loss, and gradients with what is needed to put them together; ``options`` may be an adapter's folder."""
     if prepare is not None:
         model = prepare(model)
     model = adapted(model, options).train()
-    loss = model(**batch(), use_cache=False).loss
+    loss = model(**(micro_batch or batch()), use_cache=False).loss
     loss.backward()
     return loss.item(), model
 
@@ -107,13 +113,13 @@ def gradients(model):
     return {name: gradient for name, gradient in named if gradient is not None}
 
 
-def on_mesh(path, mesh, asked, options=None, dtype=torch.float32, prepare=None, **section):
+def on_mesh(path, mesh, asked, options=None, dtype=torch.float32, prepare=None, micro_batch=None, **section):
     """Of all ranks: losses, whole gradients, and bytes of frozen weights."""
 
     def run():
         config = {"tensor_parallel": {**mesh_section(mesh), **section}}
-        model = cuboid.from_pretrained(path, config, dtype=dtype, quantization_config=asked())
-        loss, model = trained(model, options or {}, prepare)
+        model = cuboid.from_pretrained(path, config, dtype=dtype, **quantised(asked))
+        loss, model = trained(model, options or {}, prepare, micro_batch)
         inner = model.get_base_model()
         packed = sum(x.nbytes for x in inner.parameters() if x.dtype == torch.uint8)
         return loss, gradients(model), sharding_specs(inner), cuboid.mesh_of(inner), packed
@@ -128,9 +134,9 @@ def on_mesh(path, mesh, asked, options=None, dtype=torch.float32, prepare=None, 
     return losses, whole_gradients, packed
 
 
-def plain(path, asked, options=None, dtype=torch.float32, prepare=None):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=asked())
-    loss, model = trained(model, options or {}, prepare)
+def plain(path, asked, options=None, dtype=torch.float32, prepare=None, micro_batch=None):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **quantised(asked))
+    loss, model = trained(model, options or {}, prepare, micro_batch)
     return loss, gradients(model)
 
 

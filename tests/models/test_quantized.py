@@ -14,7 +14,7 @@ from cuboid.planner.description.meta_model import describe
 from small_layers import with_attention
 
 METHODS = {
-    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes": {"load_in_8bit": True},
     "torchao": {"quant_type": "int8_weight_only"},
     "fp8": {"weight_block_size": [128, 128]},
     "gptq": {"bits": 4},

@@ -20,6 +20,7 @@ from cuboid.checkpoint.format.bounded_files import check_output, check_output_fi
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.integrations.callbacks.loss_guard import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.sides import shifts_labels
 from cuboid.models.kinds.causal import check_causal
@@ -183,6 +184,7 @@ def plan(options: TrainOptions) -> TrainJob:
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
     settings = model_config(options.architecture, trust_remote_code=options.trust_remote_code)
+    check_unquantized(settings, str(options.architecture))
     resumed = _find_resumed(options)
     # A run that was killed while it wrote its result, and had no checkpoint, is begun again.
     is_unfinished = options.resume_if_any and (options.out / WRITING).exists()

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import BatchKind
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.architectures.small_model_names import Dtype
 from cuboid.models.batch.length_cases import (
     LONGEST,
@@ -171,8 +172,10 @@ class Plan:
 
         Raises:
             CheckpointError: it can't be read, or needs code that isn't trusted.
+            UnsupportedModelError: its weights are quantised.
         """
         config: PretrainedConfig = read_model_config(Path(self.checkpoint), trust_remote_code=self.trust_remote_code)
+        check_unquantized(config, self.checkpoint)
         return config
 
     def model_config(self) -> PretrainedConfig:

@@ -9,10 +9,12 @@ group is needed: a rank's coordinate comes from the launcher's environment.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,11 @@ from cuboid.models.certification.certificates import CodeCheck
 from cuboid.models.kinds.registry import check_class
 from cuboid.models.model_plan import ModelPlan, RankPart
 from cuboid.models.plain_construction import plain_construction
-from cuboid.models.sharded.quantization import quantization_of
+from cuboid.models.sharded.quantization import Quantization, check_dtype, quantization_of, stored_quantization
 from cuboid.models.stages.placeholders import taken_for_initialized
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+from cuboid.weights.four_bit_weights import FourBitReader, StoredWeights
 from cuboid.weights.model_folder import (
     CONFIG,
     as_damage_of,
@@ -47,12 +50,14 @@ from cuboid.weights.model_folder import (
     verify_model_folder,
 )
 from cuboid.weights.new_weights import is_of_new_head, make_new_weights
-from cuboid.weights.presharded import from_rank_file, rank_folder_of
+from cuboid.weights.presharded import from_rank_file, rank_folder_of, take_settings
 from cuboid.weights.read_once import load_once
 from cuboid.weights.resolve import plan_of, resolve
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
 from cuboid.weights.state_dict_map import check_has_whole_tensors
+
+_logger = logging.getLogger(__name__)
 
 #: Arguments of ``from_pretrained`` that place or transform weights in ways that contradict sharded loading.
 _INCOMPATIBLE = (
@@ -111,16 +116,27 @@ def _load_sharded(
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
     folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
-    if folder is not None and has_config(folder):
-        check_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
-    if isinstance(kwargs.get("config"), PretrainedConfig):
-        check_unquantized(kwargs["config"], f"the config given to {cls.__name__}.from_pretrained")
+    in_4_bits = _stored_quantization(cls, folder, kwargs)
+    if in_4_bits is not None:
+        if rank_folder is not None:
+            check_unquantized(read_config(rank_folder / CONFIG), str(rank_folder / CONFIG))
+        is_other = quantization is not None and replace(quantization, stored=True) != in_4_bits
+        if is_other and current_rank() == 0:
+            _logger.warning(
+                "from_pretrained(quantization_config=…) isn't used: the weights are stored in 4 bits already, as the "
+                "quantization_config in the model's own config says",
+            )
+        quantization = in_4_bits
+        config_of_model = take_settings(cls, folder, kwargs)
+        if hasattr(config_of_model, "quantization_config"):
+            del config_of_model.quantization_config
+        kwargs["config"] = config_of_model
     stored = None if folder is None else Stored(folder, kwargs.get("variant"))
     loading = loading_class(
         cls, lambda whole_model: resolve(whole_model, config, cls, quantization), stored=stored, new_head=True
     )
     if rank_folder is not None:
-        loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
+        loading, args, kwargs = from_rank_file(loading, config, quantization, rank_folder, args, kwargs)
     elif folder is not None:
         # Damaged files are reported before transformers reads them; see :mod:`cuboid.weights.model_folder`.
         if has_config(folder):
@@ -140,6 +156,24 @@ def _load_sharded(
     if device is not None:
         model.to(device)
     return (model, info) if wants_info else model
+
+
+def _stored_quantization(
+    cls: type[PreTrainedModel], folder: Path | None, kwargs: dict[str, Any]
+) -> Quantization | None:
+    """How the weights that a call of ``from_pretrained`` reads are stored in 4 bits; None if they aren't quantised."""
+    stored, where = None, f"the config given to {cls.__name__}.from_pretrained"
+    has_file = folder is not None and has_config(folder)
+    if folder is not None and has_file:
+        stored = stored_quantization(read_config(folder / CONFIG), str(folder / CONFIG))
+    # Auto classes give a config that they have read.
+    settings = kwargs.get("config")
+    asked = stored_quantization(settings, where) if isinstance(settings, PretrainedConfig) else None
+    if has_file and asked not in (None, stored):
+        raise UnsupportedModelError(
+            f"{where} has another quantization_config than the {CONFIG} of {folder}, which says how weights are stored"
+        )
+    return stored if has_file else asked
 
 
 def own_device(device_map: Any) -> torch.device | None:
@@ -241,23 +275,46 @@ class _Loading:
         if plan.stages is not None:
             _ignore_other_stages(self, all_names)
         if self.cuboid_part.parallel is not None and self._cuboid_marks:
-            mark_parameters(self, self.cuboid_part.parallel, plan.mesh)
+            quantized = plan.quantized
+            stored = () if quantized is None or not quantized.quantization.stored else quantized.names
+            mark_parameters(self, self.cuboid_part.parallel, plan.mesh, stored)
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **kwargs: Any
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Fill a model from files, which transformers' loader reads; see :mod:`cuboid.weights.read_once`."""
+        """Fill a model from files, which transformers' loader reads; see :mod:`cuboid.weights.read_once` and
+        :mod:`cuboid.weights.four_bit_weights`.
+        """
+        part: RankPart = model.cuboid_part
+        if load_config.hf_quantizer is not None:
+            raise UnsupportedModelError(
+                f"{model.config._name_or_path}: its config.json has a quantization_config that is read too late for a "
+                "mesh or a pipeline; load the model by an auto class, such as AutoModelForCausalLM"
+            )
         load = functools.partial(model._cuboid_base._load_pretrained_model, model)
-        mesh, files = model.cuboid_part.plan.mesh, checkpoint_files
+        mesh, files, quantized = part.plan.mesh, checkpoint_files, part.plan.quantized
         is_read = state_dict is None and all(file.endswith(".safetensors") for file in files or ())
-        if not is_read or mesh.topology.data == 1:
-            return load(state_dict, files, *args, **kwargs)
+        with ExitStack() as stack:
+            stored: StoredWeights | None = None
+            specs: Mapping[str, ShardingSpec] = {}
+            # Files of ranks have shards, which are rounded when all are there.
+            if quantized is not None and part.parallel is not None:
+                check_dtype(load_config.dtype)
+                reader = FourBitReader(model, part)
+                load_config, specs = replace(load_config, hf_quantizer=reader), reader.specs
+                if quantized.quantization.stored:
+                    stored = stack.enter_context(StoredWeights.open(files))
 
-        def read(tensors: dict[str, Any] | None) -> Any:
-            return load(tensors, files if tensors is None else None, *args, **kwargs)
+            def read(tensors: dict[str, Any] | None) -> Any:
+                if stored is not None and quantized is not None:
+                    values = quantized.quantization.values
+                    tensors = stored.tensors(tensors, model, load_config, specs, values)
+                return load(tensors, files if tensors is None else None, load_config, *args, **kwargs)
 
-        return load_once(model, mesh, files or (), read)
+            if not is_read or mesh.topology.data == 1:
+                return load(state_dict, files, load_config, *args, **kwargs) if stored is None else read(None)
+            return load_once(model, mesh, files or (), read)
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.

@@ -19,6 +19,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
 from cuboid.models.model_plan import RankPart
+from cuboid.models.sharded.quantization import Quantization
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard
 from cuboid.weights.model_folder import check_model_folder
 from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
@@ -35,13 +36,19 @@ def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | N
 
 
 def from_rank_file(
-    loading: type[PreTrainedModel], config: CuboidConfig, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+    loading: type[PreTrainedModel],
+    config: CuboidConfig,
+    quantization: Quantization | None,
+    folder: Path,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[type[PreTrainedModel], tuple[Any, ...], dict[str, Any]]:
     """Change a call of ``from_pretrained`` to read this rank's own file.
 
     Args:
         loading: the class that shards itself while it is loaded; see :mod:`cuboid.weights.load`.
         config: Cuboid's config.
+        quantization: how the model's linear layers are stored in 4 bits.
         folder: what :func:`rank_folder_of` found.
         args, kwargs: of the call.
 
@@ -64,13 +71,16 @@ def from_rank_file(
             if fault is not None:
                 raise CheckpointError(fault)
     kwargs = dict(kwargs)
-    settings = _take_settings(loading, folder, kwargs)
+    settings = take_settings(loading, folder, kwargs)
     # transformers then reads this file instead of model.safetensors; ``finish_loading`` removes the key.
     settings.transformers_weights = name
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
     # The mesh "auto" becomes the one that the files were made for.
     config, base = config.on_mesh(document.mesh.shape), loading._cuboid_base  # type: ignore[attr-defined]
-    members.update(_cuboid_folder=folder, _cuboid_decide=staticmethod(lambda model: resolve(model, config, base)))
+    members.update(
+        _cuboid_folder=folder,
+        _cuboid_decide=staticmethod(lambda model: resolve(model, config, base, quantization)),
+    )
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
 
@@ -103,7 +113,7 @@ def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
         raise CheckpointError(fault)
 
 
-def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:
+def take_settings(cls: type[PreTrainedModel], folder: Path | None, kwargs: dict[str, Any]) -> PretrainedConfig:
     """Take the config out of the kwargs of a ``from_pretrained`` call, updated with those that are its keys."""
     asked = kwargs.pop("config", None)
     if isinstance(asked, PretrainedConfig):

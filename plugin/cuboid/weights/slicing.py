@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.tensor3d.sharding.four_bits import is_packed
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard, take_shard
 
 #: Dims of a parameter that holds all experts of a layer.
 _EXPERT_DIMS = 3
 
 
-def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
+def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh, stored: Collection[str] = ()) -> None:
     """Replace each parameter by a DTensor on the meta device that has the placement of this rank's shard.
 
-    What can't be read in slices stays as it is: it is read in full and sliced later.
+    What can't be read in slices stays as it is: it is read in full and sliced later. So do the weights of the layers
+    ``stored``, which are in 4 bits in the files.
     """
     mapping = get_model_conversion_mapping(model)
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -35,6 +38,8 @@ def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None
     for module, name, spec in parallel_plan.parameters_of(model):
         if spec.ragged and "hidden" in spec.fsdp_axes:
             # No DTensor placement describes how the bias of a head is sharded.
+            continue
+        if name == "weight" and prefixes[module] in stored:
             continue
         made_by = [
             converter
@@ -72,6 +77,8 @@ def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> No
     """Replace the loaded DTensors, and the tensors that were read in full, by this rank's shards."""
     for module, name, spec in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
+        if is_packed(loaded):
+            continue
         if isinstance(loaded, DTensor) and _read_index(spec, mesh) != mesh.index(*spec.fsdp_axes):
             # A stand-in was read for a shard without experts, which is all padding.
             shard = loaded.to_local().detach().new_zeros(spec.shard_shape(mesh.shape))

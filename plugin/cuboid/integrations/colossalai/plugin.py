@@ -355,8 +355,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         """
         if bnb_quantization_config is not None:
             raise UnsupportedModelError(
-                "enable_lora(quantize=True): quantised weights can't be cut; leave it out, and train adapters beside "
-                "weights in bf16"
+                "enable_lora(quantize=True): quantised weights can't be cut once they are whole; leave it out, and "
+                "take a model that cuboid.from_pretrained(…, quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+                "…)) has loaded"
             )
         if self._model is not None:
             raise CuboidError("enable_lora comes before booster.boost, which takes the optimizer of the adapters")

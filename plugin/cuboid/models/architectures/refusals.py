@@ -39,18 +39,24 @@ def check_unquantized(config: Mapping[str, Any] | PretrainedConfig, where: str) 
     Raises:
         UnsupportedModelError: it has a ``quantization_config``.
     """
-    values = config if isinstance(config, Mapping) else vars(config)
-    section = values.get("quantization_config")
+    section = quantization_section(config)
     if not section:
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else getattr(section, "quant_method", None)
     # Of transformers, members of an enum.
     method = getattr(method, "value", method)
     raise UnsupportedModelError(
-        f"{where}: quantization_config (quant_method {method!r}) has no rule on a mesh or in a pipeline: quantised "
-        "weights have blocks and scales of whole tensors, which aren't cut. Load 16- or 32-bit weights: plain "
-        "transformers' model.dequantize() and save_pretrained make such a checkpoint"
+        f"{where}: quantization_config (quant_method {method!r}) has no rule here: blocks and scales of quantised "
+        "weights are those of whole tensors. from_pretrained takes checkpoints of 16 or 32 bits, also with "
+        "quantization_config=BitsAndBytesConfig(load_in_4bit=True, …), and those that bitsandbytes has stored in 4 "
+        "bits; plain transformers' model.dequantize() and save_pretrained make one of 16 bits"
     )
+
+
+def quantization_section(config: Mapping[str, Any] | PretrainedConfig) -> Any:
+    """The ``quantization_config`` of a model's config, or of what is in its file; None if it has none."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    return values.get("quantization_config")
 
 
 def check_plain_weights(model: nn.Module) -> None:

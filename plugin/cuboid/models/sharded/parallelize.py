@@ -89,8 +89,12 @@ def parallelize_modules(
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
         parameters = {key: shards.take(old, key, spec) for key, spec in parallel_plan.specs[name].items()}
+        four_bits = None
+        if quantized is not None and name in quantized.names:
+            spec = parallel_plan.specs[name]["weight"]
+            parameters["weight"], four_bits = quantized.finish(name, parameters["weight"], spec, mesh)
         if role.kind in ("whole", "inside", "tied"):
-            keep_whole(old, parameters, mesh=mesh, specs=parallel_plan.specs[name])
+            keep_whole(old, parameters, mesh=mesh, specs=parallel_plan.specs[name], four_bits=four_bits)
             continue
         if role.kind in ("experts", "router"):
             _shard_mixture(old, role, parameters, parallel_plan.specs[name], mesh)
@@ -98,10 +102,6 @@ def parallelize_modules(
         if role.kind == "per head":
             shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, specs=parallel_plan.specs[name])
             continue
-        four_bits = None
-        if quantized is not None and name in quantized.names:
-            spec = parallel_plan.specs[name]["weight"]
-            parameters["weight"], four_bits = quantized.pack(parameters["weight"], spec, mesh)
         new: nn.Module
         if role.norm is not None and role.heads is not None:
             new = _norm_over_heads(role, parameters["weight"], parallel_plan, name, mesh)
@@ -162,7 +162,8 @@ class _Shards:
         if self._uses[id(parameter)] > 1:
             # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
             self._shared[id(parameter)] = shard
-        module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="meta")))
+        blank = torch.empty_like(parameter, device="meta")
+        module.register_parameter(name, nn.Parameter(blank, requires_grad=parameter.requires_grad))
         return shard
 
 

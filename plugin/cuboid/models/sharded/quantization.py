@@ -7,12 +7,14 @@ Their weights have the values that bitsandbytes gives whole ones; :mod:`cuboid.t
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -20,20 +22,22 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
+from cuboid.models.architectures.refusals import check_unquantized, quantization_section
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.requirements import check_version
-from cuboid.tensor3d.sharding.four_bits import BLOCK, FourBits
+from cuboid.tensor3d.sharding.four_bits import BLOCK, FourBits, is_packed, scales_spec
 from cuboid.tensor3d.sharding.full_params import full_tensor
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 _KEY = "quantization_config"
 #: Roles of linear layers that may be quantised.
-_KINDS = ("up", "down", "latent", "from latent")
+_KINDS = ("up", "down", "latent", "from latent", "whole", "inside")
 #: Scales that share one scale of their own, with double quantisation.
-_NESTED_BLOCK = 256
+NESTED_BLOCK = 256
 #: In which weights can be restored.
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEEP = "or keep it in 16 bits: name it in llm_int8_skip_modules"
+_LEAVE = f"leave {_KEY} out, {_KEEP}"
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Quantization:
         dtype: what weights are multiplied in.
         nested: whether the scales are rounded too (``bnb_4bit_use_double_quant``).
         skipped: patterns of the names of layers that stay as they are; None for transformers' own choice.
+        stored: whether the checkpoint's weights are so already.
     """
 
     values: str
     dtype: torch.dtype
     nested: bool
     skipped: tuple[str, ...] | None
+    stored: bool = False
 
     def layers_of(self, model: PreTrainedModel, parallel_plan: ParallelPlan) -> QuantizedLayers:
         """The layers to quantise.
@@ -70,6 +76,12 @@ class Quantization:
             if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept):
                 self._check(name, module, parallel_plan)
                 names.append(name)
+        ties: dict[str, str] = model.all_tied_weights_keys
+        tied = next((name for name in names if f"{name}.weight" in {*ties, *ties.values()}), None)
+        if tied is not None:
+            raise UnsupportedModelError(
+                f"{_KEY}: {tied} shares its weight with another module, for which 4 bits have no rule; {_LEAVE}"
+            )
         if not names:
             raise UnsupportedModelError(
                 f"{_KEY}: {type(model).__name__} has no linear layer that transformers would quantise; leave it out"
@@ -82,7 +94,7 @@ class Quantization:
         Raises:
             MeshError: ``torch.distributed`` isn't initialised.
         """
-        if self.nested:
+        if self.nested and not self.stored:
             try:
                 mesh.connect()
             except MeshError as error:
@@ -101,18 +113,24 @@ class Quantization:
                 f"{_KEY} out"
             )
         if role is None or role.kind not in _KINDS:
-            where = "the head" if role is not None and role.kind == "head" else "in a part that ranks compute whole"
-            raise UnsupportedModelError(
-                f"{_KEY}: {name} is {where}, for which 4 bits have no rule; leave {_KEY} out, {_KEEP}"
-            )
+            kinds = {"head": "the head", "router": "a router", "labels": "a head of a few outputs"}
+            where = kinds.get("" if role is None else role.kind, "a module that isn't cut as a linear layer")
+            raise UnsupportedModelError(f"{_KEY}: {name} is {where}, for which 4 bits have no rule; {_LEAVE}")
         spec = parallel_plan.specs[name]["weight"]
-        width = spec.shard_shape(parallel_plan.mesh)[1]
-        if width % BLOCK:
+        if scales_spec(spec, parallel_plan.mesh) is not None:
+            return
+        height, width = spec.shard_shape(parallel_plan.mesh)
+        if width < spec.shape[1]:
             raise MeshError(
                 f"{_KEY}: a rank's rows of {name} would have {width} of {spec.shape[1]} elements, and {BLOCK} "
                 f"neighbours share a scale: take a mesh that cuts rows into fewer parts (hidden those of query, key, "
                 f"value, gate and up, sequence those of output and down), {_KEEP}"
             )
+        raise MeshError(
+            f"{_KEY}: a rank would have {height} of the {spec.shape[0]} rows of {name}, each of {width} elements, and "
+            f"{BLOCK} neighbours share a scale, beyond the ends of rows: take a mesh that gives ranks multiples of "
+            f"{BLOCK // math.gcd(width, BLOCK)} rows, {_KEEP}"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,18 +140,34 @@ class QuantizedLayers:
     Attributes:
         names: of the layers, in the whole model.
         quantization: how their weights are quantised.
+        forms: by layer, how its weight's shard on this rank is stored, of those that are rounded already.
     """
 
     names: frozenset[str]
     quantization: Quantization
+    forms: dict[str, FourBits] = field(default_factory=dict)
 
-    def pack(self, shard: nn.Parameter, spec: ShardingSpec, mesh: Mesh) -> tuple[nn.Parameter, FourBits]:
-        """Round a weight's shard; collective if scales are ``nested``."""
-        quantization = self.quantization
-        form = FourBits(quantization.values, quantization.dtype, spec.shard_shape(mesh.shape))
+    def form(self, name: str, dtype: torch.dtype, spec: ShardingSpec, mesh: Mesh) -> FourBits:
+        """How the shards of a layer's weight, of a dtype, are stored."""
+        self.forms[name] = FourBits(
+            self.quantization.values, dtype, self.quantization.dtype, spec.shard_shape(mesh.shape)
+        )
+        return self.forms[name]
+
+    def finish(self, name: str, shard: nn.Parameter, spec: ShardingSpec, mesh: Mesh) -> tuple[nn.Parameter, FourBits]:
+        """Round a weight's shard, unless that was done when it was read; collective if scales are ``nested``."""
         with torch.no_grad():
-            packed = form.pack(shard.detach())
-            if quantization.nested:
+            packed = shard.detach()
+            if not is_packed(packed):
+                if self.quantization.stored:
+                    raise UnsupportedModelError(
+                        f"{_KEY}: transformers makes the weight of {name} of several of the checkpoint's tensors or of "
+                        "parts of them, for which there is no rule where these are stored in 4 bits; take a checkpoint "
+                        f"of 16 bits, with {_KEY} in from_pretrained"
+                    )
+                packed = self.form(name, packed.dtype, spec, mesh).pack(packed)
+            form = self.forms[name]
+            if self.quantization.nested and not self.quantization.stored:
                 scales = form.scales(packed)
                 scales.copy_(_nested(scales, spec, mesh))
         return nn.Parameter(packed, requires_grad=False), form
@@ -142,13 +176,15 @@ class QuantizedLayers:
 def _nested(scales: torch.Tensor, spec: ShardingSpec, mesh: Mesh) -> torch.Tensor:
     """A shard's scales, rounded as those of the whole weight are; collective."""
     bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")
-    of_scales = ShardingSpec((spec.shape[0], spec.shape[1] // BLOCK), spec.tp_axes, spec.parts, spec.ragged)
+    of_scales = scales_spec(spec, mesh.shape)
+    assert of_scales is not None, "checked before a weight is read"
     mesh.connect()
-    flat = full_tensor(scales.contiguous(), of_scales, mesh).flatten()
+    shard = scales.view(of_scales.shard_shape(mesh.shape)).contiguous()
+    flat = full_tensor(shard, of_scales, mesh).flatten()
     mean = flat.mean()
-    rounded, state = bitsandbytes.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK)
+    rounded, state = bitsandbytes.quantize_blockwise(flat - mean, blocksize=NESTED_BLOCK)
     restored = bitsandbytes.dequantize_blockwise(rounded, state) + mean
-    return take_shard(restored.view(of_scales.shape), of_scales, mesh)
+    return take_shard(restored.view(of_scales.shape), of_scales, mesh).flatten()
 
 
 def check_settings(config: CuboidConfig) -> None:
@@ -163,6 +199,19 @@ def check_settings(config: CuboidConfig) -> None:
                 f"tensor_parallel.{key} has no rule for weights of 4 bits ({_KEY} of from_pretrained); leave one of "
                 "the two out"
             )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Check that weights of a dtype can be rounded.
+
+    Raises:
+        UnsupportedModelError: they can't.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"{_KEY}: bitsandbytes doesn't round weights of {dtype}; take dtype=torch.bfloat16, torch.float16 or "
+            "torch.float32 in from_pretrained"
+        )
 
 
 def quantization_of(value: Any) -> Quantization:
@@ -188,7 +237,7 @@ def quantization_of(value: Any) -> Quantization:
             raise UnsupportedModelError(f"{_KEY}.{name} has no rule on a mesh or in a pipeline: {why}")
     if not value.load_in_4bit:
         raise UnsupportedModelError(f"{_KEY} says neither load_in_4bit nor load_in_8bit; leave it out")
-    if value.bnb_4bit_compute_dtype not in _DTYPES:
+    if value.bnb_4bit_compute_dtype not in DTYPES:
         raise UnsupportedModelError(
             f"{_KEY}.bnb_4bit_compute_dtype is {value.bnb_4bit_compute_dtype}, in which bitsandbytes restores no "
             "weights; take torch.bfloat16, torch.float16 or torch.float32"
@@ -203,6 +252,27 @@ def quantization_of(value: Any) -> Quantization:
         value.bnb_4bit_use_double_quant,
         None if skipped is None else tuple(skipped),
     )
+
+
+def stored_quantization(config: Mapping[str, Any] | PretrainedConfig, where: str) -> Quantization | None:
+    """How the weights of a checkpoint are stored in 4 bits; None if they aren't quantised.
+
+    Args:
+        config: of transformers, or what is in its file.
+        where: what has the config, for the error.
+
+    Raises:
+        UnsupportedModelError: they are quantised otherwise.
+        ImportError: bitsandbytes is missing or too old.
+    """
+    section = quantization_section(config)
+    if not section:
+        return None
+    values = dict(section) if isinstance(section, Mapping) else section.to_dict()
+    is_ours = values.get("quant_method", "bitsandbytes") == "bitsandbytes"
+    if not is_ours or not (values.get("load_in_4bit") or values.get("_load_in_4bit")):
+        check_unquantized(config, where)
+    return replace(quantization_of(values), stored=True)
 
 
 def _from_dict(value: dict[str, Any]) -> Any:

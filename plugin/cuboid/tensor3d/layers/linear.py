@@ -144,11 +144,6 @@ class ShardedLinear(ShardedModule, nn.Linear):
         bias = None if self.bias is None else self.output_bias().to(dtype)
         return Operand(weight, deferred, bias, deferred_weight)
 
-    def weight_shard(self) -> torch.Tensor:
-        """The values of the rank's shard of the weight, which may be stored in 4 bits."""
-        four_bits = self.sharded_params["weight"].four_bits
-        return self.weight if four_bits is None else four_bits.block(self.weight.unsqueeze(0))
-
     def output_bias(self) -> torch.Tensor:
         """The bias, of the features that the rank's output has. There must be one."""
         bias = self.unsharded("bias")

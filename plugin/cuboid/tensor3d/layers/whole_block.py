@@ -35,8 +35,10 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import random_numbers_of_block
+from cuboid.tensor3d.layers.linear import checked_dtype
 from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
+from cuboid.tensor3d.sharding.four_bits import FourBits
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, shard_in_place
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
@@ -53,11 +55,41 @@ class KeptWhole(ShardedModule):
     is_prefetched = False
 
 
+class KeptInFourBits(KeptWhole):
+    """Of a linear layer whose weight is stored in 4 bits."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product in the dtype that the block has restored the weight in, as bitsandbytes' layers compute it."""
+        dtype = checked_dtype(x, self.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(x.to(dtype), self.weight, bias).to(x.dtype)
+
+
 def keep_whole(
-    module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, specs: dict[str, ShardingSpec]
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    *,
+    mesh: Mesh,
+    specs: dict[str, ShardingSpec],
+    four_bits: FourBits | None = None,
 ) -> None:
-    """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code."""
-    shard_in_place(module, KeptWhole, parameters, mesh=mesh, specs=specs)
+    """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code.
+
+    Args:
+        module: the module.
+        parameters: shards, by name.
+        mesh: that they are cut over.
+        specs: how.
+        four_bits: how the weight of a linear layer is stored in 4 bits; None if it has its own elements.
+    """
+    kind = KeptWhole if four_bits is None else KeptInFourBits
+    shard_in_place(module, kind, parameters, mesh=mesh, specs=specs)
+    if four_bits is not None:
+        assert isinstance(module, KeptInFourBits)
+        module.sharded_params["weight"].store_in(four_bits)
 
 
 def cut_and_keep_whole(module: nn.Module, mesh: Mesh) -> None:
@@ -226,7 +258,10 @@ def compute_whole(
         images: pads and splits the activations of images, for a block inside a layer.
         tower: whether ranks of sequence × hidden get the same input, that of the images in their rows.
     """
-    if mesh.shape.size > 1:
+    is_stored = any(isinstance(module, KeptInFourBits) for module in block.modules())
+    if mesh.shape.size > 1 or is_stored:
+        # A single rank has nothing to split, whatever its input is.
+        everywhere = everywhere or mesh.shape.size == 1
         vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere, cuboid_images=images, cuboid_tower=tower)
         cls: Any = type(block)
         block.__class__ = _computed_whole(cls)
@@ -431,7 +466,7 @@ def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) ->
     start_unshards(params, shards)
     full_params = []
     for param, shard in zip(params, shards, strict=True):
-        if param.ranks == 1:
+        if not param.unshards:
             full_params.append(shard.view_as(shard))
         else:
             # Contiguous, out of a bucket's buffer: `_SavedByNumber` recognises a parameter by its storage.

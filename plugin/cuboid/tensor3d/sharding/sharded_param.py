@@ -392,6 +392,12 @@ class ShardedModule(nn.Module):
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].spec
 
+    def shard_values(self, name: str) -> torch.Tensor:
+        """The values of the rank's shard of a parameter, which may be stored in 4 bits."""
+        shard: torch.Tensor = getattr(self, name)
+        four_bits = self.sharded_params[name].four_bits
+        return shard if four_bits is None else four_bits.restore(shard.unsqueeze(0))
+
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
         block = self.prefetched_params.get(name)

@@ -23,6 +23,7 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
 from cuboid.integrations.deepspeed.training_step import train_step
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import check_countable, describe_modules
@@ -77,6 +78,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     check_config(config, is_complete=False)
     trusted = options.trust_remote_code
     settings = model_config(options.model, trust_remote_code=trusted)
+    check_unquantized(settings, str(options.model))
     check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
     cuboid_config, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)

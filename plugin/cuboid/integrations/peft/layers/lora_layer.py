@@ -96,7 +96,7 @@ class LoraOfShards(SeededLoraLinear):
     def row_norms(self, update: torch.Tensor) -> torch.Tensor:
         """Norms ``[O]`` of the rows of the weight with an update, on every rank; collective."""
         base: Any = self.get_base_layer()
-        updated = _shard_of_weight(base) + update
+        updated = base.shard_values("weight") + update
         squares = updated.new_zeros(base.out_features)
         for here, there in self._boxes():
             squares[there[self._out_dim]] += updated[here].square().sum(1 - self._out_dim)
@@ -308,11 +308,11 @@ class ShardedDora(LoraVariant):
         base: Any = module.get_base_layer()
         if is_loading.get():
             # Should the files have none, this shows.
-            norms = _shard_of_weight(base).new_full((base.out_features,), torch.nan)
+            norms = base.shard_values("weight").new_full((base.out_features,), torch.nan)
         else:
             a, b = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
             norms = module.row_norms(module.shard_of_update(a, b, module.scaling[adapter_name]))
-            norms = norms.to(_shard_of_weight(base).dtype)
+            norms = norms.to(base.shard_values("weight").dtype)
         module.keep_magnitudes(adapter_name, norms)
 
     @staticmethod
@@ -337,11 +337,6 @@ class ShardedDora(LoraVariant):
         factors = module._cache_pop(f"{active_adapter}-weight_norm") / _magnitudes(module, active_adapter)
         weight = module.rescaled(orig_weight.data, factors) - module.get_delta_weight(active_adapter)
         return weight.to(orig_weight.dtype)
-
-
-def _shard_of_weight(base: Any) -> torch.Tensor:
-    # Of a sharded layer, it may be stored in 4 bits; a layer in a block that is computed whole is the model's own.
-    return base.weight_shard() if isinstance(base, ShardedLinear) else base.weight  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
