@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_four_bits import apart, four_bits, on_mesh, plain, small
+from test_four_bits import adapter, apart, config_of, four_bits, on_mesh, plain, small, trained_plain, trained_sharded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from comparing import mesh_section
+from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from threaded import ThreadWorld
+from training import ranks_of
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes isn't installed")
@@ -220,3 +222,47 @@ def test_weights_are_held_in_4_bits_while_others_are_read(stored, options):
     kept = sum(x.nbytes for x in model.parameters())
     # One weight more, whole and as bytes.
     assert live.peak < kept + 2 * 4 * 256 * 512
+
+
+@pytest.mark.ci
+def test_training_in_stages_and_resuming_are_those_of_plain_transformers(pool, tmp_path):
+    small(vocab_size=131).save_pretrained(tmp_path / "whole")
+    path, folder = str(tmp_path / "stored"), adapter((("init_lora_weights", False), ("vocabulary", 131)))
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", dtype=torch.float32, quantization_config=four_bits(**NESTED)
+    ).save_pretrained(path)
+    config, resumed = config_of("1x2x1", 2, schedule="zero_bubble"), config_of("2x1x2", None)
+    arguments = path, folder, config, resumed, str(tmp_path / "out")
+    results = pool.run(ranks_of(config), trained_sharded, *arguments, timeout_s=120.0)
+    losses, norm, _ = trained_plain(path, folder)
+    for rank_losses, rank_norm in results:
+        assert rank_losses == pytest.approx(losses, rel=5e-6)
+        assert rank_norm == pytest.approx(norm, rel=1e-4)
+
+
+def read_here(path):
+    """The bytes of the weights that are kept in 4 bits, and how many bytes of the files this rank has read."""
+    read, original = [], TensorFile.read
+
+    def counted(self, name, box=None):
+        values = original(self, name, box)
+        read.append(values.nbytes)
+        return values
+
+    TensorFile.read = counted
+    try:
+        model = load(path, "1x1x1", dtype=torch.float32)
+    finally:
+        TensorFile.read = original
+    return {name: x.detach().clone() for name, x in model.named_parameters() if x.dtype == torch.uint8}, sum(read)
+
+
+def test_replicas_are_sent_what_one_rank_has_read(pool, stored):
+    path = str(stored(**NESTED))
+    (first, read), (second, read_too) = pool.run(2, read_here, path)
+    alone = {name: x for name, x in load(path).named_parameters() if x.dtype == torch.uint8}
+    for packed in (first, second):
+        assert packed.keys() == alone.keys()
+        assert all(torch.equal(x, alone[name]) for name, x in packed.items())
+    # What describes the weights is read and checked by each.
+    assert read_too < read / 20
