@@ -165,6 +165,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.sample(6, ci="others")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_before_anything_is_decoded(stored, tmp_path, damage):
     change, error, said = DAMAGE[damage]
@@ -212,6 +213,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("options", [{}, NESTED], ids=["16 bits", "4 bits"])
 def test_weights_are_held_in_4_bits_while_others_are_read(stored, options):
     path, asked = stored(layers=6, **options), {}

@@ -17,7 +17,7 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 #: Elements that have one scale: bitsandbytes' default, which transformers leaves as it is.
 BLOCK = 64
 #: Elements that are rounded at once. On a CPU, some versions take a float32 for each of the 16 values of each element.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 
 
 class FourBits:
