@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.errors import ConfigError
 from cuboid.models.stages.model_costs import decoder_layers
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import _Stage, states_bytes
@@ -237,8 +237,17 @@ def test_refusals():
         layout = Layout(MeshShape(), **{key: 1})
         with pytest.raises(ConfigError, match=r"tensor_parallel\.(compile|fp8) has no rule for weights of 4 bits"):
             estimate(described, layout, Cluster.parse("1xH100"), 512)
-    with pytest.raises(UnsupportedModelError, match="blocks that each rank computes whole"):
-        described_small("phi3", frozen(four_bits=True), hidden_size=384, intermediate_size=768, head_dim=32)
+
+
+def test_blocks_that_are_computed_whole_are_kept_in_4_bits_too():
+    half, packed = (
+        described_small("phi3", frozen(four_bits=bits), hidden_size=384, intermediate_size=768, head_dim=32)
+        for bits in (False, True)
+    )
+    cluster, layout = Cluster.parse("2xH100"), Layout(MeshShape(2, 1, 1))
+    held = [estimate(described, layout, cluster, 512).stages[0].parameters for described in (half, packed)]
+    kept = sum(layer.quantized for layer in packed.layers) // 2
+    assert held[0] - held[1] == pytest.approx((2 - QUANTIZED_BYTES) * kept, rel=0.01)
 
 
 def test_adapters_that_come_later_are_left_out():

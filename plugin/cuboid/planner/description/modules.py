@@ -128,19 +128,10 @@ def describe_modules(
     more = sum(parameter.numel() for parameter in model.parameters()) - description.parameters
     limits = description.limits
     if description.four_bits:
-        _check_quantized(description)
         products = {projection for layer in layers for projection in layer.projections if projection.kind in _CUT_BY}
         cuts = {(product.name, product.inputs, _CUT_BY[product.kind]) for product in products}
         limits = replace(limits, quantized=tuple(sorted(cuts, key=str)))
     return replace(description, extra_parameters=more, limits=limits)
-
-
-def _check_quantized(description: ModelDescription) -> None:
-    if any(projection.kind == "whole" for layer in description.kinds for projection in layer.projections):
-        raise UnsupportedModelError(
-            f"{description.name} has linear layers in blocks that each rank computes whole, for which 4 bits have no "
-            "rule; keep them in 16 bits"
-        )
 
 
 def _uncounted(config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role]) -> str:
