@@ -244,7 +244,7 @@ def test_blocks_that_are_computed_whole_are_kept_in_4_bits_too():
         described_small("phi3", frozen(four_bits=bits), hidden_size=384, intermediate_size=768, head_dim=32)
         for bits in (False, True)
     )
-    cluster, layout = Cluster.parse("2xH100"), Layout(MeshShape(2, 1, 1))
+    cluster, layout = Cluster.parse("2xH100"), Layout(MeshShape(2, 1, 1), micro_batch=2)
     held = [estimate(described, layout, cluster, 512).stages[0].parameters for described in (half, packed)]
     kept = sum(layer.quantized for layer in packed.layers) // 2
     assert held[0] - held[1] == pytest.approx((2 - QUANTIZED_BYTES) * kept, rel=0.01)
