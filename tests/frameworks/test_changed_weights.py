@@ -11,10 +11,11 @@ from deepspeed.utils import safe_set_full_fp32_param
 from transformers import AutoModelForCausalLM
 
 import cuboid
+from cuboid.errors import CuboidError
 from cuboid.optim.flat_params import FlatParameters
 from cuboid.optim.master_weights import follow
 from cuboid.verify import SmallModel
-from training import ROWS, _batches, settings
+from training import ROWS, _batches, make_engine, settings
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2)
 RATE, STEPS = 0.1, 5
@@ -127,3 +128,32 @@ def test_masters_that_are_set_by_deepspeeds_function_are_kept(pool, checkpoint):
     del config["optimizer"], config["scheduler"]
     for before, after in pool.run(2, set_by_deepspeed, checkpoint(SMALL), config):
         assert before == after == [0.375]
+
+
+def with_two_backwards(path):
+    """What is said of a second backward that ends a step; and losses where the first gradients are kept, or dropped."""
+    engine = make_engine(path, {**settings("1x2x1"), "gradient_accumulation_steps": 1})
+    ids = torch.arange(24).view(2, 12)
+
+    def backward():
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        return float(loss)
+
+    losses = [backward()]
+    with pytest.raises(CuboidError) as caught:
+        backward()
+    engine.step()
+    with engine.no_sync():
+        losses.append(backward())
+    losses.append(backward())
+    engine.zero_grad()
+    losses.append(backward())
+    engine.step()
+    return str(caught.value), losses
+
+
+def test_a_backward_whose_gradients_would_replace_those_of_another_is_refused(pool, checkpoint):
+    for message, losses in pool.run(2, with_two_backwards, checkpoint(SMALL)):
+        assert "ZeRO has reduced this step's gradients, and would replace them" in message
+        assert losses[1] == losses[2] == losses[3]

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import CheckpointError
+from cuboid.errors import CheckpointError, CuboidError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
@@ -84,14 +85,27 @@ class CuboidEngine(CheckpointedEngine):
     #: sum. The step's loss is the mean over the replicas. A pipeline that spreads its head has the sum alone.
     loss_parts: list[torch.Tensor] = []
     _skips_update = False
+    #: Whether ZeRO has the gradients of this step, and would replace them by those of another backward.
+    _has_reduced = False
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it."""
-        mesh = mesh_of(self.module)
-        if self.is_gradient_accumulation_boundary():
+        """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it.
+
+        Raises:
+            CuboidError: under ZeRO, it is the second one that ends a step.
+        """
+        mesh, is_last = mesh_of(self.module), self.is_gradient_accumulation_boundary()
+        if is_last:
             begin_update(mesh, self.global_steps + 1)
         with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
+            if is_last and self._has_reduced:
+                raise CuboidError(
+                    "another backward before step(): ZeRO has reduced this step's gradients, and would replace them by "
+                    "those of this loss alone. Add up the losses before one backward, call the first ones inside "
+                    "engine.no_sync(), raise gradient_accumulation_steps, or drop the first gradients, engine.zero_grad()"
+                )
             loss = super().backward(*args, **kwargs)
+        self._has_reduced = is_last and isinstance(self.optimizer, ZeROOptimizer) and not self.inside_no_sync_ctxt
         if self.before_update is not None:
             self.loss_parts = [*self.loss_parts, loss.detach().mean()]
         if self._monitors and isinstance(loss, torch.Tensor):
@@ -107,6 +121,7 @@ class CuboidEngine(CheckpointedEngine):
         loss, steps = self.losses, self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         # Set anew in each step: what was asked before may be gone by now.
         self._skips_update = False
+        self._has_reduced = False
         if steps and self.before_update is not None:
             parts, self.loss_parts = self.loss_parts, []
             try:
@@ -125,6 +140,11 @@ class CuboidEngine(CheckpointedEngine):
         if steps and self._monitors and loss is not None:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
         return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ``DeepSpeedEngine.zero_grad``."""
+        self._has_reduced = False
+        super().zero_grad(*args, **kwargs)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if not self._skips_update:
