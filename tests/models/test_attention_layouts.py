@@ -72,6 +72,17 @@ def test_sequences_are_not_filled_beyond_a_table_that_the_model_counts_in():
             threaded.run(step_of(input_ids=ids[:, :source], labels=ids[:, :target].contiguous()))
 
 
+def test_nor_is_a_decoder_alone_that_counts_by_itself():
+    tokens = {"vocab_size": 61, "pad_token_id": 1, "max_position_embeddings": 8}
+    sizes = {"d_model": 48, "decoder_layers": 1, "decoder_attention_heads": 3, "encoder_attention_heads": 3}
+    config = AutoConfig.for_model("mbart", **tokens, **sizes, decoder_ffn_dim=48, is_decoder=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    verdict, ids = MeshVerdict(splits_late=True, gathers_logits=True), batch_of()["input_ids"]
+    threaded = assert_as_alone(model, "1x3x1", step_of(input_ids=ids[:, :6], labels=ids[:, :6].contiguous()), verdict)
+    with pytest.raises(CuboidError, match=r"8 tokens, which are filled up to 9 .* has a table of 8 positions"):
+        threaded.run(step_of(input_ids=ids, labels=ids))
+
+
 LONGER = {"long_factor": [4.0, 3.0], "short_factor": [1.0, 1.2], "original_max_position_embeddings": 8, "factor": 2.0}
 
 

@@ -61,6 +61,7 @@ class Limits:
         labels: size of the vocabulary, or number of classes: the limit of labels. None if labels may be any numbers.
         positions: rows of the learned position table, if there is one: the limit of positions.
         types: rows of the table of token types, if the model takes such ids.
+        counts: whether the model takes no positions, and counts them by itself.
         first_position: the first position, if the model counts positions by itself.
         longest: tokens of the longest sequence that the model is made for, if its config has it.
         masks: positions of the causal masks that attention modules keep as buffers, if they do.
@@ -77,6 +78,7 @@ class Limits:
     labels: int | None
     positions: int | None = None
     types: int | None = None
+    counts: bool = False
     first_position: int = 0
     longest: int | None = None
     masks: int | None = None

@@ -213,7 +213,8 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     if around is not None:
         around.batch, around.check = batch, check
     lengths = kind.lengths_of(batch, makes_masks=sharding.makes_masks)
-    limits, counts = sharding.whole_model.limits, verdict.inputs == "only ids"
+    limits = sharding.whole_model.limits
+    counts = limits.counts or verdict.inputs == "only ids"
     if limits.masks is not None or counts:
         for sequence in (lengths,) if lengths.source is None else (lengths, lengths.source):
             limits.check_filled(sequence.real, sequence.padded, counts=counts)

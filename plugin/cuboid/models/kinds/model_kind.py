@@ -275,6 +275,11 @@ class ModelKind:
         return loss
 
 
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Whether a model counts positions by itself, because its forward takes none."""
+    return "position_ids" not in inspect.signature(type(model.base_model).forward).parameters
+
+
 def takes_token_types(model: PreTrainedModel) -> bool:
     """Whether a model has a table of token types, and its forward takes them."""
     parameters = inspect.signature(type(model.base_model).forward).parameters

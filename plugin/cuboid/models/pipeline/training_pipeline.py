@@ -272,7 +272,7 @@ class Pipeline:
 
     def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
         certificate, name = self._stages.certificate, self._model.cuboid.base.__name__
-        counts = self._model.cuboid.verdict.inputs == "only ids"
+        counts = self.limits.counts or self._model.cuboid.verdict.inputs == "only ids"
         self.limits.check_filled(batch["input_ids"].shape[1], sum(lengths), counts=counts)
         is_filled = sum(lengths) != batch["input_ids"].shape[1] and self._stages.outline.is_causal
         modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)

@@ -32,6 +32,7 @@ from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
 from cuboid.models.kinds.images_with_text import ComputesFeatures, ImagesWithText
 from cuboid.models.kinds.label_heads import without_padding
+from cuboid.models.kinds.model_kind import counts_positions
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.compilation import compile_layers
@@ -144,6 +145,7 @@ def shard_modules(
     limits = replace(
         whole_model.limits,
         types=getattr(model.config, "type_vocab_size", None) if verdict.token_types else None,
+        counts=whole_model.limits.positions is not None and counts_positions(model),
         first_position=first_position(model) if verdict.inputs == "only ids" else 0,
         shifts_labels=kind.is_causal,
     )

@@ -19,7 +19,7 @@ from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import hang_record, record_of, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline, own_loss_refused
-from cuboid.models.kinds.model_kind import takes_token_types
+from cuboid.models.kinds.model_kind import counts_positions, takes_token_types
 from cuboid.models.kinds.sharding import Sharding, WholeModel
 from cuboid.models.sharded.compilation import compile_layers
 from cuboid.models.sharded.customizations import AsSharded, guard_hooks
@@ -232,6 +232,7 @@ def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
     limits = replace(
         whole_model.limits,
         types=types,
+        counts=whole_model.limits.positions is not None and counts_positions(model),
         first_position=first,
         shifts_labels=staging.plan.shifts_labels,
     )
