@@ -102,7 +102,8 @@ class CuboidEngine(CheckpointedEngine):
                 raise CuboidError(
                     "another backward before step(): ZeRO has reduced this step's gradients, and would replace them by "
                     "those of this loss alone. Add up the losses before one backward, call the first ones inside "
-                    "engine.no_sync(), raise gradient_accumulation_steps, or drop the first gradients, engine.zero_grad()"
+                    "engine.no_sync(), raise gradient_accumulation_steps, or drop the first gradients by "
+                    "engine.zero_grad()"
                 )
             loss = super().backward(*args, **kwargs)
         self._has_reduced = is_last and isinstance(self.optimizer, ZeROOptimizer) and not self.inside_no_sync_ctxt
