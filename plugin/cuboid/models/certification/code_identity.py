@@ -466,7 +466,7 @@ class _Walk:
             self.parts.add(f"{cls.__module__}.{place} = {value!r}")
 
     def _function(self, function: FunctionType, place: str) -> None:
-        code, home = function.__code__, function.__globals__.get("__name__", "")
+        code, home = _code_of(function), function.__globals__.get("__name__", "")
         root, names = _root(home), _names_in(code)
         self._watched.add_function(function)
         self.is_foreign |= root not in (*_FIXED, *_OURS, "transformers") and not _is_generated(code)
@@ -546,7 +546,7 @@ class _Walk:
     def _identify_function(self, function: FunctionType, place: str, depth: int) -> str:
         self._pending.append((function, place))
         home = function.__globals__.get("__name__", "")
-        label = f"{home}.{function.__code__.co_qualname}"
+        label = f"{home}.{_code_of(function).co_qualname}"
         is_library = _root(home) in (*_FIXED, *_OURS, "transformers")
         # Libraries' closures hold locks and loggers, too, of which nothing depends.
         inside = {
@@ -748,13 +748,25 @@ def _defined_in(home: str) -> frozenset[str]:
 
 def _maker(function: FunctionType) -> str | None:
     """The name of the function inside which another was made; None if a module or class defines it."""
-    first, _, rest = function.__code__.co_qualname.partition(".<locals>")
+    first, _, rest = _code_of(function).co_qualname.partition(".<locals>")
     return first if rest else None
+
+
+def _code_of(function: FunctionType) -> CodeType:
+    """A function's code, with the name that its file gives it.
+
+    From PyTorch 2.15 on, the wrappers of ``torch.no_grad`` and the like are named after it.
+    """
+    code, home = function.__code__, function.__globals__.get("__name__", "")
+    source = source_of(home) if home == "torch.utils._contextlib" else None
+    written = () if source is None else itertools.chain.from_iterable(source.codes.values())
+    names = ((one, code.replace(co_name=one.co_name, co_qualname=one.co_qualname)) for one in written)
+    return next((one for one, renamed in names if one == renamed), code)
 
 
 def _is_of_library(function: FunctionType) -> bool:
     """Whether a function is code of an installed package that is known by its version, as its file has it."""
-    home, code = function.__globals__.get("__name__", ""), function.__code__
+    home, code = function.__globals__.get("__name__", ""), _code_of(function)
     if _root(home) in ("transformers", "torch"):
         source = source_of(home)
         return (source is not None and source.has(code)) or _is_generated(code)
