@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 
 @dataclass
@@ -23,15 +26,18 @@ class StepProgress:
     is_broken: bool = False
 
 
-#: By the ranks of the world that hold a copy together.
-_by_copy: dict[tuple[int, ...], StepProgress] = {}
+#: Of a process group of all ranks, by those that hold a copy together.
+_by_group: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], StepProgress]] = WeakKeyDictionary()
 
 
 def progress_of(ranks: Sequence[int]) -> StepProgress:
     """The progress of models that these ranks hold together: the same object for all of them."""
-    return _by_copy.setdefault(tuple(ranks), StepProgress())
+    world = dist.group.WORLD
+    return StepProgress() if world is None else _by_group.setdefault(world, {}).setdefault(tuple(ranks), StepProgress())
 
 
 def progress_by_copy(rank: int) -> dict[tuple[int, ...], StepProgress]:
     """What several ranks, of which ``rank`` is one, have begun together, by these ranks."""
-    return {ranks: progress for ranks, progress in list(_by_copy.items()) if len(ranks) > 1 and rank in ranks}
+    world = dist.group.WORLD
+    by_copy = {} if world is None else _by_group.get(world, {})
+    return {ranks: progress for ranks, progress in list(by_copy.items()) if len(ranks) > 1 and rank in ranks}
