@@ -130,6 +130,27 @@ def test_masters_that_are_set_by_deepspeeds_function_are_kept(pool, checkpoint):
         assert before == after == [0.375]
 
 
+def clipped_by_torch(path):
+    """What is said of torch's clipping before a step, and whether it works after it."""
+    engine = make_engine(path, {**settings("1x2x1"), "gradient_accumulation_steps": 1})
+    ids, said = torch.arange(24).view(2, 12), []
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        with pytest.raises(CuboidError) as caught:
+            clip(engine.parameters(), 0.1)
+        said.append(str(caught.value))
+        engine.step()
+    torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+    return said
+
+
+def test_clipping_by_torch_of_gradients_that_zero_has_taken_is_refused(pool, checkpoint):
+    for said in pool.run(2, clipped_by_torch, checkpoint(SMALL)):
+        for message, name in zip(said, ("clip_grad_norm_ (get_total_norm)", "clip_grad_value_"), strict=True):
+            assert message.startswith(f"{name} of torch: ZeRO has taken this step's gradients")
+            assert '"gradient_clipping"' in message
+
+
 def with_two_backwards(path):
     """What is said of a second backward that ends a step; and losses where the first gradients are kept, or dropped."""
     engine = make_engine(path, {**settings("1x2x1"), "gradient_accumulation_steps": 1})

@@ -95,13 +95,21 @@ class Peers:
             while group() is not None and group() is dist.group.WORLD:
                 if self._hears:
                     self._hear()
-                alone = self.whereabouts.look()
+                alone = self._look()
                 if alone is not None:
                     self._end_alone(RankFailure(self.rank, RankError.__name__, alone))
                 time.sleep(_LISTEN_S)
         except (dist.DistError, RuntimeError):
             # The store is gone: there is nothing more to read.
             return
+
+    def _look(self) -> str | None:
+        """Why the main thread waits for what will never come, if that is certain."""
+        try:
+            return self.whereabouts.look()
+        except RuntimeError:
+            # Without the store, hearing ends too; but nothing else that fails here may keep this rank from hearing.
+            return None
 
     def _hear(self) -> None:
         step = self._broken_steps

@@ -78,9 +78,9 @@ def waiting_call(thread: int) -> WaitingCall | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     try:
-        ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
-    except (KeyError, ValueError):
-        # Groups are being destroyed.
+        ranks, this_rank, group_name = dist.get_process_group_ranks(group), dist.get_rank(), group.group_name
+    except (KeyError, ValueError, RuntimeError):
+        # Groups are being destroyed, or their backend gives them no name.
         return None
     source, target = call.f_locals.get("src"), call.f_locals.get("dst")
     if name in _FROM_ONE and source != this_rank:
@@ -90,7 +90,7 @@ def waiting_call(thread: int) -> WaitingCall | None:
     return WaitingCall(
         f"torch.distributed.{name}{place_in_script(stack[calls[-1] :])}",
         tuple(ranks),
-        group.group_name,
+        group_name,
         name not in _BARRIERS,
         is_of_cuboid(stack[calls[-1] :]),
         id(call),

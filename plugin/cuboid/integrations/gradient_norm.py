@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
+from cuboid.integrations.callbacks.training_engine import engine_of
 from cuboid.models.sharded.sharded_model import sharded_models
 from cuboid.optim.grad_norm import total_norm
 
@@ -65,19 +66,24 @@ def norm_over_ranks(
 
 
 def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
-    """Check that gradients of sharded models are what their optimizers step on, where these keep them elsewhere.
+    """Check that gradients of sharded models are what is stepped on, where optimizers or engines keep these elsewhere.
 
     Raises:
         CuboidError: they aren't; names ``call``, by which a script looks at them.
     """
     ids = {id(gradient) for gradient in gradients}
     for model in sharded_models():
-        owner = None if model.cuboid.state.optimizer is None else model.cuboid.state.optimizer()
-        if owner is None or not owner.is_of(model):
-            continue
-        # In bf16 there are none in ``.grad`` of the model's.
-        if not ids or any(id(parameter.grad) in ids for parameter in (*model.parameters(), *owner.parameters)):
+        reference, engine = model.cuboid.state.optimizer, engine_of(model)
+        owner = None if reference is None else reference()
+        if owner is not None and owner.is_of(model) and _are_some_of(ids, (*model.parameters(), *owner.parameters)):
             owner.check_gradients(call)
+        if engine is not None and _are_some_of(ids, model.parameters()):
+            engine.check_gradients(call)
+
+
+def _are_some_of(ids: Set[int], parameters: Iterable[torch.Tensor]) -> bool:
+    # In bf16 and under ZeRO there are none in ``.grad`` of the model's parameters.
+    return not ids or any(id(parameter.grad) in ids for parameter in parameters)
 
 
 def _norm_of_copy(model: Any, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -116,6 +116,18 @@ class CuboidEngine(CheckpointedEngine):
             self.losses: Any = mean if sum_so_far is None else sum_so_far + mean
         return loss
 
+    def check_gradients(self, call: str) -> None:
+        """Check that a script which looks at the parameters' ``.grad`` sees what the optimizer steps on.
+
+        Raises:
+            CuboidError: ZeRO has the gradients, elsewhere.
+        """
+        if self._has_reduced:
+            raise CuboidError(
+                f"{call}: ZeRO has taken this step's gradients, which aren't in .grad of the model's parameters any "
+                'more; write "gradient_clipping" into the config, or take zero_optimization.stage 0'
+            )
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         # Without DeepSpeed's count of micro-batches, each call is the end of a step.

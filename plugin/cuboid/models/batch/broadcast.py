@@ -365,14 +365,15 @@ class ReplicasInStep:
     def _exchange(self, status: int) -> tuple[list[int], list[int]]:
         """All-reduce over the replicas: set the totals and return each replica's status and scale."""
         counts, data = (self.items, self.out_of_range, self.lost_boundaries), self._mesh.topology.data
-        summary = torch.zeros(len(counts) + 2 * data, dtype=torch.int64, device=self._device)
+        scales = data if data > 1 else 0  # Nothing to compare in one replica.
+        summary = torch.zeros(len(counts) + data + scales, dtype=torch.int64, device=self._device)
         for index, number in enumerate(counts):
             if number is not None:
                 summary[index] = number
         place = len(counts) + self._mesh.coordinate.data
         summary[place].fill_(status)
-        summary[place + data].fill_(_integer(self.scale))
         if data > 1:
+            summary[place + data].fill_(_integer(self.scale))
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
         self.total_items, self.total_out_of_range, self.total_lost_boundaries, *rest = summary.tolist()
         return rest[:data], rest[data:]
