@@ -22,7 +22,7 @@ from cuboid.planner.estimate import cuboid_software, estimate
 from cuboid.planner.search import search
 from cuboid.seq1f1b.runtime.memory import MeteredPool
 from cuboid.tensor3d.sharding import bucketing
-from live_bytes import LiveBytes, uncounted_exchanges
+from live_bytes import fullest_moment, uncounted_exchanges
 from planning import LLAMA_8B, on_meta, small
 from threaded import Threaded
 
@@ -139,14 +139,7 @@ def test_a_step_has_no_more_alive_than_predicted(name, mesh, checkpointing):
             peft.enable_input_require_grads()
             kept = {"kept": "attention"} if checkpointing == "attention" else {}
             rank.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
-        for _ in range(2):
-            gradients = [parameter.grad for parameter in rank.parameters() if parameter.grad is not None]
-            with LiveBytes([*rank.parameters(), *rank.buffers(), *gradients]) as live:
-                loss = peft(input_ids=ids, labels=ids, use_cache=False).loss
-                live.most = live.now
-                loss.backward()
-                del loss
-        return live.most
+        return fullest_moment(rank, lambda: peft(input_ids=ids, labels=ids, use_cache=False).loss)
 
     with uncounted_exchanges(), mock.patch.object(bucketing, "_BUCKET_BYTES", 0):
         alive = max(threaded.run(step))

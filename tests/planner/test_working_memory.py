@@ -16,7 +16,7 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.meta_model import describe
 from cuboid.planner.estimate import cuboid_software
 from cuboid.tensor3d.sharding import bucketing
-from live_bytes import LiveBytes, uncounted_exchanges
+from live_bytes import fullest_moment, uncounted_exchanges
 from planning import small
 from threaded import Threaded
 
@@ -46,15 +46,7 @@ def most_alive(config, verdict, mesh, checkpointing):
         if checkpointing != "none":
             contexts = {"context_fn": keeping_attention(None)} if checkpointing == "attention" else {}
             checkpoint_activations(rank, {"use_reentrant": False, **contexts})
-        for _ in range(2):
-            # In the second one there are gradients, to which others are added in place.
-            gradients = [parameter.grad for parameter in rank.parameters() if parameter.grad is not None]
-            with LiveBytes([*rank.parameters(), *rank.buffers(), *gradients]) as live:
-                loss = rank(input_ids=ids, labels=ids, use_cache=False).loss
-                live.most = live.now
-                loss.backward()
-                del loss
-        return live.most
+        return fullest_moment(rank, lambda: rank(input_ids=ids, labels=ids, use_cache=False).loss)
 
     # Weights of small models share messages, whose copies those of large ones don't have.
     with uncounted_exchanges(), mock.patch.object(bucketing, "_BUCKET_BYTES", 0):

@@ -39,6 +39,18 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def fullest_moment(model, loss_of):
+    """Bytes at the fullest moment of a backward; of the second one, which adds in place to gradients that are there."""
+    for _ in range(2):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        with LiveBytes([*model.parameters(), *model.buffers(), *gradients]) as live:
+            loss = loss_of()
+            live.most = live.now
+            loss.backward()
+            del loss
+    return live.most
+
+
 @contextmanager
 def uncounted_exchanges():
     """What ranks that are threads copy for each other isn't counted: a backend has no such tensors."""

@@ -110,7 +110,7 @@ class Whereabouts:
             step = there.step_ahead_of(here)
             if step is not None:
                 return (
-                    f"rank {self._rank} is in {what}, and rank {rank} went on to {step} without it: {_EVERYWHERE}",
+                    f"{self._here(what)}, and rank {rank} went on to {step} without it: {_EVERYWHERE}",
                     False,
                 )
             if there.meetings == here.meetings and self._is_waited_for(rank, there):

@@ -434,8 +434,7 @@ class StepCost:
         elements = [0.0] * layout.stages
         for rank, (_, stop), parts in zip(layout.rank_of, ends_of(self.stage_layers), self._stages, strict=True):
             for part in parts:
-                layer = model.layers[part.index]
-                elements[rank] += layer.factor_parameters * self._dense_parameters(part) / layer.dense_parameters
+                elements[rank] += model.layers[part.index].factor_parameters * self._fraction(part)
             if stop == len(model.layers):
                 elements[rank] += model.extra_factors
         return [(count / layout.mesh.size, 0.0) for count in elements]
@@ -447,10 +446,13 @@ class StepCost:
         if self.model.trunk is None:
             return sizes
         for rank, parts in zip(layout.rank_of, self._stages, strict=True):
-            layers = [(self.model.layers[part.index], self._dense_parameters(part)) for part in parts]
-            quantized = sum(layer.quantized * dense / layer.dense_parameters for layer, dense in layers)
+            quantized = sum(self.model.layers[part.index].quantized * self._fraction(part) for part in parts)
             sizes[rank] -= self.model.spared_bytes(quantized) / layout.mesh.size
         return [size + _ELEMENT * sum(trained) for size, trained in zip(sizes, self.own_trained, strict=True)]
+
+    def _fraction(self, part: LayerPart) -> float:
+        """A part's fraction of its layer's parameters without experts."""
+        return self._dense_parameters(part) / self.model.layers[part.index].dense_parameters
 
     def _dense_parameters(self, part: LayerPart) -> int:
         parameters = self.model.layers[part.index].dense_parameters

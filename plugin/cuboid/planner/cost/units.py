@@ -354,15 +354,7 @@ class UnitTimes:
 
     def gathered_bytes(self, layer: Layer) -> float:
         """Bytes of a layer's unsharded blocks as they are gathered, without the factors of adapters."""
-        return self.block_weights(layer) * _ELEMENT - self._model.spared_bytes(self._quantized(layer))
-
-    def _quantized(self, layer: Layer) -> float:
-        """Elements of a layer's unsharded blocks that may be in 4 bits."""
-        return sum(
-            projection.weights / self._pieces(projection)
-            for projection in layer.projections
-            if projection.kind != "router"
-        )
+        return self.block_weights(layer) * _ELEMENT - self._model.spared_bytes(self.block_weights(layer, experts=False))
 
     def restored_bytes(self, layer: Layer) -> float:
         """Bytes of the largest block that is restored for a product from 4 bits; 0 if none are."""
@@ -373,7 +365,9 @@ class UnitTimes:
         """Time to restore a layer's weights from 4 bits."""
         if not self._model.four_bits:
             return 0.0
-        return self.kernels.elementwise_s(self._quantized(layer) * (_ELEMENT + QUANTIZED_BYTES), len(layer.projections))
+        return self.kernels.elementwise_s(
+            self.block_weights(layer, experts=False) * (_ELEMENT + QUANTIZED_BYTES), len(layer.projections)
+        )
 
     def _pieces(self, projection: Projection) -> int:
         """Number of unsharded blocks of a weight."""
