@@ -229,12 +229,14 @@ def test_the_trace_holds_every_unit_of_every_stage_on_one_clock(reports):
     events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     units = [(micro_batch, segment) for micro_batch in range(2) for segment in range(3)]
     assert events.keys() == {f"{op}{stage}.{m}.{s}" for op in "FB" for stage in range(2) for m, s in units}
+    # Their clocks are compared by messages, so only to a precision, which the trace tells.
+    error_us = trace["otherData"]["clock_error_us"]
+    assert error_us > 0
     for m, s in units:
-        # A hundred microseconds for the clocks.
         sent = events[f"F0.{m}.{s}"]["ts"] + events[f"F0.{m}.{s}"]["dur"]
-        assert events[f"F1.{m}.{s}"]["ts"] > sent - 100
+        assert events[f"F1.{m}.{s}"]["ts"] > sent - error_us
         sent = events[f"B1.{m}.{s}"]["ts"] + events[f"B1.{m}.{s}"]["dur"]
-        assert events[f"B0.{m}.{s}"]["ts"] > sent - 100
+        assert events[f"B0.{m}.{s}"]["ts"] > sent - error_us
     assert 0 < trace["otherData"]["bubble"] < 1
     assert 0 < trace["otherData"]["simulated_bubble"] < 1
 

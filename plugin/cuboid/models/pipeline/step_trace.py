@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import StagePlan
-from cuboid.seq1f1b.runtime.profiler import UnitProfiler, gather_times_s
+from cuboid.seq1f1b.runtime.profiler import GatheredTimes, UnitProfiler, gather_times
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.lowering import to_simulate
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
@@ -20,12 +20,17 @@ from cuboid.seq1f1b.schedule.unit_costs import unit_flops
 
 @dataclass(frozen=True)
 class StepTrace:
-    """When each action of one step ran on all stages, by one clock; measured on the first rank of each mesh."""
+    """When each action of one step ran on all stages, by one clock; measured on the first rank of each mesh.
+
+    Attributes:
+        clock_error_s: times of different stages are compared to this precision at worst, on the rank that writes.
+    """
 
     shape: PipelineShape
     schedule: Schedule
     timeline: Timeline
     writes: bool
+    clock_error_s: float = 0.0
 
     @classmethod
     def gather(
@@ -34,7 +39,9 @@ class StepTrace:
         """Gather the times of all stages; every rank of a replica gets the same. Collective over the replica."""
         actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
-        times_s = [own_s] if len(order) == 1 else gather_times_s(own_s, mesh.pipe_group, device)
+        alone = len(order) == 1
+        measured = GatheredTimes([own_s], 0.0) if alone else gather_times(own_s, mesh.pipe_group, device)
+        times_s = measured.ranks
         if mesh.shape.size > 1:
             # The other ranks of each mesh measured their own times. Use those of the first ones' pipeline in the whole
             # replica, whose ranks must derive the same cut from them. Other replicas may have run other actions.
@@ -48,7 +55,7 @@ class StepTrace:
             )
             for rank in zip(order, times_s, strict=True)
         )
-        return cls(shape, order, Timeline(spans, (0,) * len(order)), writes=mesh.rank == 0)
+        return cls(shape, order, Timeline(spans, (0,) * len(order)), mesh.rank == 0, measured.clock_error_s)
 
     def segment_times_s(self, micro_batch: int, lengths: tuple[int, ...]) -> tuple[float, ...]:
         """For each segment of a micro-batch, the seconds of its forward and backward, summed over all stages.
@@ -98,6 +105,7 @@ class StepTrace:
         details = {
             "step": step,
             "simulated_bubble": simulated.bubble,
+            "clock_error_us": self.clock_error_s * 1e6,
             "layers": list(stages.layout.counts),
             "segment_lengths": [list(segment_lengths) for segment_lengths in lengths],
         }

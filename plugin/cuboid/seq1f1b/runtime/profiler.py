@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -60,49 +61,67 @@ class UnitProfiler:
         return self._origin_s + self._origin.elapsed_time(event) / 1e3
 
 
-def gather_times_s(
-    times_s: list[tuple[float, float]], group: dist.ProcessGroup, device: torch.device
-) -> list[list[tuple[float, float]]]:
-    """Return every rank's times on the clock of the group's first rank.
+@dataclass(frozen=True)
+class GatheredTimes:
+    """Times of all ranks of a group on one clock.
+
+    Attributes:
+        ranks: for each rank, the start and the end of each of its actions, in seconds on the first rank's clock.
+        clock_error_s: times of different ranks are compared to this precision at worst.
+    """
+
+    ranks: list[list[tuple[float, float]]]
+    clock_error_s: float
+
+
+def gather_times(times_s: list[tuple[float, float]], group: dist.ProcessGroup, device: torch.device) -> GatheredTimes:
+    """Return every rank's times on the clock of the group's first rank; every rank returns the same.
 
     Collective over the group; all ranks must pass equally many times.
     """
-    offset_s = _clock_offset_s(group, device)
-    own_times = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
-    all_times = [torch.empty_like(own_times) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_times, own_times, group=group)
-    return [[(start, end) for start, end in times.tolist()] for times in all_times]
+    offset_s, error_s = _clock_offset(group, device)
+    times = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
+    mine = torch.cat((times.flatten(), torch.tensor([error_s], dtype=torch.float64, device=device)))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    *_, second_s, worst_s = [0.0, *sorted(rank[-1].item() for rank in gathered)]
+    return GatheredTimes(
+        [[(start, end) for start, end in rank[:-1].view(-1, 2).tolist()] for rank in gathered], second_s + worst_s
+    )
 
 
-def _clock_offset_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return this process's clock minus that of the group's first rank.
+def _clock_offset(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Return this process's clock minus that of the group's first rank, and by how much that is wrong at most.
 
     The first rank asks each other rank for its time, and assumes that the reply was made halfway between the request
     and the arrival of the reply. Of several exchanges, the quickest is the most accurate (Cristian, 1989).
     """
     first, *others = dist.get_process_group_ranks(group)
-    offset_s = torch.zeros(1, dtype=torch.float64, device=device)
+    offset_and_error_s = torch.zeros(2, dtype=torch.float64, device=device)
     for other in others:
         if dist.get_rank() == first:
-            offset_s.fill_(_ask(other, group, device))
-            dist.send(offset_s, other, group=group)
+            offset_and_error_s.copy_(torch.tensor(_ask(other, group, device), dtype=torch.float64))
+            dist.send(offset_and_error_s, other, group=group)
         elif dist.get_rank() == other:
             _answer(first, group, device)
-            dist.recv(offset_s, first, group=group)
-    return 0.0 if dist.get_rank() == first else offset_s.item()
+            dist.recv(offset_and_error_s, first, group=group)
+    if dist.get_rank() == first:
+        return 0.0, 0.0
+    offset_s, error_s = offset_and_error_s.tolist()
+    return offset_s, error_s
 
 
-def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    best_s, offset_s = float("inf"), 0.0
+def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    quickest_s, offset_s = float("inf"), 0.0
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_PINGS):
         asked_s = time.perf_counter()
         dist.send(message, other, group=group)
         dist.recv(message, other, group=group)
         peer_s, answered_s = message.item(), time.perf_counter()
-        if answered_s - asked_s < best_s:
-            best_s, offset_s = answered_s - asked_s, peer_s - (asked_s + answered_s) / 2
-    return offset_s
+        if answered_s - asked_s < quickest_s:
+            quickest_s, offset_s = answered_s - asked_s, peer_s - (asked_s + answered_s) / 2
+    return offset_s, quickest_s / 2
 
 
 def _answer(first: int, group: dist.ProcessGroup, device: torch.device) -> None:
