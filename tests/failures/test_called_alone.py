@@ -1,6 +1,7 @@
 """What one rank calls alone, the others never come to: an error within seconds, also where nothing else would tell."""
 
 import textwrap
+import threading
 import time
 from datetime import timedelta
 
@@ -191,3 +192,41 @@ def _slow(where):
 )
 def test_ranks_that_are_slow_are_waited_for(where):
     assert [ending.text for ending in endings_of(2, _slow, where, timeout_s=TIMEOUT_S)] == ["done", "done"]
+
+
+def _begun_and_not_waited_for():
+    """A barrier that one rank has begun, and that takes long on another since a third one comes late."""
+    mesh = _quick()
+    rendezvous.CONFIRMED_S = 0.3
+    if mesh.rank == 2:
+        time.sleep(2.5)
+    barrier = dist.barrier(async_op=mesh.rank == 0)
+    _save(mesh)
+    if barrier is not None:
+        barrier.wait()
+    return "done"
+
+
+def _saved_by_a_thread():
+    """A save by threads of the script, one of which is late, while the main threads do something else."""
+    mesh = _quick()
+    rendezvous.CONFIRMED_S = 0.3
+
+    def save():
+        if mesh.rank == 1:
+            time.sleep(2.5)
+        _save(mesh)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    if mesh.rank == 0:
+        time.sleep(2.5)
+    dist.barrier()
+    thread.join()
+    return "done"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("ranks", "script"), [(3, _begun_and_not_waited_for), (2, _saved_by_a_thread)])
+def test_a_rank_that_waits_for_another_one_is_not_taken_to_wait_for_this_one(ranks, script):
+    assert [ending.text for ending in endings_of(ranks, script, timeout_s=TIMEOUT_S)] == ["done"] * ranks

@@ -99,6 +99,17 @@ def waiting_call(thread: int) -> WaitingCall | None:
     )
 
 
+def collectives_begun(group_name: str) -> int | None:
+    """How many collectives this process has begun on the group of that name; None if it is in no such group."""
+    names = distributed_c10d._world.pg_names
+    return next((_number(group) for group, name in list(names.items()) if name == group_name), None)
+
+
+def collectives_by_group() -> dict[str, int]:
+    """How many collectives this process has begun on each of its groups, by name."""
+    return {name: _number(group) for group, name in list(distributed_c10d._world.pg_names.items())}
+
+
 def _number(group: dist.ProcessGroup) -> int:
     """How many collectives a group has begun, where its backend counts them."""
     try:

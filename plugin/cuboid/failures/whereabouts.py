@@ -5,23 +5,28 @@ does, which costs a step nothing, and writes into the store what has been the sa
 follows that ranks wait for each other:
 
 * One has begun a step that the other, with which it holds the model, hasn't, and the other is in the next meeting.
-* One is in a step that the other hasn't begun, in a meeting, or in a collective of Cuboid's, and the other waits for it
-  in a collective of another group. Positions are written late: that of the other counts once it was written again in
-  the meantime.
+* One is in a meeting, or in a step or a collective of Cuboid's that the other hasn't begun, and the other waits for it
+  in a collective of another group.
+
+Whether a rank waits for this one is told by the numbers of collectives, which each group counts on each rank: it is in
+one that this rank hasn't begun. Without them, one that only takes longer on other ranks, since a third was stopped or
+its network was, would look the same. Positions are written late: that of the other counts once it was written again in
+the meantime. What isn't certain counts for nothing, since a mistake here would end a run that is only slow.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from cuboid.distributed.process_groups import waits_for_lost_ranks
 from cuboid.distributed.step_progress import StepProgress, progress_by_copy
 from cuboid.failures.bounded_store import BoundedStore
-from cuboid.failures.waiting_call import WaitingCall, waiting_call
+from cuboid.failures.waiting_call import WaitingCall, collectives_begun, collectives_by_group, waiting_call
 
 #: After how long in one place a rank's position is written.
 STILL_S = 3.0
@@ -30,6 +35,8 @@ _TRANSFER_S = 20.0
 #: Intervals at which a rank that is still in a step, or waits in a meeting, reads the positions of others, at most; and
 #: after it has read one that is to be confirmed.
 _LONGEST_LOOK_S, CONFIRMED_S = 30.0, 2.0
+#: The position of a rank that waits is written again after intervals that grow by this factor.
+_REWRITES = 1.3
 _EVERYWHERE = "all ranks must make the same calls in the same order, and not one alone, as under `if rank == 0`"
 
 
@@ -44,7 +51,9 @@ class Position:
         is_comparable: whether none of them failed.
         call: the collective in which it waits, if it is in none of these steps.
         group: whose collective that is.
+        number: how many collectives that group has begun on it, with this one; 0 if its backend doesn't count them.
         waits_for: for which ranks it does.
+        calls: how many each group has begun on it, if it waits.
         place, time: which of the places where it stayed this is, and how often the position was written.
     """
 
@@ -54,7 +63,9 @@ class Position:
     is_comparable: bool
     call: str = ""
     group: str = ""
+    number: int = 0
     waits_for: tuple[int, ...] = ()
+    calls: dict[str, int] = field(default_factory=dict)
     place: int = 0
     time: int = 0
 
@@ -77,12 +88,13 @@ class Whereabouts:
     def __init__(self, rank: int, store: BoundedStore) -> None:
         self._rank, self._store = rank, store
         self._main = threading.main_thread().ident
-        self._meetings, self._in_meeting, self._has_agreed = 0, False, True
-        self._begun_before = self._counts()
+        self._in_meeting, self._has_agreed = False, True
+        #: How many meetings have ended, and the steps begun by then: one object, which the thread reads at once.
+        self._last_meeting = 0, self._counts()
         #: What the main thread does, for how long, and how often that was written.
         self._doing: tuple[Position, WaitingCall | None] | None = None
-        self._since, self._place, self._times, self._is_written = 0.0, 0, 0, False
-        self._next_look = 0.0
+        self._since, self._place, self._times = 0.0, 0, 0
+        self._next_write, self._next_look = 0.0, 0.0
         #: Positions of others that wait for this rank, as they were read first since it is where it is.
         self._to_confirm: dict[int, Position] = {}
 
@@ -92,10 +104,10 @@ class Whereabouts:
 
     def end_meeting(self, *, has_agreed: bool) -> None:
         """It has met them; or it failed, so that until the next meeting ranks may do different things."""
-        self._meetings, self._in_meeting, self._has_agreed = self._meetings + 1, False, has_agreed
-        self._begun_before = self._counts()
+        self._last_meeting, self._has_agreed = (self._last_meeting[0] + 1, self._counts()), has_agreed
         for progress in progress_by_copy(self._rank).values():
             progress.is_broken = False
+        self._in_meeting = False
 
     def near(self) -> list[int]:
         """The other ranks of the copies of models that this one is of."""
@@ -130,15 +142,18 @@ class Whereabouts:
         call = None if is_inside or self._main is None else waiting_call(self._main)
         doing = (self._position(progress_by_ranks), call)
         if doing != self._doing:
-            self._doing, self._since, self._is_written, self._to_confirm = doing, time.monotonic(), False, {}
-            self._place, self._times, self._next_look = self._place + 1, 0, 0.0
+            self._doing, self._since, self._to_confirm = doing, time.monotonic(), {}
+            self._place, self._times, self._next_write, self._next_look = self._place + 1, 0, 0.0, 0.0
             return None
         still_s, here = time.monotonic() - self._since, doing[0]
         if still_s < STILL_S:
             return None
         waits = call is not None and still_s > (_TRANSFER_S if call.moves_data else STILL_S)
-        if waits or not self._is_written:
+        if still_s >= self._next_write:
             self._write(here, call if waits else None)
+            # All ranks but one may wait for minutes, and one process has the store.
+            again_s = min(still_s * _REWRITES, still_s + _LONGEST_LOOK_S)
+            self._next_write = again_s if waits else math.inf if call is None else _TRANSFER_S
         # Over NCCL, the host may have left the step's code.
         is_alone = is_inside or waits_for_lost_ranks() if call is None else waits and call.is_of_cuboid
         if still_s < self._next_look or not is_alone:
@@ -150,8 +165,7 @@ class Whereabouts:
     def _alone(self, here: Position, call: WaitingCall | None) -> str | None:
         """Why the step, or the collective of Cuboid's, that the main thread is in can't end, if that is certain."""
         for rank, there in self._positions(self.near() if call is None else sorted({*call.ranks} - {self._rank})):
-            elsewhere = None if call is None or call.group == there.group else call.name
-            what = here.step_ahead_of(there) if call is None else elsewhere
+            what = here.step_ahead_of(there) if call is None else call.name if _is_ahead(call, there) else None
             if what is not None and self._is_waited_for(rank, there):
                 return self._waiting(what, rank, there)
         return None
@@ -164,7 +178,9 @@ class Whereabouts:
 
     def _is_waited_for(self, rank: int, there: Position) -> bool:
         """Whether another rank is certain to wait for this one in a collective while this one is where it is."""
-        if self._rank not in there.waits_for:
+        begun = collectives_begun(there.group) if self._rank in there.waits_for else None
+        if begun is None or begun >= there.number:
+            # Such as one that takes longer on other ranks than here, or that this rank has begun and not waited for.
             return False
         first = self._to_confirm.setdefault(rank, there)
         if first.place != there.place:
@@ -173,11 +189,12 @@ class Whereabouts:
 
     def _position(self, progress_by_ranks: dict[tuple[int, ...], StepProgress]) -> Position:
         begun, running = {}, {}
+        meetings, begun_before = self._last_meeting
         for ranks, progress in progress_by_ranks.items():
-            begun[_key(ranks)] = progress.begun - self._begun_before.get(ranks, 0)
+            begun[_key(ranks)] = progress.begun - begun_before.get(ranks, 0)
             running[_key(ranks)] = progress.running
         is_comparable = self._has_agreed and not any(progress.is_broken for progress in progress_by_ranks.values())
-        return Position(self._meetings, begun, running, is_comparable)
+        return Position(meetings, begun, running, is_comparable)
 
     def _counts(self) -> dict[tuple[int, ...], int]:
         return {ranks: progress.begun for ranks, progress in progress_by_copy(self._rank).items()}
@@ -186,15 +203,20 @@ class Whereabouts:
         self._times += 1
         written = asdict(here) | {"place": self._place, "time": self._times}
         if call is not None:
-            written |= {"call": call.name, "group": call.group, "waits_for": call.ranks}
+            written |= {"call": call.name, "group": call.group, "number": call.number, "waits_for": call.ranks}
+            written["calls"] = collectives_by_group()
         self._store.post(f"position/{self._rank}", json.dumps(written))
-        self._is_written = True
 
     def _positions(self, ranks: Iterable[int]) -> Iterator[tuple[int, Position]]:
         """The positions that other ranks have written."""
         for rank in ranks:
             if self._store.check(f"position/{rank}"):
                 yield rank, Position(**json.loads(self._store.get(f"position/{rank}")))
+
+
+def _is_ahead(call: WaitingCall, there: Position) -> bool:
+    """Whether a collective is one that another rank, which waits elsewhere, hasn't begun."""
+    return call.group != there.group and there.calls.get(call.group, 0) < call.number
 
 
 def _key(ranks: tuple[int, ...]) -> str:
