@@ -42,6 +42,7 @@ from cuboid.integrations.handoff import (
     check_trains,
     step_whole,
 )
+from cuboid.integrations.taken_gradients import readable
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
@@ -417,7 +418,8 @@ def _bf16_optimizer(original: Any) -> Any:
 def _reading_whole(original: Any) -> Any:
     @functools.wraps(original)
     def safe_get_full(param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return of_whole_parameter(param, original(param, *args, **kwargs))
+        with readable([param]):
+            return of_whole_parameter(param, original(param, *args, **kwargs))
 
     return safe_get_full
 
@@ -425,7 +427,8 @@ def _reading_whole(original: Any) -> Any:
 def _writing_shard(original: Any) -> Any:
     @functools.wraps(original)
     def safe_set_full(param: nn.Parameter, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        original(param, of_shard(original.__name__, param, value), *args, **kwargs)
+        with readable([param]):
+            original(param, of_shard(original.__name__, param, value), *args, **kwargs)
 
     return safe_set_full
 
@@ -433,7 +436,8 @@ def _writing_shard(original: Any) -> Any:
 def _changing_whole(original: Any) -> Any:
     @functools.wraps(original)
     def safe_update_full(param_list: list[nn.Parameter], update_func: Any, *args: Any, **kwargs: Any) -> None:
-        original(param_list, changing_whole(original.__name__, update_func), *args, **kwargs)
+        with readable(param_list):
+            original(param_list, changing_whole(original.__name__, update_func), *args, **kwargs)
 
     return safe_update_full
 

@@ -130,25 +130,70 @@ def test_masters_that_are_set_by_deepspeeds_function_are_kept(pool, checkpoint):
         assert before == after == [0.375]
 
 
-def clipped_by_torch(path):
-    """What is said of torch's clipping before a step, and whether it works after it."""
-    engine = make_engine(path, {**settings("1x2x1"), "gradient_accumulation_steps": 1})
-    ids, said = torch.arange(24).view(2, 12), []
-    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
+def scale(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def leave_out(model):
+    model.lm_head.weight.grad = None
+
+
+#: What scripts do to gradients before a step.
+EDITS = {
+    "scale": scale,
+    "leave out": leave_out,
+    "drop": lambda model: model.zero_grad(),
+    "norm": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
+}
+
+
+def edited(path, options):
+    """What is said of edits before a step; whether a model that is copied there has parameters as any other, and .grad
+    is as usual after the step; and what is said of a step without gradients.
+    """
+    engine = make_engine(path, {**settings("1x2x1", **options), "gradient_accumulation_steps": 1})
+    other = torch.nn.Linear(2, 2)
+    ids, said = torch.arange(24).view(2, 12), {}
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    for name, edit in EDITS.items():
         with pytest.raises(CuboidError) as caught:
-            clip(engine.parameters(), 0.1)
-        said.append(str(caught.value))
+            edit(engine.module)
+        said[name] = str(caught.value)
+    other(torch.ones(2)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    copied = copy.deepcopy(engine.module)
+    engine.step()
+    models = copied, engine.module
+    is_usual = all(type(p) is torch.nn.Parameter and p.grad is None for m in models for p in m.parameters())
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.zero_grad()
+    scale(engine.module)
+    with pytest.raises(CuboidError) as caught:
         engine.step()
-    torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
-    return said
+    return said, is_usual, str(caught.value)
 
 
-def test_clipping_by_torch_of_gradients_that_zero_has_taken_is_refused(pool, checkpoint):
-    for said in pool.run(2, clipped_by_torch, checkpoint(SMALL)):
-        for message, name in zip(said, ("clip_grad_norm_ (get_total_norm)", "clip_grad_value_"), strict=True):
-            assert message.startswith(f"{name} of torch: ZeRO has taken this step's gradients")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1},
+        pytest.param({"zero": 2}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "bf16": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_edits_of_gradients_that_zero_has_taken_are_refused(pool, checkpoint, options):
+    for said, is_usual, without in pool.run(2, edited, checkpoint(SMALL), options):
+        for message in said.values():
+            assert message.startswith(
+                ".grad between engine.backward and engine.step: ZeRO has taken this step's gradient"
+            )
             assert '"gradient_clipping"' in message
+        assert said.keys() == EDITS.keys()
+        assert is_usual
+        assert "no gradients to step on" in without
 
 
 def with_two_backwards(path):

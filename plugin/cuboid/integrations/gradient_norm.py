@@ -11,7 +11,7 @@ import torch
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.integrations.callbacks.training_engine import engine_of
+from cuboid.integrations.taken_gradients import readable
 from cuboid.models.sharded.sharded_model import sharded_models
 from cuboid.optim.grad_norm import total_norm
 
@@ -39,7 +39,8 @@ def norm_over_ranks(
         mesh = model.cuboid.mesh
         if len(mesh.copy_ranks) == 1:
             continue
-        shards = {id(p.grad) for p in model.parameters() if p.grad is not None and id(p.grad) in rest}
+        with readable(model.parameters()):
+            shards = {id(p.grad) for p in model.parameters() if p.grad is not None and id(p.grad) in rest}
         if not shards:
             if mesh.topology.pipe > 1:
                 waiting[tuple(mesh.copy_ranks)] = model
@@ -66,19 +67,17 @@ def norm_over_ranks(
 
 
 def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
-    """Check that gradients of sharded models are what is stepped on, where optimizers or engines keep these elsewhere.
+    """Check that gradients of sharded models are what is stepped on, where optimizers keep these elsewhere.
 
     Raises:
         CuboidError: they aren't; names ``call``, by which a script looks at them.
     """
     ids = {id(gradient) for gradient in gradients}
     for model in sharded_models():
-        reference, engine = model.cuboid.state.optimizer, engine_of(model)
+        reference = model.cuboid.state.optimizer
         owner = None if reference is None else reference()
         if owner is not None and owner.is_of(model) and _are_some_of(ids, (*model.parameters(), *owner.parameters)):
             owner.check_gradients(call)
-        if engine is not None and _are_some_of(ids, model.parameters()):
-            engine.check_gradients(call)
 
 
 def _are_some_of(ids: Set[int], parameters: Iterable[torch.Tensor]) -> bool:

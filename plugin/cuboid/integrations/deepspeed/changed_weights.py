@@ -7,7 +7,7 @@ themselves; and a parameter whose ``data`` is another tensor keeps that for ever
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,11 @@ class ChangedWeights:
                 self._offsets[parameter] = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
                 if hasattr(parameter, "set_full_hp_param"):
                     parameter.set_full_hp_param = partial(_set_both, parameter, parameter.set_full_hp_param)
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Those that the optimizer has copies of."""
+        return self._offsets.keys()
 
     def check_trained(self) -> None:
         """See :meth:`TrainedParameters.check` and :meth:`AlignedGroups.check`."""

@@ -16,7 +16,8 @@ from cuboid.errors import CheckpointError, CuboidError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
-from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, take_over_gradients
+from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, has_gradients, take_over_gradients
+from cuboid.integrations.taken_gradients import give_back, take_gradients
 from cuboid.models.sharded.sharded_model import mesh_of, sharding_of, unwrap
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.optim.piecewise_step import PiecewiseStep
@@ -106,7 +107,9 @@ class CuboidEngine(CheckpointedEngine):
                     "engine.zero_grad()"
                 )
             loss = super().backward(*args, **kwargs)
-        self._has_reduced = is_last and isinstance(self.optimizer, ZeROOptimizer) and not self.inside_no_sync_ctxt
+        if is_last and isinstance(self.optimizer, ZeROOptimizer) and not self.inside_no_sync_ctxt:
+            self._has_reduced = True
+            take_gradients(self.changed_weights.parameters)
         if self.before_update is not None:
             self.loss_parts = [*self.loss_parts, loss.detach().mean()]
         if self._monitors and isinstance(loss, torch.Tensor):
@@ -116,25 +119,13 @@ class CuboidEngine(CheckpointedEngine):
             self.losses: Any = mean if sum_so_far is None else sum_so_far + mean
         return loss
 
-    def check_gradients(self, call: str) -> None:
-        """Check that a script which looks at the parameters' ``.grad`` sees what the optimizer steps on.
-
-        Raises:
-            CuboidError: ZeRO has the gradients, elsewhere.
-        """
-        if self._has_reduced:
-            raise CuboidError(
-                f"{call}: ZeRO has taken this step's gradients, which aren't in .grad of the model's parameters any "
-                'more; write "gradient_clipping" into the config, or take zero_optimization.stage 0'
-            )
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         # Without DeepSpeed's count of micro-batches, each call is the end of a step.
         loss, steps = self.losses, self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         # Set anew in each step: what was asked before may be gone by now.
         self._skips_update = False
-        self._has_reduced = False
+        self._leave_gradients()
         if steps and self.before_update is not None:
             parts, self.loss_parts = self.loss_parts, []
             try:
@@ -147,6 +138,11 @@ class CuboidEngine(CheckpointedEngine):
                 raise
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
+                if self.managed_gradient_accumulation() and not has_gradients(self.optimizer):
+                    raise CuboidError(
+                        "there are no gradients to step on: call engine.backward first, and engine.zero_grad() before "
+                        "that or after the step"
+                    )
                 self.changed_weights.take()
                 take_over_gradients(self.optimizer, self.piecewise)
             result = super().step(*args, **kwargs)
@@ -155,9 +151,17 @@ class CuboidEngine(CheckpointedEngine):
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ``DeepSpeedEngine.zero_grad``."""
-        self._has_reduced = False
+        """As ``DeepSpeedEngine.zero_grad``; also of gradients that ZeRO has taken, which DeepSpeed would step on."""
+        if self._has_reduced:
+            self._leave_gradients()
+            drop_gradients(self.optimizer)
         super().zero_grad(*args, **kwargs)
+
+    def _leave_gradients(self) -> None:
+        """End the time between a backward and a step, in which ZeRO has the gradients."""
+        if self._has_reduced:
+            self._has_reduced = False
+            give_back(self.changed_weights.parameters)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if not self._skips_update:

@@ -117,6 +117,13 @@ def leave_matrices(optimizer: Any) -> None:
             parameter.use_muon = False
 
 
+def has_gradients(optimizer: Any) -> bool:
+    """Whether ZeRO 1 or 2 has gradients for its step, without which DeepSpeed's fails; True of other optimizers."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return True
+    return bool(optimizer.averaged_gradients) and None not in optimizer.averaged_gradients.values()
+
+
 def drop_gradients(optimizer: Any) -> None:
     """Clear what an optimizer of DeepSpeed's has collected for its next step, as its own step does on an overflow.
 
