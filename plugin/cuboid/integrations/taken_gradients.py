@@ -57,7 +57,7 @@ def give_back(parameters: Iterable[nn.Parameter]) -> None:
     """End what :func:`take_gradients` began."""
     for parameter in parameters:
         if type(parameter) is TakenParameter:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 @contextmanager
