@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -23,13 +24,15 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
-from launching import finish, free_port, start
+from launching import finish, start
 from two_hosts import hosts_in_namespaces  # noqa: F401  the fixture two_hosts
 from warm_python import warm_python
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 #: Of the process group; its ranks have this and half a minute to end.
 GROUP_TIMEOUT_S, SPARE_S = 5.0, 30.0
+#: Less than torch's own client waits, which is five minutes, and far more than any machine takes.
+HANG_S = 200.0
 
 
 def cut_link(hub, rank):
@@ -156,7 +159,7 @@ def test_a_start_whose_store_is_silent_ends(silent_port):
     started = time.monotonic()
     with pytest.raises(PeerLostError, match=rf"the store at 127\.0\.0\.1:{silent_port} didn't answer while the ranks"):
         await_all_ranks(Launch(1, 2, "127.0.0.1", silent_port), timeout_s=1.5)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < HANG_S
 
 
 def test_an_early_failure_is_not_kept_back_by_a_silent_store(silent_port, monkeypatch):
@@ -166,7 +169,7 @@ def test_an_early_failure_is_not_kept_back_by_a_silent_store(silent_port, monkey
         monkeypatch.setenv(name, value)
     started = time.monotonic()
     assert not startup.report_early_failure("anything")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < HANG_S
 
 
 class _Stuck:
@@ -186,24 +189,26 @@ class _Stuck:
 
 def test_after_one_request_without_an_answer_all_fail_at_once():
     stuck = _Stuck()
-    store = BoundedStore(lambda: stuck, 0.3)
+    store = BoundedStore(lambda: stuck, 2 * HANG_S)
     store.post("a", "1")  # doesn't wait
-    with pytest.raises(StoreTimeoutError, match=r"didn't answer within 0\.3 s"):
+    with answers_within(0.3), pytest.raises(StoreTimeoutError, match="didn't answer within"):
         store.add("b", 1)
     started = time.monotonic()
     for request in (lambda: store.check("c"), lambda: store.set("c", "d"), lambda: store.compare_set("c", "", "d")):
         with pytest.raises(StoreTimeoutError, match="an earlier request"):
             request()
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < HANG_S
     stuck.free.set()
 
 
-def test_a_bound_covers_all_requests_inside_and_the_shortest_counts():
-    real = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+def test_a_bound_covers_all_requests_inside_and_the_shortest_counts(monkeypatch):
+    real = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = BoundedStore(lambda: real, 60.0)
-    with answers_within(0.2), answers_within(60.0):
+    late_s = 0.0
+    monkeypatch.setattr(bounded_store, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    with answers_within(30.0), answers_within(60.0):
         assert store.add("n", 2) == 2
-        time.sleep(0.3)
+        late_s = 45.0
         with pytest.raises(StoreTimeoutError, match="no time left"):
             store.add("n", 1)
     # The store itself is as well as before.
@@ -220,12 +225,13 @@ def test_a_stores_own_error_is_raised_and_its_thread_ends_with_it():
         raise dist.DistNetworkError("no such host")
 
     with pytest.raises(dist.DistNetworkError, match="no such host"):
-        BoundedStore(refuse, 5.0)
-    real = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-    before = threading.active_count()
-    store = BoundedStore(lambda: real, 5.0)
-    assert threading.active_count() == before + 1
+        BoundedStore(refuse, 60.0)
+    real = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Those of other tests may be about to end.
+    before = {*threading.enumerate()}
+    store = BoundedStore(lambda: real, 60.0)
+    (thread,) = {*threading.enumerate()} - before
     del store
-    assert threading.active_count() == before
+    assert not thread.is_alive()
     assert issubclass(bounded_store.StoreTimeoutError, dist.DistError)
     assert not issubclass(bounded_store.StoreTimeoutError, CuboidError)

@@ -3,7 +3,6 @@
 import csv
 import json
 import textwrap
-import time
 
 import pytest
 
@@ -283,9 +282,7 @@ FAILURE = """
 def test_a_rank_that_fails_ends_the_job_with_its_message_first(tmp_path, way):
     script = tmp_path / "failure.py"
     script.write_text(textwrap.dedent(FAILURE))
-    started_s = time.monotonic()
     results = as_ranks(3, script, way)
-    assert time.monotonic() - started_s < 90
     outputs = [output for _, output in results]
     assert all(status != 0 for status, _ in results), outputs
     assert all("trained" in output and "never printed" not in output for output in outputs), outputs

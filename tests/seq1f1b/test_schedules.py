@@ -79,7 +79,7 @@ def list_schedule(placement, shape, split, priorities):
     return tuple(map(tuple, ranks))
 
 
-def run_threads(programs, shape, timeout_s=5.0):
+def run_threads(programs, shape, timeout_s=60.0):
     """Every rank a thread: the results pass through all stages and come to the end.
 
     Each action begins as one does that synchronises a CUDA device whose sends and receives are kernels: it waits until

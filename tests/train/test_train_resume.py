@@ -657,7 +657,7 @@ def on_signal(number, _):
 for number in (2, 15):
     signal.signal(number, on_signal)
 os.write(1, f"{kind} ready\\n".encode())
-time.sleep(30)
+time.sleep(600)
 """
 LAUNCHER = """
 import os, signal, subprocess, sys, time
@@ -667,7 +667,7 @@ command = [sys.executable, "-c", open(script).read(), kind, script]
 ranks = [subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(count)]
 os.write(1, b"launcher ready\\n")
 if not ranks:
-    time.sleep(30)
+    time.sleep(600)
 sys.exit(max(rank.wait() for rank in ranks))
 """
 
@@ -690,7 +690,7 @@ def shielded(tmp_path):
 def test_only_the_ranks_are_signalled_and_the_launcher_exits_with_their_status(shielded):
     process = shielded("rank", 2, ready=5)
     os.killpg(process.pid, signal.SIGINT)
-    status, output = finish(process, timeout_s=30)
+    status, output = finish(process, timeout_s=120)
     assert status == 130
     assert output.count("rank got 2\n") == 2
     assert "launcher got" not in output
@@ -701,13 +701,13 @@ def test_only_the_ranks_are_signalled_and_the_launcher_exits_with_their_status(s
 def test_signals_that_ask_to_stop_are_passed_on(shielded, number, status):
     process = shielded("rank", 1, ready=3)
     os.kill(process.pid, number)
-    assert finish(process, timeout_s=30) == (status, "rank got 15\n")
+    assert finish(process, timeout_s=120) == (status, "rank got 15\n")
 
 
 def test_a_launcher_without_ranks_is_terminated(shielded):
     process = shielded("rank", 0, ready=1)
     os.killpg(process.pid, signal.SIGINT)
-    assert finish(process, timeout_s=30) == (143, "")
+    assert finish(process, timeout_s=120) == (143, "")
 
 
 def test_the_third_ctrl_c_kills_all_processes(shielded):
@@ -716,7 +716,7 @@ def test_the_third_ctrl_c_kills_all_processes(shielded):
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout.readline() == "stubborn got 2\n"
     os.killpg(process.pid, signal.SIGINT)
-    assert finish(process, timeout_s=30) == (128 + signal.SIGKILL, "")
+    assert finish(process, timeout_s=120) == (128 + signal.SIGKILL, "")
 
 
 class _Engine(torch.nn.Module):

@@ -42,16 +42,21 @@ def config_of(mesh, **others):
 
 @contextlib.contextmanager
 def accelerator_of(config, **options):
-    """As a script of a launcher makes it; what it leaves behind in the process goes again."""
+    """As a script of a launcher makes it; neither what others have left in the process nor what it leaves counts."""
     kept = dict(os.environ)
+    _reset_states()
     try:
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         yield Accelerator(deepspeed_plugin=plugin, **options)
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        _reset_states()
         os.environ.clear()
         os.environ.update(kept)
+
+
+def _reset_states():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def fresh_model():
