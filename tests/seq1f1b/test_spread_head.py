@@ -38,6 +38,7 @@ from cuboid.models.pipeline.head_share import HeadRows, VocabularyShare, check_s
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.stage_cut import draw_outline
 from cuboid.verify import PassReport, SmallModel, WorkerPool
+from proofs.late_copies import LateCopies
 from test_pipeline_parity import ZERO_1, Compare, compare, name_of
 from training import make_engine, settings, train
 
@@ -124,6 +125,34 @@ def test_on_meshes(parity: Compare, mesh: str, tied: bool, gather: str) -> None:
     # Gradients of the head come once a step, whichever of them waits.
     sync = "step" if tied == (gather == "step") else "unit"
     parity(small, {"segments": 3}, mesh=mesh, weight_gather=gather, gradient_sync=sync)
+
+
+def stepped(path, config):
+    """The bits of a step's gradients on one rank, and the bytes that went to the host."""
+    model = cuboid.from_pretrained(path, config, dtype=torch.float64).train()
+    generator, store = torch.Generator().manual_seed(0), model.cuboid.state.host_store
+    if store is not None:
+        store.make_copies = LateCopies
+    every = [torch.randint(131, (rows, length), generator=generator) for rows, length in ((2, 12), (1, 16), (3, 9))]
+    cuboid.Pipeline(model).train(iter([{"input_ids": ids, "labels": ids} for ids in every]), None)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients, 0 if store is None else store.out_bytes
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["layers", "attention"])
+def test_activations_on_the_host_beside_shares_of_the_head(pool, checkpoint, mode, schedule):
+    path, chunks = checkpoint(SmallModel("gemma2", layers=4, tied=schedule == "zero_bubble-v")), len(schedule) > 11
+    pipeline = {"engine": "seq1f1b", **SPREAD, "segments": 3, "schedule": schedule, "chunks": 1 + chunks}
+    on_device, on_host = (
+        pool.run(2, stepped, path, {"pipeline": pipeline, "activation_checkpointing": {"mode": mode, **host}})
+        for host in ({}, {"cpu_checkpointing": True})
+    )
+    for (expected, _), (gradients, moved) in zip(on_device, on_host, strict=True):
+        assert moved > 0
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
 # The shares by themselves

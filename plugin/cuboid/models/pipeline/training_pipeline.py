@@ -353,11 +353,6 @@ class Pipeline:
                 recorder=recorder,
             )
         store = self._model.cuboid.state.host_store if training else None
-        if store is not None and step.shape.head_ranks:
-            raise ConfigError(
-                'pipeline.head is "spread", which isn\'t supported beside activations in host memory '
-                "(activation_checkpointing.cpu_checkpointing) yet; leave one of them out"
-            )
         observe = observer_of(program, lambda unit: step.lengths[unit.micro_batch][unit.segment], store, profiler)
         rows = HeadRows(self._model, self._device) if step.shape.head_ranks else None
         share = None if rows is None else VocabularyShare(self._model, rows, step.batches, gradient_scale / step.items)
