@@ -14,7 +14,12 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 
 import cuboid
+from cuboid.config.schema import require_config
+from cuboid.optim.grad_buffer import gradient_of
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.estimate import cuboid_software, layout_of_config
 from cuboid.verify import SmallModel, WorkerPool
+from planning import LLAMA_8B, description_of
 from training import _batches, _step, make_engine, ranks_of, settings, train
 
 TIMEOUT_S = 90.0
@@ -128,3 +133,33 @@ def test_an_overflow_on_one_rank_is_one_on_all(pool, checkpoint, mesh, stages, r
     del config["scheduler"]
     for result in pool.run(2, overflow_on_one, checkpoint(SMALL), config, rank, timeout_s=TIMEOUT_S):
         assert result == (1, 0.5, False, True)
+
+
+def gradients_held(path, config):
+    """Bytes of each weight's gradient, with its sum, when all units of a step have run."""
+    held = set()
+
+    def look(_):
+        for parameter in engine.module.parameters():
+            sums = {id(x): x for x in (parameter.grad, gradient_of(parameter)) if x is not None}
+            held.add(sum(x.element_size() for x in sums.values()))
+
+    with _on_any_cpu():
+        engine = make_engine(path, config)
+        engine.pipeline.observe_outputs = look
+        train(engine, 1)
+    return held
+
+
+#: Whether it is bf16, ``data_types.grad_accum_dtype``, and the bytes of a gradient.
+SUMS = [(False, None, 2), (False, "float32", 4), (True, None, 4), (True, "bf16", 2)]
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize(("bf16", "sums", "size"), SUMS)
+def test_a_pipeline_holds_the_gradients_that_plans_count(pool, checkpoint, bf16, sums, size):
+    config = settings(stages=2, **({"bf16": True} if bf16 else {"fp16": {}}))
+    config |= {"data_types": {"grad_accum_dtype": sums}} if sums else {}
+    assert pool.run(2, gradients_held, checkpoint(SMALL), config) == [{size}, {size}]
+    planned = layout_of_config(*require_config(config), description_of(LLAMA_8B), Cluster.parse("2xH100"), 4096)
+    assert cuboid_software(planned).gradient_bytes == size

@@ -108,6 +108,26 @@ def test_a_pipelines_mesh_and_segments(model):
     assert segment_choice(model, config_of({"size": 2}, pipeline={**pipeline, "segments": 2}), mesh) is None
 
 
+@pytest.mark.parametrize(
+    ("sections", "in_stages", "alone"),
+    [
+        ({"bf16": {"enabled": True}}, None, None),
+        ({"fp16": {"enabled": True}}, 2, None),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}}, 4, 6),
+    ],
+    ids=["bf16", "fp16", "fp16 in float32"],
+)
+def test_a_choice_counts_the_gradients_and_the_host_memory_of_its_config(model, sections, in_stages, alone):
+    sections |= {"activation_checkpointing": {"mode": "layers", "cpu_checkpointing": True}, "train_batch_size": 8}
+    config = config_of({"size": 2}, pipeline={"engine": "seq1f1b", "stages": 2}, cluster="4xH100", **sections)
+    choice = segment_choice(model, config, Mesh(MeshShape(1, 2, 1), pipe=2, rank=0, world_size=4))
+    tried = [choice.layout, *automatic._layouts(choice.model, config, 4, 512)]
+    assert len(tried) > 1
+    assert {(layout.gradient_bytes, layout.on_host) for layout in tried} == {(in_stages, True)}
+    without_stages = automatic._layouts(choice.model, config_of({"size": 2}, **sections), 2, 512)
+    assert {(layout.gradient_bytes, layout.on_host) for layout in without_stages} == {(alone, True)}
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "keys",

@@ -446,6 +446,13 @@ class ActivationCheckpointingConfig(Section):
         return self
 
 
+#: Bytes of the dtypes that gradients may be summed in, by DeepSpeed's names for them.
+_SUM_BYTES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), 4),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "bf16", "bfloat16", "torch.bfloat16"), 2),
+}
+
+
 class FrameworkNumbers(Section):
     """Numbers from the framework's part of a config that a layout depends on; None if absent or ``"auto"``.
 
@@ -455,6 +462,8 @@ class FrameworkNumbers(Section):
         batch: ``train_batch_size``.
         zero_stage: the ``stage`` of ``zero_optimization``.
         bf16: ``enabled`` of ``bf16``, by which weights become bf16 later.
+        fp16: ``enabled`` of ``fp16``.
+        sum_bytes: size of a number of ``data_types.grad_accum_dtype``.
     """
 
     micro_batch: int | None = None
@@ -462,19 +471,34 @@ class FrameworkNumbers(Section):
     batch: int | None = None
     zero_stage: int | None = None
     bf16: bool = False
+    fp16: bool = False
+    sum_bytes: int | None = None
 
     @classmethod
     def of(cls, framework_config: Mapping[str, Any]) -> FrameworkNumbers:
         """Read them from the framework's part of a config."""
-        zero, bf16 = framework_config.get("zero_optimization"), framework_config.get("bf16")
+        zero, types = framework_config.get("zero_optimization"), framework_config.get("data_types")
+        sums = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
         numbers = {
             "micro_batch": framework_config.get("train_micro_batch_size_per_gpu"),
             "accumulation": framework_config.get("gradient_accumulation_steps"),
             "batch": framework_config.get("train_batch_size"),
             "zero_stage": zero.get("stage") if isinstance(zero, Mapping) else None,
+            "sum_bytes": _SUM_BYTES.get(sums) if isinstance(sums, str) else None,
         }
-        is_bf16 = isinstance(bf16, Mapping) and bf16.get("enabled") is True
-        return cls(bf16=is_bf16, **{name: value for name, value in numbers.items() if type(value) is int})
+        sections = {name: framework_config.get(name) for name in ("bf16", "fp16")}
+        enabled = {
+            name: isinstance(section, Mapping) and section.get("enabled") is True for name, section in sections.items()
+        }
+        return cls(**enabled, **{name: value for name, value in numbers.items() if type(value) is int})
+
+    def gradient_bytes(self, *, is_pipeline: bool) -> int | None:
+        """Bytes of a weight's gradient with the sum over a step; None for the default under ``bf16``."""
+        if self.sum_bytes == 4:
+            # Without stages DeepSpeed keeps the 16-bit gradient beside the sum.
+            return 4 if is_pipeline else 6
+        # Only under ``bf16`` does a pipeline sum in float32 by default.
+        return 2 if self.sum_bytes is None and self.fp16 and is_pipeline else self.sum_bytes
 
     def per_replica(self, replicas: int) -> tuple[int | None, int]:
         """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.

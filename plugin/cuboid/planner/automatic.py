@@ -133,6 +133,7 @@ def segment_choice(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
         weight_gather=config.tensor_parallel.weight_gather, gradient_sync=config.tensor_parallel.gradient_sync,
         checkpointing=_mode(config) or "none", on_host=config.keeps_on_host,
+        gradient_bytes=config.framework.gradient_bytes(is_pipeline=True),
         compiled=config.tensor_parallel.compile, fp8_min_dimension=config.tensor_parallel.fp8_min_dimension,
     )  # fmt: skip
     layout = with_pipeline(layout, pipeline, described, assumed_length_of(config))
@@ -240,6 +241,8 @@ def _layouts(
             layout = Layout(
                 mesh, config.stages, rows, steps, replicas, zero_stage=config.framework.zero_stage or 0,
                 weight_gather=settings.weight_gather, gradient_sync=settings.gradient_sync,
+                on_host=config.keeps_on_host,
+                gradient_bytes=config.framework.gradient_bytes(is_pipeline=pipeline is not None),
                 compiled=settings.compile, fp8_min_dimension=settings.fp8_min_dimension,
             )  # fmt: skip
             if pipeline is None:

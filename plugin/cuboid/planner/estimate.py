@@ -220,8 +220,7 @@ def cuboid_software(layout: Layout) -> Software:
     """Cuboid's behaviour under DeepSpeed in a layout.
 
     In a pipeline, whose units all add to the gradients, these are accumulated in float32 unless the config says
-    otherwise. On a mesh, collectives add to
-    the host's work. Compiled layers have fused kernels.
+    otherwise. On a mesh, collectives add to the host's work. Compiled layers have fused kernels.
     """
     software = replace(CUBOID, host_s=_MESH_HOST_S) if layout.mesh.size > 1 else CUBOID
     if layout.compiled:
@@ -363,7 +362,7 @@ def layout_of_config(
         checkpointing=_checkpointing(config, by_script=checkpointing),
         on_host=config.keeps_on_host,
         optimizer_on_host=optimizer_on_host,
-        gradient_bytes=_gradient_bytes(framework_config, is_pipeline=config.pipeline is not None),
+        gradient_bytes=config.framework.gradient_bytes(is_pipeline=config.pipeline is not None),
         weight_gather=config.tensor_parallel.weight_gather,
         gradient_sync=config.tensor_parallel.gradient_sync,
         compiled=config.tensor_parallel.compile,
@@ -381,17 +380,6 @@ def layout_of_config(
         recomputes=recomputes,
         assumed_length=assumed_length_of(config),
     )
-
-
-def _gradient_bytes(framework_config: Mapping[str, Any], *, is_pipeline: bool) -> int | None:
-    """Bytes of a weight's gradient where the config says in what they are accumulated."""
-    match (framework_config.get("data_types") or {}).get("grad_accum_dtype"):
-        case "fp32":
-            # Without stages DeepSpeed keeps the 16-bit gradient beside the sum.
-            return 4 if is_pipeline else 6
-        case "fp16" | "bf16":
-            return 2
-    return None
 
 
 def _checkpointing(config: CuboidConfig, *, by_script: bool) -> CheckpointingMode:
