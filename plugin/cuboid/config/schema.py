@@ -490,7 +490,8 @@ class FrameworkNumbers(Section):
         enabled = {
             name: isinstance(section, Mapping) and section.get("enabled") is True for name, section in sections.items()
         }
-        return cls(**enabled, **{name: value for name, value in numbers.items() if type(value) is int})
+        known = {name: value for name, value in numbers.items() if type(value) is int}
+        return cls.model_validate({**enabled, **known})
 
     def gradient_bytes(self, *, is_pipeline: bool) -> int | None:
         """Bytes of a weight's gradient with the sum over a step; None for the default under ``bf16``."""
