@@ -1,8 +1,8 @@
 """What one rank calls alone, the others never come to: an error within seconds, also where nothing else would tell."""
 
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -217,12 +217,12 @@ def _saved_by_a_thread():
             time.sleep(2.5)
         _save(mesh)
 
-    thread = threading.Thread(target=save)
-    thread.start()
-    if mesh.rank == 0:
-        time.sleep(2.5)
-    dist.barrier()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        saved = threads.submit(save)
+        if mesh.rank == 0:
+            time.sleep(2.5)
+        dist.barrier()
+        saved.result()
     return "done"
 
 
