@@ -231,6 +231,20 @@ def test_what_is_scaled_by_the_labels_of_several_micro_batches_is_as_in_plain_tr
     assert_as_alone(with_router_loss("mixtral"), "2x1x2", step)
 
 
+def test_what_is_set_on_the_model_later_is_in_the_loss_of_segments_too():
+    model, batch = with_router_loss("mixtral"), batch_of()
+    stage = cuboid.shard(copy.deepcopy(model), {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
+    for changed in (model, stage):
+        changed.num_experts_per_tok, changed.router_aux_loss_coef = 1, 0.25
+    with KeepFloat64():
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.testing.assert_close(cuboid.Pipeline(stage).train(iter([batch]), 1), loss.detach())
+    gradients = cuboid.full_gradients(stage)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def test_router_logits_and_their_loss_are_given_whole():
     model, batch = with_router_loss("qwen3_moe"), batch_of(rows=3, length=7)
     with torch.no_grad():

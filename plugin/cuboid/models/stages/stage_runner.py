@@ -399,8 +399,9 @@ class RoutedStageRunner(StageRunner):
         super().__init__(*args, **options)
         loss = self._staging.plan.outline.router_loss
         assert loss is not None
-        # As transformers does, which looks it up at each forward.
-        loss = replace(loss, coefficient=float(self._model.router_aux_loss_coef))
+        # As transformers does, which looks them up at each forward.
+        now: Any = self._model
+        loss = replace(loss, coefficient=float(now.router_aux_loss_coef), top_k=now.num_experts_per_tok)
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
         outline = self._staging.plan.outline
         absent = self._cut.absent_branches(outline)
