@@ -494,7 +494,7 @@ class FrameworkNumbers(Section):
         return cls.model_validate({**enabled, **known})
 
     def gradient_bytes(self, *, is_pipeline: bool) -> int | None:
-        """Bytes of a weight's gradient with the sum over a step; None for the default under ``bf16``."""
+        """Bytes of a weight's gradient with the sum over a step; None for the framework's default."""
         if self.sum_bytes == 4:
             # Without stages DeepSpeed keeps the 16-bit gradient beside the sum.
             return 4 if is_pipeline else 6

@@ -141,14 +141,11 @@ class Peers:
         number = self._numbers.get(lane, 0)
         self._numbers[lane] = number + 1
         has_agreed = False
-        # A thread of a script's may save while the main thread trains, and be late on one rank alone.
-        is_of_main_thread = lane == MAIN_LANE and threading.current_thread() is threading.main_thread()
-        if is_of_main_thread:
+        meeting = Rendezvous(self, self._store, f"{lane}/{number}", what)
+        if meeting.is_of_main_thread:
             self.whereabouts.begin_meeting()
         try:
             with answers_within(math.inf if error is None else POST_MORTEM_S):
-                meeting = Rendezvous(self, self._store, f"{lane}/{number}", what)
-                meeting.looks_elsewhere = is_of_main_thread
                 outcome = meeting.hold(error)
             has_agreed = outcome is None
         except dist.DistError as lost:
@@ -157,7 +154,7 @@ class Peers:
                 return
             raise PeerLostError(f"{what}: {_store_lost(lost)}: {lost}").arising_on(0) from lost
         finally:
-            if is_of_main_thread:
+            if meeting.is_of_main_thread:
                 self.whereabouts.end_meeting(has_agreed=has_agreed)
         if outcome is not None:
             self._raise(outcome, error)
@@ -269,8 +266,9 @@ class Rendezvous:
         # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
         self._in_step = key.startswith(f"{_STEP}/")
-        #: Whether the main thread waits in it, whose steps and collectives are known.
-        self.looks_elsewhere = False
+        #: Whether the main thread waits in it, whose steps and collectives are known. A thread of a script's may save
+        #: while the main thread trains, and be late on one rank alone.
+        self.is_of_main_thread = self._is_main and threading.current_thread() is threading.main_thread()
 
     def hold(self, error: BaseException | None) -> RankFailure | None:
         """Report this rank's success or failure, and wait for the outcome."""
@@ -381,7 +379,7 @@ class Rendezvous:
                 continue
             if is_late or self._peers.looks_around:
                 self._look_around(is_late=is_late)
-            soon = self.looks_elsewhere and self._look_elsewhere()
+            soon = self.is_of_main_thread and self._look_elsewhere()
             look_s = look_s + CONFIRMED_S if soon else min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
         outcome = RankFailure.decode(self._store.get(f"{self._key}/outcome"))
         # The outcome holds, whatever comes now.

@@ -99,14 +99,8 @@ def waiting_call(thread: int) -> WaitingCall | None:
     )
 
 
-def collectives_begun(group_name: str) -> int | None:
-    """How many collectives this process has begun on the group of that name; None if it is in no such group."""
-    names = distributed_c10d._world.pg_names
-    return next((_number(group) for group, name in list(names.items()) if name == group_name), None)
-
-
 def collectives_by_group() -> dict[str, int]:
-    """How many collectives this process has begun on each of its groups, by name."""
+    """How many collectives this process has begun on each of its groups, by name; 0 where a backend doesn't count."""
     return {name: _number(group) for group, name in list(distributed_c10d._world.pg_names.items())}
 
 

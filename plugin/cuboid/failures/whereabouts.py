@@ -8,10 +8,10 @@ follows that ranks wait for each other:
 * One is in a meeting, or in a step or a collective of Cuboid's that the other hasn't begun, and the other waits for it
   in a collective of another group.
 
-Whether a rank waits for this one is told by the numbers of collectives, which each group counts on each rank: it is in
-one that this rank hasn't begun. Without them, one that only takes longer on other ranks, since a third was stopped or
-its network was, would look the same. Positions are written late: that of the other counts once it was written again in
-the meantime. What isn't certain counts for nothing, since a mistake here would end a run that is only slow.
+A rank waits for this one if it is in a collective that this rank hasn't begun: each group counts its collectives on
+each rank. Without these counts, a collective that only takes longer there, since a third rank or its network was
+stopped, would look the same. Positions are written late: that of the other counts once it was written again in the
+meantime. What isn't certain counts for nothing, since a mistake here would end a run that is only slow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from cuboid.distributed.process_groups import waits_for_lost_ranks
 from cuboid.distributed.step_progress import StepProgress, progress_by_copy
 from cuboid.failures.bounded_store import BoundedStore
-from cuboid.failures.waiting_call import WaitingCall, collectives_begun, collectives_by_group, waiting_call
+from cuboid.failures.waiting_call import WaitingCall, collectives_by_group, waiting_call
 
 #: After how long in one place a rank's position is written.
 STILL_S = 3.0
@@ -51,9 +51,8 @@ class Position:
         is_comparable: whether none of them failed.
         call: the collective in which it waits, if it is in none of these steps.
         group: whose collective that is.
-        number: how many collectives that group has begun on it, with this one; 0 if its backend doesn't count them.
         waits_for: for which ranks it does.
-        calls: how many each group has begun on it, if it waits.
+        calls: if it waits, how many collectives each group has begun on it, that one too.
         place, time: which of the places where it stayed this is, and how often the position was written.
     """
 
@@ -63,7 +62,6 @@ class Position:
     is_comparable: bool
     call: str = ""
     group: str = ""
-    number: int = 0
     waits_for: tuple[int, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     place: int = 0
@@ -165,7 +163,7 @@ class Whereabouts:
     def _alone(self, here: Position, call: WaitingCall | None) -> str | None:
         """Why the step, or the collective of Cuboid's, that the main thread is in can't end, if that is certain."""
         for rank, there in self._positions(self.near() if call is None else sorted({*call.ranks} - {self._rank})):
-            what = here.step_ahead_of(there) if call is None else call.name if _is_ahead(call, there) else None
+            what = here.step_ahead_of(there) if call is None else _call_ahead_of(there, call)
             if what is not None and self._is_waited_for(rank, there):
                 return self._waiting(what, rank, there)
         return None
@@ -178,8 +176,10 @@ class Whereabouts:
 
     def _is_waited_for(self, rank: int, there: Position) -> bool:
         """Whether another rank is certain to wait for this one in a collective while this one is where it is."""
-        begun = collectives_begun(there.group) if self._rank in there.waits_for else None
-        if begun is None or begun >= there.number:
+        if self._rank not in there.waits_for:
+            return False
+        begun = collectives_by_group().get(there.group)
+        if begun is None or begun >= there.calls.get(there.group, 0):
             # Such as one that takes longer on other ranks than here, or that this rank has begun and not waited for.
             return False
         first = self._to_confirm.setdefault(rank, there)
@@ -203,8 +203,8 @@ class Whereabouts:
         self._times += 1
         written = asdict(here) | {"place": self._place, "time": self._times}
         if call is not None:
-            written |= {"call": call.name, "group": call.group, "number": call.number, "waits_for": call.ranks}
-            written["calls"] = collectives_by_group()
+            calls = collectives_by_group()
+            written |= {"call": call.name, "group": call.group, "waits_for": call.ranks, "calls": calls}
         self._store.post(f"position/{self._rank}", json.dumps(written))
 
     def _positions(self, ranks: Iterable[int]) -> Iterator[tuple[int, Position]]:
@@ -214,9 +214,9 @@ class Whereabouts:
                 yield rank, Position(**json.loads(self._store.get(f"position/{rank}")))
 
 
-def _is_ahead(call: WaitingCall, there: Position) -> bool:
-    """Whether a collective is one that another rank, which waits elsewhere, hasn't begun."""
-    return call.group != there.group and there.calls.get(call.group, 0) < call.number
+def _call_ahead_of(there: Position, call: WaitingCall) -> str | None:
+    """The name of a collective if another rank, which waits in one of another group, hasn't begun it."""
+    return call.name if call.group != there.group and there.calls.get(call.group, 0) < call.number else None
 
 
 def _key(ranks: tuple[int, ...]) -> str:

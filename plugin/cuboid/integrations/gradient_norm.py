@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,22 +67,19 @@ def norm_over_ranks(
 
 
 def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
-    """Check that gradients of sharded models are what is stepped on, where optimizers keep these elsewhere.
+    """Check that gradients of sharded models are what their optimizers step on, where these keep them elsewhere.
 
     Raises:
         CuboidError: they aren't; names ``call``, by which a script looks at them.
     """
     ids = {id(gradient) for gradient in gradients}
     for model in sharded_models():
-        reference = model.cuboid.state.optimizer
-        owner = None if reference is None else reference()
-        if owner is not None and owner.is_of(model) and _are_some_of(ids, (*model.parameters(), *owner.parameters)):
+        owner = None if model.cuboid.state.optimizer is None else model.cuboid.state.optimizer()
+        if owner is None or not owner.is_of(model):
+            continue
+        # In bf16 there are none in ``.grad`` of the model's.
+        if not ids or any(id(parameter.grad) in ids for parameter in (*model.parameters(), *owner.parameters)):
             owner.check_gradients(call)
-
-
-def _are_some_of(ids: Set[int], parameters: Iterable[torch.Tensor]) -> bool:
-    # In bf16 and under ZeRO there are none in ``.grad`` of the model's parameters.
-    return not ids or any(id(parameter.grad) in ids for parameter in parameters)
 
 
 def _norm_of_copy(model: Any, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

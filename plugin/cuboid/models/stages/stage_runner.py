@@ -400,8 +400,9 @@ class RoutedStageRunner(StageRunner):
         loss = self._staging.plan.outline.router_loss
         assert loss is not None
         # As transformers does, which looks them up at each forward.
-        now: Any = self._model
-        loss = replace(loss, coefficient=float(now.router_aux_loss_coef), top_k=now.num_experts_per_tok)
+        attributes: Any = self._model
+        coefficient, top_k = attributes.router_aux_loss_coef, attributes.num_experts_per_tok
+        loss = replace(loss, coefficient=float(coefficient), top_k=top_k)
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
         outline = self._staging.plan.outline
         absent = self._cut.absent_branches(outline)

@@ -84,10 +84,9 @@ def gather_times(times_s: list[tuple[float, float]], group: dist.ProcessGroup, d
     mine = torch.cat((times.flatten(), torch.tensor([error_s], dtype=torch.float64, device=device)))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    *_, second_s, worst_s = [0.0, *sorted(rank[-1].item() for rank in gathered)]
-    return GatheredTimes(
-        [[(start, end) for start, end in rank[:-1].view(-1, 2).tolist()] for rank in gathered], second_s + worst_s
-    )
+    ranks = [[(start, end) for start, end in rank[:-1].view(-1, 2).tolist()] for rank in gathered]
+    # Two ranks' clocks are compared by way of the first one's, so that their errors add up.
+    return GatheredTimes(ranks, sum(sorted(rank[-1].item() for rank in gathered)[-2:]))
 
 
 def _clock_offset(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
