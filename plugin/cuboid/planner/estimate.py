@@ -130,7 +130,7 @@ class Estimate:
         Nothing for a frozen model with adapters, of which there is no such count.
         """
         cost, layout = self.cost, self.layout
-        if cost.model.trunk is not None:
+        if cost.model.is_frozen:
             return {}
         most = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)

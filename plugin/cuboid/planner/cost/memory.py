@@ -199,7 +199,7 @@ class _Stage:
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.is_first else 0
         trained = sum(map(self._units.trained_weights, self.layers))
-        trained += ends / _ELEMENT if self.model.trunk is None else 0.0
+        trained += 0.0 if self.model.is_frozen else ends / _ELEMENT
         # Gradients that are reduced by the step's last unit are accumulated in float32 until then.
         waiting = restored + (trained * 4 if self.layout.gradient_sync == "step" else 0)
         if self.layout.weight_gather == "step":
@@ -465,7 +465,7 @@ class _Stage:
         shares = self.layout.head_ranks or 1
         weight = model.outputs * model.hidden / self._ranks / shares * _ELEMENT
         numbers = tokens * model.outputs / self._ranks / shares
-        is_trained = model.trunk is None
+        is_trained = not model.is_frozen
         if shares > 1:
             # The rank's rows, unsharded, and the sum of their gradients in float32 are there for the whole step.
             weight *= (4 if is_trained else 1) * mesh.batch

@@ -429,7 +429,7 @@ class StepCost:
     def own_trained(self) -> list[tuple[float, float]]:
         """Those of :attr:`own_parameters` that are trained."""
         model, layout = self.model, self.layout
-        if model.trunk is None:
+        if not model.is_frozen:
             return self.own_parameters
         elements = [0.0] * layout.stages
         for rank, (_, stop), parts in zip(layout.rank_of, ends_of(self.stage_layers), self._stages, strict=True):
@@ -443,7 +443,7 @@ class StepCost:
     def own_bytes(self) -> list[float]:
         """Bytes of all parameters that a rank of each stage owns."""
         layout, sizes = self.layout, [_ELEMENT * sum(elements) for elements in self.own_parameters]
-        if self.model.trunk is None:
+        if not self.model.is_frozen:
             return sizes
         for rank, parts in zip(layout.rank_of, self._stages, strict=True):
             quantized = sum(self.model.layers[part.index].quantized * self._fraction(part) for part in parts)

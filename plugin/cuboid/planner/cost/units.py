@@ -127,7 +127,7 @@ class UnitTimes:
         On a mesh the second half gathers inputs and output gradients again, and nothing hides its reduction over
         `batch`. The reduction is counted for each segment, although consecutive second halves share one.
         """
-        if self._model.trunk is not None:
+        if self._model.is_frozen:
             # Weight gradients of adapters aren't deferred.
             return self.layer_backward(layer, start, stop), Seconds()
         layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
@@ -204,7 +204,7 @@ class UnitTimes:
 
     def _products(self, layer: Layer, tokens: float, *, of_weights: bool = False) -> float:
         """Time of the products of a forward, of the gradients of inputs, or ``of_weights``."""
-        is_frozen = of_weights and self._model.trunk is not None
+        is_frozen = of_weights and self._model.is_frozen
         total = sum(self._factor_products(projection, tokens) for projection in layer.projections if projection.factors)
         if not is_frozen:
             total += sum(self._product(projection, tokens, of_weights=of_weights) for projection in layer.projections)
@@ -336,7 +336,7 @@ class UnitTimes:
 
     def trained_weights(self, layer: Layer) -> float:
         """Elements of a layer's unsharded blocks of which a rank computes gradients."""
-        if self._model.trunk is None:
+        if not self._model.is_frozen:
             return self.block_weights(layer)
         mesh, elements = self._layout.mesh, 0.0
         for projection in layer.projections:
@@ -387,7 +387,7 @@ class UnitTimes:
 
     def _mesh_exchange(self, layer: Layer, tokens: float, which: UnitPass) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
-        is_frozen = self._model.trunk is not None
+        is_frozen = self._model.is_frozen
         # Gradients of frozen weights would need the inputs again.
         of_inputs, of_outputs, of_downs = _EXCHANGES["input" if is_frozen and which == "backward" else which]
         if which in ("backward", "weight") and software.sequence_parallel and not is_frozen:
@@ -446,7 +446,7 @@ class UnitTimes:
         weights = sum(projection.weights for projection in layer.latents) / layout.mesh.hidden
         gathers, reduces = layout.weight_gather == "layer", layout.gradient_sync == "unit"
         moves = {"forward": not layout.gathers_once, "backward": gathers + reduces, "input": gathers, "weight": reduces}
-        if self._model.trunk is not None and which == "backward":
+        if self._model.is_frozen and which == "backward":
             moves["backward"] = gathers
         # Over `batch` they are gathered with the layer's other weights.
         weights_bytes = weights * _ELEMENT - self._model.spared_bytes(weights)
@@ -508,7 +508,7 @@ class UnitTimes:
 
     @property
     def _trains_ends(self) -> bool:
-        return self._model.trunk is None
+        return not self._model.is_frozen
 
     def once_of_ends_s(self, *, is_spread: bool = False) -> float:
         """As :meth:`once_s`, for the embedding or the head; all of it for a head that is spread over the stages."""

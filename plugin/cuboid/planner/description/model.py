@@ -259,9 +259,14 @@ class ModelDescription:
     @cached_property
     def trained_parameters(self) -> int:
         """Elements that are trained."""
-        if self.trunk is None:
+        if not self.is_frozen:
             return self.parameters
         return sum(layer.factor_parameters for layer in self.layers) + self.extra_factors
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether adapters are all that is trained, so that the model's own weights have no gradients."""
+        return self.trunk is not None
 
     @property
     def four_bits(self) -> bool:
@@ -297,7 +302,7 @@ class ModelDescription:
     def step_flops(self, rows: int, length: int) -> int:
         """Operations of forward and backward without recomputation, as MFU counts them: causal pairs only."""
         # Of frozen weights there are no gradients.
-        frozen = 0 if self.trunk is None else self.active_parameters
+        frozen = self.active_parameters if self.is_frozen else 0
         from_weights = (6 * self.active_parameters - 2 * frozen + 6 * self._factors_of_token) * rows * length
         pairs = [
             (layer.attention.query + layer.attention.output) * seen_keys(0, length, layer.attention.window)
