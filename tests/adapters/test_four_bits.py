@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 import textwrap
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -22,8 +23,11 @@ from transformers import (
 
 import cuboid
 from comparing import mesh_section
+from cuboid.config.schema import parse_config
+from cuboid.convert.run import ConvertOptions, convert
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, MeshError, UnsupportedModelError
+from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights.state_dict_map import sharding_specs
 from launching import ROOT, world
@@ -255,6 +259,25 @@ def test_a_mesh_that_cuts_between_elements_of_one_scale_is_refused(tmp_path):
             cuboid.from_pretrained(str(tmp_path), config, quantization_config=four_bits())
 
     ThreadWorld().run(4, run)
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize(("mesh", "stages"), [("2x2x1", None), ("1x1x2", 2), ("1x1x1", 2)])
+def test_per_rank_files_are_rounded_as_the_checkpoint_is(start, tmp_path, monkeypatch, mesh, stages):
+    config, ranks = {"tensor_parallel": mesh_section(mesh)}, MeshShape.parse(mesh).size * (stages or 1)
+    if stages is not None:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2}
+    convert(ConvertOptions(Path(start), tmp_path / "ranks", config=parse_config(config), quiet=True), print)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for rank in range(ranks):
+        monkeypatch.setenv("RANK", str(rank))
+        states = [
+            local_state(cuboid.from_pretrained(path, config, dtype=torch.bfloat16, quantization_config=four_bits()))
+            for path in (start, tmp_path / "ranks")
+        ]
+        assert all(x.dtype == torch.uint8 for name, x in states[0].items() if name.endswith("_proj.weight"))
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(x, states[1][name]) for name, x in states[0].items() if isinstance(x, torch.Tensor))
 
 
 def config_of(mesh, stages, **pipeline):

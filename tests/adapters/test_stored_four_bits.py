@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 import cuboid
 from comparing import mesh_section
 from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.config.schema import parse_config
+from cuboid.convert.run import ConvertOptions, convert
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
@@ -224,6 +226,17 @@ def test_weights_are_held_in_4_bits_while_others_are_read(stored, options):
     kept = sum(x.nbytes for x in model.parameters())
     # One weight more, whole and as bytes.
     assert live.peak < kept + 2 * 4 * 256 * 512
+
+
+@pytest.mark.parametrize("source", ["stored", "whole"])
+def test_there_are_no_per_rank_files_of_weights_in_4_bits(stored, tmp_path, source):
+    path, config = stored(**NESTED), parse_config({"tensor_parallel": mesh_section("1x2x1")})
+    # Weights of 16 bits beside a config that says 4 would be read as if they were.
+    options = {"model": path} if source == "whole" else {"config": config}
+    error = UnsupportedModelError if source == "stored" else CheckpointError
+    with pytest.raises(error, match=r"stored.config\.json: has a quantization_config, and .*before it was quantized"):
+        convert(ConvertOptions(path.parent / source, tmp_path / "ranks", quiet=True, **options), print)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.ci

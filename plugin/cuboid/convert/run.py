@@ -28,7 +28,7 @@ from cuboid.convert.target import (
     size_text,
     write_weights,
 )
-from cuboid.errors import CheckpointError
+from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.weights.model_folder import check_exists
 
 
@@ -148,10 +148,24 @@ def _config_dtype(source: Source, tensors: BlockTensors, options: ConvertOptions
 
 
 def _check_quantization(source: Source, options: ConvertOptions) -> None:
-    auxiliary_files = source.auxiliary_files
-    config = read_object(auxiliary_files if auxiliary_files.is_file() else auxiliary_files / CONFIG, numbers_only=False)
-    if options.dtype is not None and config.get("quantization_config"):
+    path = source.auxiliary_files if source.auxiliary_files.is_file() else source.auxiliary_files / CONFIG
+    section = read_object(path, numbers_only=False).get("quantization_config")
+    if not section:
+        return
+    in_4_bits = isinstance(section, dict) and section.get("load_in_4bit")
+    lacks_scales = in_4_bits and not any(".quant_state." in name for name in source.tensors.specs)
+    if lacks_scales or source.checkpoint.kind is CheckpointKind.DEEPSPEED:
         raise CheckpointError(
-            f"{auxiliary_files}: the weights are quantized, and --dtype would cast their scales and not them; "
-            "leave it out"
+            f"{path}: has a quantization_config, and the weights of {source.checkpoint.folder} aren't quantized, which "
+            "would be read as if they were; give --model the folder of the model before it was quantized"
+        )
+    if options.config is not None:
+        raise UnsupportedModelError(
+            f"{path}: has a quantization_config, and there are no per-rank files of quantized weights, whose blocks "
+            "and scales are those of whole tensors. Load the checkpoint itself, of which each rank reads its part; or "
+            "convert the model before it was quantized, and give quantization_config to from_pretrained"
+        )
+    if options.dtype is not None:
+        raise CheckpointError(
+            f"{path}: the weights are quantized, and --dtype would cast their scales and not them; leave it out"
         )
