@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -85,7 +85,10 @@ class MeshRules:
 
     def __init__(self, model: PreTrainedModel, verdict: MeshVerdict = _SPLIT) -> None:
         self._heads = HeadCounts.of(model.config)
-        self._modules = _distinct(_cut_modules(model, verdict)[1])
+        #: Of all modules.
+        self.roles, modules = _cut_modules(model, verdict)
+        self._all = {module.name: module for module in modules}
+        self._modules = _distinct(modules)
         self._known: dict[MeshShape, str | None] = {}
 
     def misfit(self, mesh: MeshShape) -> str | None:
@@ -93,6 +96,10 @@ class MeshRules:
         if mesh not in self._known:
             self._known[mesh] = next(iter(_misfits(self._modules, self._heads, mesh)), None)
         return self._known[mesh]
+
+    def weights(self, names: Iterable[str]) -> list[CutWeight]:
+        """The weights of modules, one of all that any mesh cuts alike."""
+        return [CutWeight(module, self._heads) for module in _distinct([self._all[name] for name in names])]
 
     def fitting(self, size: int) -> list[MeshShape]:
         """All meshes of ``size`` ranks that can cut the model."""
@@ -129,6 +136,18 @@ class _Module:
         elif role.kind == "up" and role.heads is None:
             features = out_features(module)
         return cls(name, role, shapes, features, isinstance(module, Conv1D))
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """The weight of a module, which meshes cut."""
+
+    module: _Module
+    heads: HeadCounts
+
+    def spec(self, mesh: MeshShape) -> ShardingSpec:
+        """How a mesh that can cut it does."""
+        return _spec("weight", dict(self.module.shapes)["weight"], self.module, self.heads, mesh)
 
 
 def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str, Role], list[_Module]]:

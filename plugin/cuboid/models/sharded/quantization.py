@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.models.architectures.refusals import check_unquantized, quantization_section
-from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.architectures.roles import Role
+from cuboid.models.sharded.parallel_plan import MeshRules, ParallelPlan
 from cuboid.requirements import check_version
 from cuboid.tensor3d.sharding.four_bits import BLOCK, FourBits, is_packed, scales_spec
 from cuboid.tensor3d.sharding.full_params import full_tensor
@@ -69,23 +71,11 @@ class Quantization:
             UnsupportedModelError: one of them has no rule.
             MeshError: the mesh cuts a row of one between elements that share a scale.
         """
-        skipped = None if self.skipped is None else list(self.skipped)
-        kept = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
-        names = []
-        for name, module in model.named_modules():
-            if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept):
-                self._check(name, module, parallel_plan)
-                names.append(name)
-        ties: dict[str, str] = model.all_tied_weights_keys
-        tied = next((name for name in names if f"{name}.weight" in {*ties, *ties.values()}), None)
-        if tied is not None:
-            raise UnsupportedModelError(
-                f"{_KEY}: {tied} shares its weight with another module, for which 4 bits have no rule; {_LEAVE}"
-            )
-        if not names:
-            raise UnsupportedModelError(
-                f"{_KEY}: {type(model).__name__} has no linear layer that transformers would quantise; leave it out"
-            )
+        names = quantized_layers(model, parallel_plan.roles, self.skipped)
+        for name in names:
+            misfit = _misfit(name, parallel_plan.specs[name]["weight"], parallel_plan.mesh)
+            if misfit is not None:
+                raise MeshError(f"{_KEY}: {misfit}, {_KEEP}")
         return QuantizedLayers(frozenset(names), self)
 
     def connect(self, mesh: Mesh) -> None:
@@ -104,33 +94,88 @@ class Quantization:
                     "TrainingArguments does), or leave it out"
                 ) from error
 
-    @staticmethod
-    def _check(name: str, module: nn.Module, parallel_plan: ParallelPlan) -> None:
-        role = parallel_plan.roles.get(name)
-        if isinstance(module, Conv1D):
-            raise UnsupportedModelError(
-                f"{_KEY}: {name} stores its weight transposed (Conv1D), for which 4 bits have no rule on a mesh; leave "
-                f"{_KEY} out"
-            )
-        if role is None or role.kind not in _KINDS:
-            kinds = {"head": "the head", "router": "a router", "labels": "a head of a few outputs"}
-            where = kinds.get("" if role is None else role.kind, "a module that isn't cut as a linear layer")
-            raise UnsupportedModelError(f"{_KEY}: {name} is {where}, for which 4 bits have no rule; {_LEAVE}")
-        spec = parallel_plan.specs[name]["weight"]
-        if scales_spec(spec, parallel_plan.mesh) is not None:
-            return
-        height, width = spec.shard_shape(parallel_plan.mesh)
-        if width < spec.shape[1]:
-            raise MeshError(
-                f"{_KEY}: a rank's rows of {name} would have {width} of {spec.shape[1]} elements, and {BLOCK} "
-                f"neighbours share a scale: take a mesh that cuts rows into fewer parts (hidden those of query, key, "
-                f"value, gate and up, sequence those of output and down), {_KEEP}"
-            )
-        raise MeshError(
-            f"{_KEY}: a rank would have {height} of the {spec.shape[0]} rows of {name}, each of {width} elements, and "
-            f"{BLOCK} neighbours share a scale, beyond the ends of rows: take a mesh that gives ranks multiples of "
-            f"{BLOCK // math.gcd(width, BLOCK)} rows, {_KEEP}"
+
+def quantized_layers(
+    model: PreTrainedModel, roles: Mapping[str, Role], skipped: Sequence[str] | None = None
+) -> list[str]:
+    """The layers that transformers would quantise, by its own rule.
+
+    Args:
+        model: the whole model, on any device, meta included.
+        roles: of its modules.
+        skipped: patterns of the names of layers that stay as they are; None for transformers' own choice.
+
+    Raises:
+        UnsupportedModelError: one of them has no rule, whatever the mesh.
+    """
+    patterns = None if skipped is None else list(skipped)
+    kept = HfQuantizer.get_modules_to_not_convert(model, patterns, model._keep_in_fp32_modules)
+    names = []
+    for name, module in model.named_modules():
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept):
+            _check_kind(name, module, roles.get(name))
+            names.append(name)
+    ties: dict[str, str] = model.all_tied_weights_keys
+    tied = next((name for name in names if f"{name}.weight" in {*ties, *ties.values()}), None)
+    if tied is not None:
+        raise UnsupportedModelError(
+            f"{_KEY}: {tied} shares its weight with another module, for which 4 bits have no rule; {_LEAVE}"
         )
+    if not names:
+        raise UnsupportedModelError(
+            f"{_KEY}: {type(model).__name__} has no linear layer that transformers would quantise; leave it out"
+        )
+    return names
+
+
+def _check_kind(name: str, module: nn.Module, role: Role | None) -> None:
+    if isinstance(module, Conv1D):
+        raise UnsupportedModelError(
+            f"{_KEY}: {name} stores its weight transposed (Conv1D), for which 4 bits have no rule on a mesh; leave "
+            f"{_KEY} out"
+        )
+    if role is None or role.kind not in _KINDS:
+        kinds = {"head": "the head", "router": "a router", "labels": "a head of a few outputs"}
+        where = kinds.get("" if role is None else role.kind, "a module that isn't cut as a linear layer")
+        raise UnsupportedModelError(f"{_KEY}: {name} is {where}, for which 4 bits have no rule; {_LEAVE}")
+
+
+def _misfit(name: str, spec: ShardingSpec, mesh: MeshShape) -> str | None:
+    """Why a mesh can't cut a weight in 4 bits, and which could, in words; None if it can."""
+    if scales_spec(spec, mesh) is not None:
+        return None
+    height, width = spec.shard_shape(mesh)
+    if width < spec.shape[1]:
+        return (
+            f"a rank's rows of {name} would have {width} of {spec.shape[1]} elements, and {BLOCK} neighbours share a "
+            "scale: take a mesh that cuts rows into fewer parts (hidden those of query, key, value, gate and up, "
+            "sequence those of output and down)"
+        )
+    return (
+        f"a rank would have {height} of the {spec.shape[0]} rows of {name}, each of {width} elements, and {BLOCK} "
+        "neighbours share a scale, beyond the ends of rows: take a mesh that gives ranks multiples of "
+        f"{BLOCK // math.gcd(width, BLOCK)} rows"
+    )
+
+
+class FourBitRules:
+    """Which meshes can cut a model's linear layers in 4 bits. Knows their shapes, and doesn't keep the model.
+
+    Args:
+        model: on any device, meta included.
+        rules: of its weights in 16 bits.
+
+    Raises:
+        UnsupportedModelError: no mesh can.
+    """
+
+    def __init__(self, model: PreTrainedModel, rules: MeshRules) -> None:
+        self._weights = rules.weights(quantized_layers(model, rules.roles))
+
+    def misfit(self, mesh: MeshShape) -> str | None:
+        """What a mesh that fits the model can't cut in 4 bits, in words; None if there is no such layer."""
+        misfits = (_misfit(weight.module.name, weight.spec(mesh), mesh) for weight in self._weights)
+        return next((misfit for misfit in misfits if misfit is not None), None)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from cuboid.distributed.topology import Axis, MeshShape
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict, Mode
 from cuboid.models.certification.certificates import certificate_of, naming_changes
 from cuboid.models.kinds.registry import check_class
 from cuboid.models.pipeline.head_share import check_spread_head
 from cuboid.models.sharded.parallel_plan import MeshRules
+from cuboid.models.sharded.quantization import FourBitRules
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_cut import draw_outline
-from cuboid.tensor3d.sharding.four_bits import BLOCK
 
 _SHOWN_MESHES = 6
 
@@ -77,24 +77,33 @@ class LayoutLimits:
         no_mesh: why it can't be on a mesh at all; "" if it can.
         with_stages: how its stages can't run on a mesh, and why.
         stages: how it can be cut into stages; None if that isn't known, as for a description by modules alone.
-        quantized: name, in features and axis that cuts these, of layers in 4 bits; no axis if none does.
+        four_bits: those that divide its linear layers in 4 bits; None if these aren't in 4 bits.
     """
 
     meshes: MeshRules | None = None
     no_mesh: str = ""
     with_stages: tuple[tuple[Mode, str], ...] = ()
     stages: Stages | None = None
-    quantized: tuple[tuple[str, int, Axis | None], ...] = ()
+    four_bits: FourBitRules | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None) -> LayoutLimits:
-        """Those of a model on any device, with the verdict of its certification on meshes."""
+    def of(
+        cls, model: PreTrainedModel, verdict: MeshVerdict, stages: Stages | None = None, *, four_bits: bool = False
+    ) -> LayoutLimits:
+        """Those of a model on any device, with the verdict of its certification on meshes.
+
+        Raises:
+            UnsupportedModelError: its linear layers can't be in ``four_bits``, for which even one rank has a mesh.
+        """
         with_stages = tuple(verdict.with_stages.items())
         try:
             verdict.check_model(type(model).__name__)
-            return cls(MeshRules(model, verdict), "", with_stages, stages)
+            rules = MeshRules(model, verdict)
         except UnsupportedModelError as error:
+            if four_bits:
+                raise
             return cls(None, str(error), with_stages, stages)
+        return cls(rules, "", with_stages, stages, FourBitRules(model, rules) if four_bits else None)
 
     def reason_against(self, mesh: MeshShape, stages: int = 1, segments: int = 1) -> str | None:
         """Why training would reject a layout, in words; None if it wouldn't."""
@@ -111,15 +120,7 @@ class LayoutLimits:
 
     def _misfit(self, mesh: MeshShape) -> str | None:
         misfit = None if mesh.size == 1 or self.meshes is None else self.meshes.misfit(mesh)
-        return misfit or self._cut_of_scales(mesh)
-
-    def _cut_of_scales(self, mesh: MeshShape) -> str | None:
-        """Which rows in 4 bits a mesh cuts between elements that share a scale, in words; None if it cuts none."""
-        for name, inputs, axis in self.quantized:
-            width = inputs / (1 if axis is None else mesh.of(axis))
-            if width % BLOCK:
-                return f"a rank's rows of {name} have {width:g} of {inputs} elements, of which {BLOCK} share a scale"
-        return None
+        return misfit or (None if self.four_bits is None else self.four_bits.misfit(mesh))
 
     def fitting(self, size: int) -> list[MeshShape]:
         """All meshes of ``size`` ranks that training accepts, without stages."""

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from cuboid.distributed.topology import Axis
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import MeshVerdict
@@ -35,8 +34,6 @@ _SPLIT = MeshVerdict()
 #: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
-#: The axis that cuts the in features of linear layers that may be in 4 bits.
-_CUT_BY: dict[str, Axis | None] = {"up": "hidden", "down": "sequence", "latent": "hidden", "from latent": None}
 #: Number of weights of hidden × inner elements in an MLP with a gate.
 _MLP_WEIGHTS = 3
 
@@ -59,7 +56,8 @@ def describe_modules(
         trunk: how it is trained if it is frozen itself.
 
     Raises:
-        UnsupportedModelError: its layers or the number of experts of a token can't be found, or it takes images.
+        UnsupportedModelError: its layers or the number of experts of a token can't be found, it takes images, or its
+            linear layers can't be in 4 bits.
         ConfigError: its adapters can't be counted.
     """
     if takes_pixels(model) or tower_names(model):
@@ -120,18 +118,13 @@ def describe_modules(
         uncounted=_uncounted(config, layers, roles.values()),
         uncounted_by_formulas=_uncounted_routers([name for name, kept in kept_by.items() if kept is None]),
         config=model.config,
-        limits=LayoutLimits.of(model, verdict, stages),
+        limits=LayoutLimits.of(model, verdict, stages, four_bits=trunk is not None and trunk.four_bits),
         verdict=verdict,
         trunk=trunk,
         extra_factors=factors.outside,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - description.parameters
-    limits = description.limits
-    if description.four_bits:
-        products = {projection for layer in layers for projection in layer.projections if projection.kind in _CUT_BY}
-        cuts = {(product.name, product.inputs, _CUT_BY[product.kind]) for product in products}
-        limits = replace(limits, quantized=tuple(sorted(cuts, key=str)))
-    return replace(description, extra_parameters=more, limits=limits)
+    return replace(description, extra_parameters=more)
 
 
 def _uncounted(config: PretrainedConfig, layers: Sequence[Layer], roles: Collection[Role]) -> str:
