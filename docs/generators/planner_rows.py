@@ -14,13 +14,13 @@ from typing import Any
 from transformers import AutoConfig
 
 from cuboid.distributed.topology import MeshShape
-from cuboid.integrations.peft.planned_lora import PlannedLora
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.description.planned_lora import PlannedLora
 from cuboid.planner.description.trunk import Trunk
 from generators.marked import DOCS
 

@@ -21,6 +21,11 @@ def _inject_adapter(original: Any) -> Any:
     @functools.wraps(original)
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if not isinstance(model, ShardedModel):
+            config = self.peft_config[adapter_name]
+            if getattr(config, "is_for_counts", False):
+                from cuboid.integrations.peft.adapters import register_layers
+
+                register_layers(config)
             original(self, model, adapter_name, *args, **kwargs)
             return
         # PEFT takes seconds to import, which ranks that don't use it save.

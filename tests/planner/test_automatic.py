@@ -54,7 +54,7 @@ def config_of(mesh_keys, **sections):
 def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
     config = config_of({"size": 8}, train_micro_batch_size_per_gpu=8, cluster="8xH100-80GB", sequence_length=2048)
     with caplog.at_level(logging.WARNING):
-        chosen = choose_mesh(model, config)
+        chosen = choose_mesh(model, config).mesh
     cluster, described = Cluster.parse("8xH100-80GB"), describe_modules(model)
     times = {
         mesh: estimate(described, Layout(mesh, micro_batch=8, zero_stage=0), cluster, 2048).time.total_s
@@ -67,7 +67,8 @@ def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
 
 @pytest.mark.ci
 def test_one_row_leaves_nothing_to_the_batch_axis(model):
-    assert choose_mesh(model, config_of({"size": 8}, train_micro_batch_size_per_gpu=1, cluster="8xH100")).batch == 1
+    one_row = config_of({"size": 8}, train_micro_batch_size_per_gpu=1, cluster="8xH100")
+    assert choose_mesh(model, one_row).mesh.batch == 1
 
 
 @pytest.mark.ci
@@ -81,15 +82,15 @@ def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
             layout = Layout(mesh, 1, rows, 2, 4 // size, zero_stage=0)
             estimated = estimate(described, layout, cluster, 4096)
             times |= {mesh: estimated.time.total_s} if estimated.fits else {}
-    assert choose_mesh(model, free) == min(times, key=times.__getitem__)
+    assert choose_mesh(model, free).mesh == min(times, key=times.__getitem__)
     # One replica doesn't fit into a GPU, but four of them do together.
     large = llama(num_hidden_layers=32)
-    assert choose_mesh(large, free.model_copy(update={"cluster": "4xH200-141GB"})).size > 1
+    assert choose_mesh(large, free.model_copy(update={"cluster": "4xH200-141GB"})).mesh.size > 1
 
 
 def test_rows_that_are_named_leave_one_size(model):
     numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
-    chosen = choose_mesh(model, config_of({}, **numbers, cluster="8xH100"))
+    chosen = choose_mesh(model, config_of({}, **numbers, cluster="8xH100")).mesh
     assert chosen.size == 4
     config, rest = require_config({"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto"}, **numbers})
     check_layout(config.on_mesh(chosen), rest, 8)
@@ -100,7 +101,7 @@ def test_rows_that_are_named_leave_one_size(model):
 def test_a_pipelines_mesh_and_segments(model):
     pipeline = {"engine": "seq1f1b", "stages": 4}
     config = config_of({}, pipeline=pipeline, train_batch_size=32, gradient_accumulation_steps=8, cluster="8xH100")
-    chosen = choose_mesh(model, config)
+    chosen = choose_mesh(model, config).mesh
     assert chosen.size in (1, 2)
     mesh = Mesh(chosen, pipe=4, rank=0, world_size=8)
     choice = segment_choice(model, config, mesh)
@@ -142,8 +143,8 @@ def test_a_mesh_is_chosen_before_the_schedule_is(keys):
     config = config_of({"size": 2}, pipeline=pipeline, **numbers)
     # As for the same layers without chunks.
     without_chunks = config.with_pipeline(config.pipeline.without_chunks)
-    assert choose_mesh(deep, config) == choose_mesh(deep, without_chunks)
-    assert choose_mesh(deep, config).size == 2
+    assert choose_mesh(deep, config).mesh == choose_mesh(deep, without_chunks).mesh
+    assert choose_mesh(deep, config).mesh.size == 2
 
 
 def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypatch):

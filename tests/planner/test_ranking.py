@@ -113,6 +113,6 @@ def test_search_and_the_mesh_auto_take_the_first_that_fits_by_its_count(counted)
         }
     )  # fmt: skip
     loaded = on_meta(AutoConfig.for_model(**MODEL))
-    chosen = choose_mesh(loaded, config)
+    chosen = choose_mesh(loaded, config).mesh
     counted.rule = lambda layout: 1e12 if layout.mesh == chosen else 0
-    assert choose_mesh(loaded, config) != chosen
+    assert choose_mesh(loaded, config).mesh != chosen

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from cuboid.planner.description.trunk import Trunk
+    from cuboid.config.schema import LoraSection
 
 LoraR = Annotated[
     int | None,
@@ -27,23 +27,29 @@ LoadIn4bit = Annotated[
 ALL_LINEAR = "all-linear"
 
 
-def trunk_of(lora_r: int | None, target_modules: str, *, load_in_4bit: bool) -> Trunk | None:
-    """How a model is trained, by these options; None if all of it is.
+def lora_of(
+    lora_r: int | None, target_modules: str, *, load_in_4bit: bool, written: LoraSection | None = None
+) -> LoraSection | None:
+    """The adapter that is trained, by these options or a config's section; None if all of the model is trained.
 
     Raises:
-        BadParameter: an option needs ``--lora-r``.
-        ImportError: PEFT is missing, or its version isn't supported.
+        BadParameter: an option needs ``--lora-r``, or contradicts the section.
     """
     if lora_r is None:
-        alone = {"--load-in-4bit": load_in_4bit, "--lora-target-modules": target_modules != ALL_LINEAR}
+        alone = {
+            "--load-in-4bit": load_in_4bit and written is None,
+            "--lora-target-modules": target_modules != ALL_LINEAR,
+        }
         for option, is_set in alone.items():
             if is_set:
                 raise typer.BadParameter("it is for a frozen model with LoRA; add --lora-r", param_hint=option)
-        return None
+        return written
+    from cuboid.config.schema import LoraSection
+
     names = tuple(name for part in target_modules.split(",") if (name := part.strip()))
     if not names:
         raise typer.BadParameter("it names no layer", param_hint="--lora-target-modules")
-    from cuboid.integrations.peft.planned_lora import PlannedLora
-    from cuboid.planner.description.trunk import Trunk
-
-    return Trunk(PlannedLora(lora_r, names[0] if names == (ALL_LINEAR,) else names), load_in_4bit)
+    asked = LoraSection(r=lora_r, target_modules=names[0] if names == (ALL_LINEAR,) else names)
+    if written not in (None, asked):
+        raise typer.BadParameter("the config's lora says otherwise; leave one of the two out", param_hint="--lora-r")
+    return asked

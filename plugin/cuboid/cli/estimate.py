@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, trunk_of
+from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, lora_of
 from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.paths import check_outputs
 
@@ -40,6 +40,7 @@ def estimate(
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.models.batch.length_cases import check_length
+    from cuboid.planner.automatic import planned_trunk
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.meta_model import describe
     from cuboid.planner.estimate import estimate as predict
@@ -49,13 +50,13 @@ def estimate(
     from cuboid.weights.model_folder import model_config
 
     check_outputs(json, pictures=(picture, timeline), inputs=(model, config, cluster))
-    trunk = trunk_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
     settings = model_config(model, trust_remote_code=trust_remote_code)
     machines = Cluster.parse(cluster)
     cuboid_config, framework_config = require_config(config)
     check_framework_config(cuboid_config, framework_config, machines.gpus, is_complete=True)
+    lora = lora_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit, written=cuboid_config.lora)
     verified = cuboid_config.pipeline is not None and cuboid_config.pipeline.certification == "verified"
-    described = describe(settings, verified=verified, trunk=trunk)
+    described = describe(settings, verified=verified, trunk=planned_trunk(lora, four_bits=load_in_4bit))
     check_length(sequence_length, described.most_positions, "--seq-len")
     layout = layout_of_config(
         cuboid_config, framework_config, described, machines, sequence_length, checkpointing=checkpointing

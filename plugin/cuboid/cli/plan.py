@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, trunk_of
+from cuboid.cli.adapters import ALL_LINEAR, LoadIn4bit, LoraR, LoraTargetModules, lora_of
 from cuboid.cli.limits import TrustRemoteCode
 from cuboid.cli.paths import check_outputs
 
@@ -55,6 +55,7 @@ def plan(
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.models.batch.length_cases import check_length
+    from cuboid.planner.automatic import planned_trunk
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.meta_model import describe
     from cuboid.planner.estimate import estimate
@@ -65,7 +66,8 @@ def plan(
     if explain is not None and (out or json):
         raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
     check_outputs(out, json, inputs=(model, cluster))
-    trunk = trunk_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
+    lora = lora_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
+    trunk = planned_trunk(lora, four_bits=load_in_4bit)
     console = Console()
     # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)
@@ -85,7 +87,7 @@ def plan(
         console.print(f"Left out was what training rejects: {reason}", highlight=False)
     best = result.best[0]
     print_estimate(best, console)
-    config = config_of(best.layout)
+    config = config_of(best.layout) | ({} if lora is None else {"lora": lora.model_dump(mode="json")})
     # Check that Cuboid itself accepts the config before it is written.
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:

@@ -446,6 +446,27 @@ class ActivationCheckpointingConfig(Section):
         return self
 
 
+class LoraSection(Section):
+    """The ``lora`` section: the adapter that PEFT will put on the model, whose own parameters are frozen then."""
+
+    r: int = Field(
+        ge=1,
+        le=_MOST_PARTS,
+        description="Rank of the updates, as in PEFT's `LoraConfig`. The section says that the script will train LoRA, "
+        'so that `"auto"` values are decided for that; `get_peft_model` makes the adapter.',
+    )
+    target_modules: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        "all-linear",
+        description='Which layers have updates, as in `LoraConfig`: "all-linear", a regular expression, or a list of '
+        "names.",
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
 #: Bytes of the dtypes that gradients may be summed in, by DeepSpeed's names for them.
 _SUM_BYTES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), 4),
@@ -529,6 +550,7 @@ class CuboidConfig(Section):
     pipeline: PipelineConfig | None = None
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
+    lora: LoraSection | None = None
     cluster: str | None = Field(
         default=None,
         description='GPUs for which `"auto"` is decided: nodes x GPUs x kind, such as "8x8xH100-80GB", or a profile '
@@ -772,7 +794,7 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
 
 
 #: Cuboid's keys outside of the sections, in a config that has a section of Cuboid's.
-_OWN_KEYS = ("cluster", "sequence_length", "deterministic")
+_OWN_KEYS = ("lora", "cluster", "sequence_length", "deterministic")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
@@ -876,6 +898,7 @@ _SECTION_MODELS: dict[str, type[Section]] = {
     "pipeline": PipelineConfig,
     "activation_checkpointing": ActivationCheckpointingConfig,
     "checkpoint": CheckpointConfig,
+    "lora": LoraSection,
 }
 _SECTION_KEYS = {name for model in _SECTION_MODELS.values() for name in model.model_fields}
 _KNOWN_KEYS = {*_SECTION_MODELS, *_OWN_KEYS, *_SECTION_KEYS}

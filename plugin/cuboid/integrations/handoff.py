@@ -49,13 +49,19 @@ def adopt_model(model: Any, config: CuboidConfig, *, takes_wrappers: bool = Fals
         takes_wrappers: whether such a module may be trained, whose own forward then runs.
 
     Raises:
-        ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
+        ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise; or it
+            lacks the adapter of which the config says that it alone is trained.
     """
     if config.deterministic:
         use_deterministic()
     sharded = unwrap(model) if isinstance(model, nn.Module) else model
     if _is_wrapper(model, takes_wrappers=takes_wrappers):
         return _adopt_wrapped(model, config, takes_wrappers=takes_wrappers)
+    if config.lora is not None and not (isinstance(sharded, ShardedModel) and sharded.cuboid.state.adapters):
+        raise ConfigError(
+            f"lora (r = {config.lora.r}) says that only an adapter is trained, but {type(sharded).__name__} has none: "
+            "load it by cuboid.from_pretrained and give PEFT's get_peft_model(model, LoraConfig(…)), or leave lora out"
+        )
     if not isinstance(sharded, ShardedModel):
         return shard(model, config)
     _check_same(sharded, config)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
+from cuboid.models.kinds.sharding import Expected
 from cuboid.models.sharded.activation_checkpointing import enable_checkpointing
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import ShardOf
@@ -31,6 +32,7 @@ class ModelPlan:
         parallel: how the whole model is sharded over the mesh; None for stages of one rank each, which shard nothing.
         stages: this rank's stages; None without a pipeline.
         quantized: the layers whose weights are stored in 4 bits.
+        expected: the step for which the mesh was chosen; None if the config names it.
     """
 
     cls: type[PreTrainedModel]
@@ -39,6 +41,7 @@ class ModelPlan:
     parallel: ParallelPlan | None
     stages: StagePlan | None = None
     quantized: QuantizedLayers | None = None
+    expected: Expected | None = None
 
     def cut(self, model: PreTrainedModel) -> RankPart:
         """Remove from a model, in place and on any device, what this rank's stages don't need.
@@ -83,4 +86,5 @@ class RankPart:
             finished = shard_modules(model, self.parallel, mesh, config.tensor_parallel, shard_of, quantized)
         if config.activation_checkpointing is not None:
             enable_checkpointing(finished, config.activation_checkpointing)
+        finished.cuboid.state.expected = self.plan.expected
         return finished

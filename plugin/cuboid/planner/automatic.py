@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.config.schema import CuboidConfig
+from cuboid.config.schema import CuboidConfig, LoraSection
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh, current_rank
 from cuboid.distributed.topology import MeshShape, divisors
@@ -28,19 +28,95 @@ from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.cost.layout import CheckpointingMode, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.meta_model import meta_model
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import seen_cluster
-from cuboid.planner.description.trunk import LaterAdapters, Trunk
+from cuboid.planner.description.trunk import LaterAdapters, PlannedAdapters, Trunk
 from cuboid.planner.estimate import Estimate, best_segments, cuboid_software, segment_counts, with_pipeline
 from cuboid.planner.ranking import best_of
 from cuboid.planner.search import checkpointing_section, reason
+from cuboid.requirements import check_version
 
 _logger = logging.getLogger(__name__)
 
 #: Rows of a micro-batch and tokens of a sequence that are assumed if the config doesn't set them: weights are loaded
 #: before there is data.
 _ASSUMED_ROWS, _ASSUMED_LENGTH = 8, 4096
+
+
+def planned_trunk(lora: LoraSection | None, *, four_bits: bool) -> Trunk | None:
+    """How a model is trained, by a config's ``lora`` and whether its linear layers are in 4 bits; None if all of it is.
+
+    Raises:
+        ImportError: PEFT is missing, or its version isn't supported.
+    """
+    if lora is None:
+        return Trunk(LaterAdapters(), four_bits=True) if four_bits else None
+    check_version("peft")
+    # PEFT takes seconds to import, which ranks that don't use it save.
+    from cuboid.planner.description.planned_lora import PlannedLora
+
+    return Trunk(PlannedLora(lora.r, lora.target_modules), four_bits)
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """The step that ``"mesh": "auto"`` was decided for."""
+
+    model: ModelDescription
+    layout: Layout
+    cluster: Cluster
+    length: int
+
+    def check_adapter(self, config: PretrainedConfig, adapter: PlannedAdapters) -> None:
+        """Check that the mesh fits an adapter that is put on the model; rank 0 logs if it was chosen for another.
+
+        Args:
+            config: of the whole model.
+            adapter: as PEFT will make it.
+
+        Raises:
+            ConfigError: a step takes more memory with it than there is.
+        """
+        trunk = self.model.trunk
+        if trunk is None:
+            self._warn(
+                f'"mesh": "auto" was decided for training all parameters, and the model gets {adapter}; write its r '
+                'and target_modules into the config, as "lora": {"r": …, "target_modules": …}'
+            )
+            return
+        if isinstance(trunk.adapters, LaterAdapters) or str(trunk.adapters) == str(adapter):
+            return
+        differs = f'"mesh": "auto" was decided for {trunk.adapters} (lora in the config), and the model gets {adapter}'
+        try:
+            described = describe_modules(meta_model(config), self.model.verdict, trunk=replace(trunk, adapters=adapter))
+        except (ConfigError, UnsupportedModelError) as error:
+            self._warn(f"{differs}, which can't be counted: {error}")
+            return
+        cost = StepCost(described, self.layout, self.cluster, self.length, cuboid_software(self.layout))
+        estimate = Estimate.of(cost)
+        if not estimate.fits_counted:
+            needed = max(estimate.memory_bytes, estimate.counted_bytes or 0.0)
+            raise ConfigError(
+                f"{differs}: {self.layout.mesh} would need {needed / 2**30:.1f} of "
+                f"{estimate.limit_bytes / 2**30:.1f} GiB a GPU; write this adapter's r and target_modules into lora, "
+                "and the mesh is chosen for it"
+            )
+        self._warn(f"{differs}; it fits, but another mesh may be faster")
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        if current_rank() == 0:
+            _logger.warning("%s", message)
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """The mesh of a config; if it is chosen, with the step that is expected of it."""
+
+    mesh: MeshShape
+    expected: ExpectedStep | None = None
 
 
 def choose_mesh(
@@ -50,7 +126,7 @@ def choose_mesh(
     *,
     world_size: int | None = None,
     four_bits: bool = False,
-) -> MeshShape:
+) -> MeshChoice:
     """Return the configured mesh, or for ``"auto"`` the one with the fastest step that fits; rank 0 logs why.
 
     Each rank decides by itself; ranks that see the same GPUs decide alike. Connecting the mesh checks that they did.
@@ -69,12 +145,12 @@ def choose_mesh(
     """
     settings = config.tensor_parallel
     if settings.mesh != "auto":
-        return settings.mesh.shape
+        return MeshChoice(settings.mesh.shape)
     if settings.size == 1:
-        return MeshShape()
+        return MeshChoice(MeshShape())
     cluster = _cluster(config, world_size)
-    trunk = Trunk(LaterAdapters(), four_bits=True) if four_bits else None
-    described = describe_modules(model, mesh_verdict(cls or type(model), model.config), trunk=trunk)
+    verdict, trunk = mesh_verdict(cls or type(model), model.config), planned_trunk(config.lora, four_bits=four_bits)
+    described = describe_modules(model, verdict, trunk=trunk)
     length = _length(model, config)
     layouts = list(_layouts(described, config, cluster.gpus, length))
     if not layouts:
@@ -83,7 +159,8 @@ def choose_mesh(
         raise MeshError(_nothing_divides(type(model).__name__, config, cluster))
     estimates = _fastest(described, layouts, cluster, length, _mode(config))
     _log(estimates, config, length)
-    return estimates[0].layout.mesh
+    best = estimates[0]
+    return MeshChoice(best.layout.mesh, ExpectedStep(described, best.layout, cluster, best.cost.length))
 
 
 @dataclass(frozen=True)
@@ -116,18 +193,23 @@ class SegmentChoice:
 
 
 def segment_choice(
-    model: PreTrainedModel, config: CuboidConfig, mesh: Mesh, cls: type[PreTrainedModel] | None = None
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    mesh: Mesh,
+    cls: type[PreTrainedModel] | None = None,
+    *,
+    four_bits: bool = False,
 ) -> SegmentChoice | None:
     """The rule that decides ``"segments": "auto"`` for a model before it is cut; None if the config gives a number.
 
-    ``cls`` is the architecture's class, if the model's own class was derived from it.
+    For the arguments see :func:`choose_mesh`.
     """
     pipeline, topology = config.pipeline, mesh.topology
     if pipeline is None or pipeline.segments != "auto":
         return None
     # Ranks without others on their mesh have the model's own modules, and need no verdict.
     verdict = mesh_verdict(cls or type(model), model.config) if mesh.shape.size > 1 else MeshVerdict()
-    described = describe_modules(model, verdict)
+    described = describe_modules(model, verdict, trunk=planned_trunk(config.lora, four_bits=four_bits))
     zero = config.framework.zero_stage or 0
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
@@ -147,6 +229,7 @@ def settle_stages(
     cls: type[PreTrainedModel] | None = None,
     *,
     world_size: int | None = None,
+    four_bits: bool = False,
 ) -> CuboidConfig:
     """Resolve the schedule with the placement of the stages, and their layers, if the config leaves them open.
 
@@ -159,6 +242,7 @@ def settle_stages(
         shape: shape of the mesh.
         cls: the architecture's class, if the model's own class was derived from it.
         world_size: total number of ranks; by default those of one replica.
+        four_bits: whether the model's linear layers are stored in 4 bits, and it is frozen.
 
     Raises:
         ConfigError: no schedule stays within the memory limit, or the layers can't be divided into that many stages.
@@ -171,7 +255,7 @@ def settle_stages(
     length = _length(model, config)
 
     def segments(padded: int, steps: int) -> int:
-        choice = segment_choice(model, config, mesh, cls)
+        choice = segment_choice(model, config, mesh, cls, four_bits=four_bits)
         assert choice is not None
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)

@@ -44,6 +44,7 @@ _ENGINE_KEYS = (
     "deterministic",
     "tensor_parallel",
     "pipeline",
+    "lora",
     "zero_optimization",
     "gradient_clipping",
     "prescale_gradients",
@@ -93,6 +94,9 @@ def _verify(
     timeout_s: float,
 ) -> Report:
     loaded = load_config(config)
+    if plan.adapter is None:
+        # All parameters are compared.
+        loaded.pop("lora", None)
     ours, rest = require_config(loaded)
     check_adapter(plan)
     if ours.tensor_parallel.fp8 is not None:

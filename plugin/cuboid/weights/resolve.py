@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh, current_world_size
-from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
@@ -20,7 +19,7 @@ from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.quantization import Quantization, check_settings
 from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
+from cuboid.planner.automatic import MeshChoice, choose_mesh, segment_choice, settle_stages
 
 
 def settle(
@@ -30,7 +29,7 @@ def settle(
     *,
     world_size: int | None = None,
     four_bits: bool = False,
-) -> tuple[MeshShape, CuboidConfig]:
+) -> tuple[MeshChoice, CuboidConfig]:
     """Decide what a config leaves open: the shape of the mesh, and the schedule with the placement of the stages.
 
     Args:
@@ -43,8 +42,8 @@ def settle(
     Raises:
         MeshError, ConfigError, UnsupportedModelError: as :func:`resolve`.
     """
-    shape = choose_mesh(model, config, cls, world_size=world_size, four_bits=four_bits)
-    return shape, settle_stages(model, config, shape, cls, world_size=world_size)
+    choice = choose_mesh(model, config, cls, world_size=world_size, four_bits=four_bits)
+    return choice, settle_stages(model, config, choice.mesh, cls, world_size=world_size, four_bits=four_bits)
 
 
 def resolve(
@@ -70,9 +69,9 @@ def resolve(
     if config.pipeline is not None:
         # Before certification, which would only say that the code is another.
         check_loss_in_pipeline(model, kind_of_class(cls).ordinary_loss)
-    shape, config = settle(model, config, cls, world_size=world_size, four_bits=quantization is not None)
-    mesh = Mesh(shape, pipe=config.stages, placement=config.placement)
-    return _certified(model, config, cls, mesh, runs_here=True, quantization=quantization)
+    choice, config = settle(model, config, cls, world_size=world_size, four_bits=quantization is not None)
+    mesh = Mesh(choice.mesh, pipe=config.stages, placement=config.placement)
+    return _certified(model, config, cls, mesh, choice, runs_here=True, quantization=quantization)
 
 
 def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: int | None) -> ModelPlan:
@@ -83,10 +82,10 @@ def resolve_elsewhere(model: PreTrainedModel, config: CuboidConfig, world_size: 
         config: Cuboid's config.
         world_size: number of ranks of the job; by default one replica's.
     """
-    shape, config = settle(model, config, world_size=world_size)
-    ranks = world_size or shape.size * config.stages
-    mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=ranks, placement=config.placement)
-    return _certified(model, config, type(model), mesh, runs_here=False)
+    choice, config = settle(model, config, world_size=world_size)
+    ranks = world_size or choice.mesh.size * config.stages
+    mesh = Mesh(choice.mesh, pipe=config.stages, rank=0, world_size=ranks, placement=config.placement)
+    return _certified(model, config, type(model), mesh, choice, runs_here=False)
 
 
 def _certified(
@@ -94,6 +93,7 @@ def _certified(
     config: CuboidConfig,
     cls: type[PreTrainedModel],
     mesh: Mesh,
+    choice: MeshChoice,
     *,
     runs_here: bool,
     quantization: Quantization | None = None,
@@ -112,8 +112,9 @@ def _certified(
         quantized = quantization.layers_of(model, parallel)
         quantization.connect(mesh)
     if config.pipeline is not None:
-        choice = segment_choice(model, config, mesh, cls) if runs_here else None
-        stages = plan_staging(model, config, mesh, cls, choice)
+        four_bits = quantization is not None
+        segments = segment_choice(model, config, mesh, cls, four_bits=four_bits) if runs_here else None
+        stages = plan_staging(model, config, mesh, cls, segments)
         routers = () if stages.outline.router_loss is None else stages.outline.router_loss.routers
         roles = {} if parallel is None else parallel.roles
         # Certification's small models have no jitter, for which the blocks of routers are computed whole.
@@ -124,7 +125,7 @@ def _certified(
                 "doesn't know which tokens their logits are of; set it to false, set the config's jitter to 0, or use "
                 "stages of one rank"
             )
-    return ModelPlan(cls, config, mesh, parallel, stages, quantized)
+    return ModelPlan(cls, config, mesh, parallel, stages, quantized, choice.expected)
 
 
 def plan_of(sharded: PreTrainedModel, whole_model: PreTrainedModel) -> ModelPlan:

@@ -47,6 +47,7 @@ from cuboid.models.kinds.sharding import Sharding
 from cuboid.models.sharded.customizations import guard_hooks
 from cuboid.models.sharded.sharded_model import ShardedBase, ShardedModel
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.planner.description.planned_lora import PlannedLora
 from cuboid.tensor3d.compiled.forms import CompiledWhole
 from cuboid.tensor3d.compiled.hooks import fused_of
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -82,7 +83,8 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
 
     Raises:
         UnsupportedModelError: before the model is changed, if an option or a layer of the adapter has no rule.
-        ConfigError: likewise, if it trains a head that the config spreads over the stages.
+        ConfigError: likewise, if it trains a head that the config spreads over the stages, or takes more memory than
+            the adapter for which the mesh was chosen.
     """
     config = tuner.peft_config[adapter_name]
     check_adapter(config)
@@ -95,6 +97,9 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
     if model.cuboid.state.compiled is not None and (of_experts or isinstance(config, IA3Config)):
         what = f"target_parameters={of_experts}" if of_experts else "IA3Config"
         raise UnsupportedModelError(f"{what} has no rule in compiled layers; don't compile them")
+    expected = model.cuboid.state.expected
+    if expected is not None and isinstance(config, LoraConfig) and not config.inference_mode:
+        expected.check_adapter(model.config, PlannedLora.of(config))
     with _giving_head(model), _skipping(tuner, absent_modules(model)):
         is_here, tokens = _check_targets(tuner, model, prepared), _checked_tokens(model, config)
         if isinstance(config, LoraConfig):

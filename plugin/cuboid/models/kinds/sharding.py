@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import ActivationCheckpointingConfig, TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
@@ -133,6 +133,13 @@ class Adapters(Protocol):
         """Load the adapters from such a folder into the model."""
 
 
+class Expected(Protocol):
+    """What a mesh was chosen for, if it was chosen."""
+
+    def check_adapter(self, config: PretrainedConfig, adapter: Any) -> None:
+        """Raise an error if an adapter that the model, whole of this config, is to get doesn't fit."""
+
+
 class TokensBefore(Protocol):
     """Virtual tokens of an adapter, which stand before the tokens of each row."""
 
@@ -178,6 +185,8 @@ class ModelState:
     compiled: CompiledLayers | None = None
     #: The files of the model's adapters; None if it has none.
     adapters: Adapters | None = None
+    #: What the mesh was chosen for; None if the config names the mesh.
+    expected: Expected | None = None
     #: What puts an adapter's virtual tokens before rows; None if the model has none.
     virtual_tokens: TokensBefore | None = None
     #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of

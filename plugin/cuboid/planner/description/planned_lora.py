@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.errors import ConfigError
-from cuboid.integrations.peft.adapters import register_layers
 from cuboid.planner.description.trunk import Factors
 
 _NAME = "default"
+#: Further fields of a ``LoraConfig`` that decide which factors there are.
+_FURTHER = (*("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "target_parameters"),)
+
+
+class CountedLora(LoraConfig):
+    """A config of adapters in layers without values. The patch of PEFT lets it put the layers for shards around sharded
+    ones, without all that a model that is trained needs."""
+
+    is_for_counts = True
 
 
 @dataclass(frozen=True)
@@ -25,15 +33,29 @@ class PlannedLora:
 
     Args:
         r: rank of the updates.
-        target_modules: PEFT's: names, or ``"all-linear"``.
+        target_modules: PEFT's: names, ``"all-linear"`` or another regular expression; None for its own choice.
+        further: names and values of other fields.
     """
 
     r: int
-    target_modules: str | tuple[str, ...] = "all-linear"
+    target_modules: str | tuple[str, ...] | None = "all-linear"
+    further: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> PlannedLora:
+        """The adapter that PEFT makes of a config."""
+        targets: str | Sequence[str] | None = config.target_modules
+        values = ((name, getattr(config, name)) for name in _FURTHER)
+        return cls(
+            config.r,
+            targets if targets is None or isinstance(targets, str) else tuple(sorted(targets)),
+            tuple((name, value) for name, value in values if value),
+        )
 
     def __str__(self) -> str:
-        targets = self.target_modules
-        return f"LoRA of rank {self.r} on {targets if isinstance(targets, str) else ', '.join(targets)}"
+        targets = self.target_modules or "PEFT's own choice of layers"
+        text = f"LoRA of rank {self.r} on {targets if isinstance(targets, str) else ', '.join(sorted(targets))}"
+        return text + "".join(f", {name}={value!r}" for name, value in self.further)
 
     def factors_of(self, model: PreTrainedModel) -> Mapping[str, Factors]:
         """See :class:`~cuboid.planner.description.trunk.PlannedAdapters`.
@@ -41,7 +63,7 @@ class PlannedLora:
         Raises:
             ConfigError: no module has one of the names, or one isn't a linear layer.
         """
-        adapted = self._in(copy.deepcopy(model), self._config(), low_cpu_mem_usage=True)
+        adapted = self._in(copy.deepcopy(model), LoraConfig(**self._fields), low_cpu_mem_usage=True)
         factors: dict[str, Factors] = {}
         for name, module in adapted.named_modules():
             if not isinstance(module, LoraLayer):
@@ -60,13 +82,13 @@ class PlannedLora:
 
     def put_into(self, model: PreTrainedModel) -> None:
         """See :class:`~cuboid.planner.description.trunk.PlannedAdapters`."""
-        config = self._config()
-        register_layers(config)
-        self._in(model, config)
+        self._in(model, CountedLora(**self._fields))
 
-    def _config(self) -> LoraConfig:
+    @property
+    def _fields(self) -> dict[str, Any]:
         targets = self.target_modules
-        return LoraConfig(r=self.r, target_modules=targets if isinstance(targets, str) else list(targets))
+        names = list(targets) if isinstance(targets, tuple) else targets
+        return {"r": self.r, "target_modules": names, **dict(self.further)}
 
     def _in(self, model: PreTrainedModel, config: LoraConfig, **options: Any) -> nn.Module:
         try:
