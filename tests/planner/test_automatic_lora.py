@@ -143,7 +143,7 @@ def test_a_model_without_the_adapter_of_its_config_is_not_trained(on_a_small_gpu
     adapted = get_peft_model(model, adapter(8))
     assert adopt_model(adapted, config.on_mesh(MeshShape())) is adapted
     named = {**sections, "tensor_parallel": {"mode": "3d_tensor", "mesh": {}}, "optimizer": {"type": "AdamW"}}
-    with pytest.raises(ConfigError, match="lora says that only an adapter is trained, and cuboid train trains all"):
+    with pytest.raises(ConfigError, match="lora says that only an adapter is trained, and this command trains all"):
         check_config(named, is_complete=False)
 
 

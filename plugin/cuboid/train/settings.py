@@ -28,7 +28,7 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
     check_framework_config(cuboid_config, framework_config, current_world_size(), is_complete=is_complete)
     if cuboid_config.lora is not None:
         raise ConfigError(
-            "lora says that only an adapter is trained, and cuboid train trains all parameters; leave it out, or train "
+            "lora says that only an adapter is trained, and this command trains all parameters; leave it out, or train "
             "in a script with PEFT's get_peft_model"
         )
     if framework_config.get("optimizer") is None:
