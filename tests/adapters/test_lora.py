@@ -448,7 +448,7 @@ HEADS = {
 
 def classifier(task):
     torch.manual_seed(0)
-    config = SmallModel("llama", heads=4, kv_heads=2).config()
+    config = SmallModel("llama", heads=4, kv_heads=4).config()
     config.update({"num_labels": 4, "pad_token_id": 0})
     auto_class, _, head = HEADS[task]
     return auto_class.from_config(config, dtype=torch.float64).eval(), MeshVerdict(head=head)

@@ -152,7 +152,7 @@ def assert_in_pefts_folder(pool, folder, model, options, micro_batch):
 
 
 def test_experts_are_in_pefts_folder(pool, tmp_path):
-    assert_in_pefts_folder(pool, tmp_path, mixture("qwen3_moe").eval(), ALL, batch(vocabulary=61))
+    assert_in_pefts_folder(pool, tmp_path, mixture("qwen3_moe", pad_token_id=0).eval(), ALL, batch(vocabulary=61))
 
 
 LINEAR = {"target_modules": "all-linear"}

@@ -808,7 +808,7 @@ def test_other_models_are_refused():
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
 
     def mixture():
-        config = MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=2)
+        config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
     assert "was compared with bf16 for causal language modelling, not for" in refusal(classifier, config_of())

@@ -45,7 +45,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 def built(small, dtype=torch.float32):
     torch.manual_seed(small.seed)
     config = small.config()
-    config.update(NO_DROPOUT)
+    config.update({name: rate for name, rate in NO_DROPOUT.items() if hasattr(config, name)})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 

@@ -143,8 +143,9 @@ def stepped(path, config):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["layers", "attention"])
 def test_activations_on_the_host_beside_shares_of_the_head(pool, checkpoint, mode, schedule):
-    path, chunks = checkpoint(SmallModel("gemma2", layers=4, tied=schedule == "zero_bubble-v")), len(schedule) > 11
-    pipeline = {"engine": "seq1f1b", **SPREAD, "segments": 3, "schedule": schedule, "chunks": 1 + chunks}
+    tied, chunks = schedule == "zero_bubble-v", 1 + (len(schedule) > 11)
+    path = checkpoint(SmallModel("gemma2" if tied else "llama", layers=4, tied=tied))
+    pipeline = {"engine": "seq1f1b", **SPREAD, "segments": 3, "schedule": schedule, "chunks": chunks}
     on_device, on_host = (
         pool.run(2, stepped, path, {"pipeline": pipeline, "activation_checkpointing": {"mode": mode, **host}})
         for host in ({}, {"cpu_checkpointing": True})
