@@ -100,12 +100,13 @@ colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 rank
 		"$(BOOSTER_CONFIG)"
 	@$(BIN)/python docs/examples/evaluate.py runs/colossalai
 
-TEST_PROCESSES ?= 2
+# One more than the cores of a small machine: a third of the time, a process waits for ranks that it has started.
+TEST_PROCESSES ?= 3
 
 # Each file stays in one process, which keeps its pool of ranks.
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test: install ## Run the tests that show the most in the least time, in TEST_PROCESSES=2 processes.
+test: install ## Run the tests that show the most in the least time, in TEST_PROCESSES=3 processes.
 	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
 		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
 	@$(BIN)/python -m pytest -m "not ci and not slow" $(IN_PROCESSES)

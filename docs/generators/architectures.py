@@ -105,6 +105,7 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True},
         "tied, padding token": {"tie_word_embeddings": True, **_GROUPED_PAD},
     },
+    "deepseek_v3": {"one group of experts, padding token": {"n_group": 1, "topk_group": 1, **_PAD}},
     "qwen3_moe": {"padding token": {"head_dim": 128, **_PAD}},
     "mistral": {
         "no window": {"sliding_window": None},
