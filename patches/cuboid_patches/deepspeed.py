@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.utils import groups as ds_groups
 from torch import nn
@@ -42,13 +43,13 @@ from cuboid.integrations.handoff import (
     check_trains,
     step_whole,
 )
-from cuboid.integrations.taken_gradients import readable
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer, is_muon
 from cuboid.optim.param_groups import AlignedGroups
 from cuboid.optim.piecewise_step import PiecewiseStep
+from cuboid.optim.taken_gradients import give_back, readable
 from cuboid.optim.whole_tensors import WholeRule
 from cuboid.weights.checkpointing import Checkpointing, Origin
 from cuboid.weights.state_dict_map import stored_names
@@ -142,6 +143,8 @@ def _initialize_sharded(
     module = adopt_model(arguments.get("model"), config, takes_wrappers=True)
     # The sharded model inside of PEFT's, if it has adapters, or of a script's own module.
     model: Any = unwrap(module)
+    # Of an engine that had the model before.
+    give_back(model.parameters())
     mesh = mesh_of(model)
     config = config.on_mesh(mesh.shape)
     check_layout(config, framework_config, mesh.topology.world_size)
@@ -184,6 +187,8 @@ def _initialize_sharded(
     # What DeepSpeed's optimizers that have master weights step; others are torch's own.
     engine.piecewise = PiecewiseStep.of(getattr(engine.optimizer, "optimizer", None))
     engine.whole_states = None
+    if isinstance(engine.optimizer, ZeROOptimizer) and isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+        engine.clear_with(engine.basic_optimizer)
     if rule is not None:
         leave_matrices(engine.optimizer)
         engine.whole_states = step_whole(model, adapt_optimizer(engine.optimizer, stored_names(model)), rule)

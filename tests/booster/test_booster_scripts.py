@@ -148,6 +148,43 @@ def test_the_inner_optimizers_zero_grad_clears_all_gradients(pool, checkpoint, o
     assert inner == outer
 
 
+def edited(path, config):
+    """What is said of edits of .grad after a backward and after its norm; whether all is as usual at the end."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    messages = []
+
+    def scale():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    for step in range(2):
+        booster_backward(booster, model, optimizer, step)
+        messages.append(said({"scale": scale})["scale"])
+        optimizer.clip_grad_by_norm(1e9)
+        messages.append(said({"scale": scale})["scale"])
+        optimizer.step()
+        (optimizer if step else model).zero_grad()
+    return messages, all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.sample(1, ci="others")
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (settings("1x2x1", bf16={"enabled": True}), [True, True]),
+        (settings("1x1x1", 2, bf16={"enabled": True}), [True, True]),
+        ({**REPLICAS, "zero_optimization": {"stage": 1}}, [False, True]),
+        (settings("1x2x1"), [False, False]),
+    ],
+    ids=["bf16", "stages in bf16", "ZeRO 1", "float32"],
+)
+def test_edits_of_gradients_that_are_elsewhere_are_refused(pool, checkpoint, config, refused):
+    for messages, is_usual in pool.run(2, edited, checkpoint(LLAMA), config):
+        assert [message.startswith(".grad between booster.backward") for message in messages] == refused * 2
+        assert is_usual
+
+
 def loads_by_itself(path, config):
     """What a pipeline says of batches that it would read in vain, or for nothing."""
     booster, model, optimizer, _ = boosted(path, config, torch.float32)

@@ -223,3 +223,118 @@ def test_a_backward_whose_gradients_would_replace_those_of_another_is_refused(po
     for message, losses in pool.run(2, with_two_backwards, checkpoint(SMALL)):
         assert "ZeRO has reduced this step's gradients, and would replace them" in message
         assert losses[1] == losses[2] == losses[3]
+
+
+def cast_between_steps(path, config):
+    """What is said of steps after casts of a running engine's model."""
+    engine, messages = make_engine(path, config), []
+    batches = _batches(0, 1)
+
+    def step():
+        if "pipeline" in config:
+            return engine.train_batch(batches)
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        return engine.step()
+
+    step()
+    for cast in (engine.double, engine.module.bfloat16):
+        cast()
+        with pytest.raises(CuboidError) as caught:
+            step()
+        messages.append(str(caught.value))
+        engine.zero_grad()
+        engine.module.float()
+    step()
+    return messages
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), pytest.param("1x1x1", 2, marks=pytest.mark.slow)])
+def test_a_cast_that_the_step_would_take_back_is_refused(pool, checkpoint, mesh, stages):
+    config = settings(mesh, stages) | {"gradient_accumulation_steps": 1}
+    for messages in pool.run(2, cast_between_steps, checkpoint(SMALL), config):
+        for message, dtype in zip(messages, ("float64", "bfloat16"), strict=True):
+            assert f"was cast from torch.float32 to torch.{dtype} after deepspeed.initialize" in message
+
+
+def dropped(path, options, clear):
+    """Weights after a step whose first backward's gradients are dropped; and what is said of edits in between."""
+    options = dict(options)
+    accumulated = options.pop("accumulated", None)
+    config = settings("1x2x1", **options) | {"zero_allow_untested_optimizer": True}
+    if accumulated is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulated}
+    del config["optimizer"], config["scheduler"]
+    model = cuboid.from_pretrained(path, config, dtype=torch.bfloat16 if "bf16" in config else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config))[0]
+    batches, said = _batches(0, 1), None
+    for number in range(2):
+        loss = engine(**next(batches)).loss
+        engine.backward(loss * 0 if clear is None and number == 0 else loss)
+        if number == 0 and clear is not None:
+            with pytest.raises(CuboidError) as caught:
+                scale(engine.module)
+            said = str(caught.value)
+            {"engine": engine, "own": optimizer}[clear].zero_grad()
+        engine.step()
+    return said, cuboid.full_state_dict(engine.module)
+
+
+@pytest.mark.parametrize(
+    ("options", "clear"),
+    [
+        ({"zero": 2}, "own"),
+        pytest.param({"zero": 2}, "engine", marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "bf16": True}, "own", marks=pytest.mark.slow),
+        pytest.param({"zero": 1, "bf16": True, "accumulated": "fp32"}, "engine", marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "bf16": True, "accumulated": "fp32"}, "own", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_that_are_dropped_before_the_end_of_a_step_are_not_stepped_on(pool, checkpoint, options, clear):
+    path = checkpoint(SMALL)
+    said, weights = pool.run(2, dropped, path, options, clear)[0]
+    _, expected = pool.run(2, dropped, path, options, None)[0]
+    assert said.startswith(".grad between engine.backward and engine.step")
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight)
+
+
+def past_the_engine(path):
+    """What is said of a script's loss.backward() without ZeRO, of a second one under ZeRO, and of .grad after the
+    first; and whether the step after it, and zero_grad of the script's optimizer before another, do what they say.
+    """
+    config = settings("1x2x1", zero=0) | {"gradient_accumulation_steps": 1}
+    engine, messages = make_engine(path, config), []
+
+    def message_of(action):
+        with pytest.raises(CuboidError) as caught:
+            action()
+        messages.append(str(caught.value))
+
+    def loss():
+        return engine(**next(_batches(0, 1))).loss
+
+    message_of(lambda: loss().backward())
+    config = settings("1x2x1") | {"gradient_accumulation_steps": 1}
+    del config["scheduler"]
+    engine = make_engine(path, config)
+    before = loss()
+    before.backward()
+    message_of(lambda: scale(engine.module))
+    message_of(lambda: loss().backward())
+    engine.step()
+    after = loss()
+    engine.backward(after)
+    engine.basic_optimizer.zero_grad()
+    message_of(engine.step)
+    return messages, float(before), float(after)
+
+
+def test_a_scripts_own_backward_and_zero_grad_do_what_the_engines_do(pool, checkpoint):
+    for messages, before, after in pool.run(2, past_the_engine, checkpoint(SMALL)):
+        assert "without ZeRO" in messages[0]
+        assert messages[1].startswith(".grad between")
+        assert "would replace them" in messages[2]
+        assert "no gradients to step on" in messages[3]
+        assert after < before

@@ -104,7 +104,7 @@ class Run:
     def check(self):
         """What a step of a pipeline does first; there, an error on one stage ends the job."""
         if self.stages > 1:
-            self.model.check_loss()
+            self.model.check_settings()
             self.model.cuboid.state.made.check(self.model)
 
 

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.loss import loss_utils
 
 import cuboid
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.sharded_model import ShardedModel
@@ -503,3 +504,35 @@ def test_a_head_is_whole_before_the_first_forward(threads):
         torch.testing.assert_close(sharded.get_output_embeddings().weight, full_weight)
 
     threads.run(2, weight)
+
+
+def test_what_decides_which_layers_run_is_refused_on_stages():
+    config = {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}}
+    stage = cuboid.shard(causal(), config)
+    stage.config.num_hidden_layers = 1
+    with pytest.raises(UnsupportedModelError, match=r"config.num_hidden_layers was set to 1 after .* have 2 layers"):
+        cuboid.Pipeline(stage).train(iter([uneven_batch()]), 1)
+    stage.config.num_hidden_layers, stage.model.layerdrop = 2, 0.5
+    with pytest.raises(UnsupportedModelError, match=r"model\.layerdrop was set to 0.5"):
+        cuboid.Pipeline(stage).train(iter([uneven_batch()]), 1)
+
+
+def test_a_head_is_tied_and_replaced_before_a_model_is_sharded():
+    stage = cuboid.shard(causal(), {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
+    stage.tie_weights()
+    stage.config.tie_word_embeddings = True
+    with pytest.raises(UnsupportedModelError, match=r"tie_weights: config\.tie_word_embeddings was set after"):
+        stage.tie_weights()
+
+    def replace(model):
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+    with pytest.raises(cuboid.CuboidError, match=r"get_output_embeddings\(\).weight is the head's whole tensor"):
+        Threaded(causal(), "1x2x1").run(replace)
+
+
+def test_what_is_no_tensor_is_named():
+    batch = {**uneven_batch(), "attention_mask": {"full_attention": torch.ones(3, 13)}}
+    with pytest.raises(cuboid.CuboidError, match="attention_mask is a dict; give a tensor"):
+        Threaded(causal(), "1x2x1").run(lambda rank_model: rank_model(**batch))

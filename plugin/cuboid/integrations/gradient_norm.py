@@ -11,9 +11,9 @@ import torch
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.integrations.taken_gradients import readable
 from cuboid.models.sharded.sharded_model import sharded_models
 from cuboid.optim.grad_norm import total_norm
+from cuboid.optim.taken_gradients import readable
 
 
 @torch.no_grad()
@@ -77,8 +77,11 @@ def check_reduced(gradients: Sequence[torch.Tensor], call: str) -> None:
         owner = None if model.cuboid.state.optimizer is None else model.cuboid.state.optimizer()
         if owner is None or not owner.is_of(model):
             continue
-        # In bf16 there are none in ``.grad`` of the model's.
-        if not ids or any(id(parameter.grad) in ids for parameter in (*model.parameters(), *owner.parameters)):
+        parameters = [*model.parameters(), *owner.parameters]
+        with readable(parameters):
+            # In bf16 there are none in ``.grad`` of the model's.
+            looks = not ids or any(id(parameter.grad) in ids for parameter in parameters)
+        if looks:
             owner.check_gradients(call)
 
 

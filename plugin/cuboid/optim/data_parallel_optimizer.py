@@ -33,6 +33,9 @@ class ReplicaOptimizer(Protocol):
     def flat_parameters(self) -> Sequence[nn.Parameter]:
         """Those that are stepped, or have gradients, as parts of flat tensors; none if each is by itself."""
 
+    def elsewhere(self, *, reduced: bool) -> Iterator[nn.Parameter]:
+        """The parameters whose ``.grad`` isn't what is stepped on, before or after :meth:`reduce`."""
+
     def reduce(self) -> None:
         """Sum the gradients over the replicas."""
 
@@ -115,6 +118,9 @@ class _DirectOptimizer:
     def flat_parameters(self) -> Sequence[nn.Parameter]:
         return self._buffered
 
+    def elsewhere(self, *, reduced: bool) -> Iterator[nn.Parameter]:  # noqa: ARG002
+        return iter(())
+
     def reduce(self) -> None:
         for buffer in self._buffers:
             dist.all_reduce(buffer.collect(), group=self._group)
@@ -170,6 +176,10 @@ class _FlatOptimizer:
 
     def has_gradients(self) -> bool:
         return any(flat.has_gradients() for flat in self._all())
+
+    def elsewhere(self, *, reduced: bool) -> Iterator[nn.Parameter]:
+        for flat in self._all():
+            yield from flat.elsewhere(reduced=reduced)
 
     def reduce(self) -> None:
         for flat in self._all():

@@ -59,6 +59,10 @@ class FlatParameters:
             dist.all_reduce(gradients, group=group)
         self.master.grad = self._share
 
+    def elsewhere(self, *, reduced: bool) -> list[nn.Parameter]:
+        """The parameters whose ``.grad`` isn't what is stepped on, before or after :meth:`reduce`."""
+        return [] if self._gradients.is_in_place and not (reduced and self._parts > 1) else self._parameters
+
     def has_gradients(self) -> bool:
         """Whether any accumulated gradient differs from zero; waits for the device."""
         return bool(self._gradients.collect().any())

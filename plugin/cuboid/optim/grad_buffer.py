@@ -48,8 +48,9 @@ class GradientBuffer:
         length = starts_of(parameters)[-1] if numel is None else numel
         self.flat = torch.zeros(length, dtype=dtype, device=parameters[0].device)
         self._views = views_of(self.flat, parameters)
-        self._in_place = parameters[0].dtype == dtype
-        if not self._in_place:
+        #: Whether the parameters' ``.grad`` are views of it.
+        self.is_in_place = parameters[0].dtype == dtype
+        if not self.is_in_place:
             for parameter, view in zip(parameters, self._views, strict=True):
                 parameter.main_grad = view  # type: ignore[attr-defined]
                 parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -59,11 +60,11 @@ class GradientBuffer:
         """Zero the gradients."""
         self.flat.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view if self._in_place else None
+            parameter.grad = view if self.is_in_place else None
 
     def collect(self) -> torch.Tensor:
         """The flat tensor, with the gradients of all parameters."""
-        if self._in_place:
+        if self.is_in_place:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 # The user, or an engine, may have assigned another tensor to ``.grad``, or None.
                 if parameter.grad is None:

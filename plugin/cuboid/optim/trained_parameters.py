@@ -28,11 +28,11 @@ class TrainedParameters:
     ) -> None:
         in_flat = set(map(id, flat))
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._flat = [(name, p) for name, p in model.named_parameters() if id(p) in in_flat]
+        self._flat = [(name, p, p.dtype) for name, p in model.named_parameters() if id(p) in in_flat]
         self._optimizer, self._by = optimizer, by
 
     def check(self) -> None:
-        """Check that all is stepped that has gradients now, and nothing that is frozen.
+        """Check that all is stepped that has gradients now, as it is now, and nothing that is frozen.
 
         Raises:
             OptimizerError: it isn't so; names the parameter.
@@ -43,7 +43,13 @@ class TrainedParameters:
                     f"{name} was frozen in {self._by}, and has requires_grad now: it would get gradients but no steps. "
                     "Let all that is ever to be trained have requires_grad there, or call it anew"
                 )
-        for name, parameter in self._flat:
+        for name, parameter, dtype in self._flat:
+            if parameter.dtype != dtype:
+                raise OptimizerError(
+                    f"{name} was cast from {dtype} to {parameter.dtype} after {self._by}, whose optimizer steps flat "
+                    f"tensors in the former: the step would cast it back. Cast the model before, or take "
+                    "zero_optimization.stage 0 in float32, where each parameter is stepped by itself"
+                )
             if not parameter.requires_grad:
                 raise OptimizerError(
                     f"{name} was frozen after {self._by}, since when the optimizer steps flat tensors of all that was "

@@ -20,6 +20,7 @@ from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_buffer import gradient_of
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.optim.param_groups import AlignedGroups
+from cuboid.optim.taken_gradients import TakenByBooster, give_back, take_gradients
 from cuboid.optim.trained_parameters import TrainedParameters
 
 
@@ -70,6 +71,8 @@ class CuboidOptimizer(OptimizerWrapper):
         self._accumulates = False
         self._steps = 0
         self._is_stepping = False
+        # Of an optimizer that the model was boosted with before.
+        give_back(inner.parameters())
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
         flat = self.replicated.flat_parameters
         # A stage that was frozen as a whole has buffers of nothing.
@@ -104,10 +107,20 @@ class CuboidOptimizer(OptimizerWrapper):
             torch.autograd.backward(
                 tensor, grad / self._mesh.topology.data, inputs=inputs, retain_graph=retain_graph, **kwargs
             )
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Refuse ``.grad`` of the parameters where it isn't what is stepped on, after a backward or a reduction."""
+        take_gradients(self.replicated.elsewhere(reduced=self._complete), TakenByBooster)
+
+    def leave_gradients(self) -> None:
+        """End what :meth:`take_gradients` began."""
+        give_back(self.replicated.flat_parameters)
 
     def accumulate(self) -> None:
-        """Prepare for more gradients, also after those so far have been reduced."""
+        """Prepare for more gradients, also after those so far have been reduced; :meth:`take_gradients` follows."""
         self._check_is_current()
+        self.leave_gradients()
         self._accumulates = True
         if not self._complete:
             return
@@ -151,6 +164,7 @@ class CuboidOptimizer(OptimizerWrapper):
         Args:
             set_to_none: ignored; buffers that are used again are zeroed in any case.
         """
+        self.leave_gradients()
         self.replicated.clear()
         self._complete = self._accumulates = False
 
@@ -245,6 +259,7 @@ class CuboidOptimizer(OptimizerWrapper):
                 self._pipeline.add_shared_gradients()
             self.replicated.reduce()
         self._complete = True
+        self.take_gradients()
 
     def _check_alone(self, call: str, instead: str) -> None:
         if self._mesh.topology.world_size > 1:

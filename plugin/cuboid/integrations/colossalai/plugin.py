@@ -217,6 +217,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         else:
             optimizer.accumulate()
             loss = pipeline.train(batches, None, gradient_scale=scale, complete=False)
+            optimizer.take_gradients()
             model.count_rows(pipeline.rows)
         return {"loss": loss * scale if return_loss else None, "outputs": None}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +18,16 @@ from cuboid.errors import CheckpointError, CuboidError
 from cuboid.failures.rank_agreement import StepGuard, begin_update
 from cuboid.integrations.deepspeed.changed_weights import ChangedWeights
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
-from cuboid.integrations.deepspeed.gradient_partition import drop_gradients, has_gradients, take_over_gradients
-from cuboid.integrations.taken_gradients import give_back, take_gradients
+from cuboid.integrations.deepspeed.gradient_partition import (
+    drop_gradients,
+    has_gradients,
+    keeps_gradients,
+    take_over_gradients,
+)
 from cuboid.models.sharded.sharded_model import mesh_of, sharding_of, unwrap
 from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.optim.piecewise_step import PiecewiseStep
+from cuboid.optim.taken_gradients import TakenByZero, give_back, take_gradients
 from cuboid.weights.save import export_model, full_state_dict
 
 
@@ -88,6 +95,8 @@ class CuboidEngine(CheckpointedEngine):
     _skips_update = False
     #: Whether ZeRO has the gradients of this step, and would replace them by those of another backward.
     _has_reduced = False
+    #: Whether gradients of this step are where ZeRO adds them up, so that ``.grad`` raises an error until they change.
+    _has_taken = False
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it.
@@ -99,17 +108,8 @@ class CuboidEngine(CheckpointedEngine):
         if is_last:
             begin_update(mesh, self.global_steps + 1)
         with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
-            if is_last and self._has_reduced:
-                raise CuboidError(
-                    "another backward before step(): ZeRO has reduced this step's gradients, and would replace them by "
-                    "those of this loss alone. Add up the losses before one backward, call the first ones inside "
-                    "engine.no_sync(), raise gradient_accumulation_steps, or drop the first gradients by "
-                    "engine.zero_grad()"
-                )
+            self._begin_backward()
             loss = super().backward(*args, **kwargs)
-        if is_last and isinstance(self.optimizer, ZeROOptimizer) and not self.inside_no_sync_ctxt:
-            self._has_reduced = True
-            take_gradients(self.changed_weights.parameters)
         if self.before_update is not None:
             self.loss_parts = [*self.loss_parts, loss.detach().mean()]
         if self._monitors and isinstance(loss, torch.Tensor):
@@ -119,13 +119,46 @@ class CuboidEngine(CheckpointedEngine):
             self.losses: Any = mean if sum_so_far is None else sum_so_far + mean
         return loss
 
+    def _begin_backward(self) -> None:
+        if self._has_reduced and self.is_gradient_accumulation_boundary():
+            raise CuboidError(
+                "another backward before step(): ZeRO has reduced this step's gradients, and would replace them by "
+                "those of this loss alone. Add up the losses before one backward, call the first ones inside "
+                "engine.no_sync(), raise gradient_accumulation_steps, or drop the first gradients by "
+                "engine.zero_grad()"
+            )
+        if self._has_taken:
+            self._leave_gradients()
+
+    def _backward_prologue(self) -> None:
+        # Of a script's loss.backward() too, which DeepSpeed allows under ZeRO.
+        if not self._running_engine_backward:
+            if not isinstance(self.optimizer, ZeROOptimizer):
+                raise CuboidError(
+                    "loss.backward() of an engine's output: without ZeRO, DeepSpeed would neither divide the gradients "
+                    "by gradient_accumulation_steps nor average them over the replicas; call engine.backward(loss)"
+                )
+            self._begin_backward()
+        super()._backward_prologue()
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        self._has_reduced = is_last and isinstance(self.optimizer, ZeROOptimizer)
+        if self._has_reduced or keeps_gradients(self.optimizer):
+            self._has_taken = True
+            take_gradients(self.changed_weights.parameters, TakenByZero)
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As ``DeepSpeedEngine.step``; see :meth:`backward`. DeepSpeed's monitors get the step's loss too."""
         # Without DeepSpeed's count of micro-batches, each call is the end of a step.
         loss, steps = self.losses, self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         # Set anew in each step: what was asked before may be gone by now.
         self._skips_update = False
-        self._leave_gradients()
+        if steps:
+            self._has_reduced = False
+            if self._has_taken:
+                self._leave_gradients()
         if steps and self.before_update is not None:
             parts, self.loss_parts = self.loss_parts, []
             try:
@@ -138,6 +171,7 @@ class CuboidEngine(CheckpointedEngine):
                 raise
         with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
             if steps:
+                # Without DeepSpeed's count, ZeRO 1 reduces them in the step itself, so that there are none before.
                 if self.managed_gradient_accumulation() and not has_gradients(self.optimizer):
                     raise CuboidError(
                         "there are no gradients to step on: call engine.backward first, and engine.zero_grad() before "
@@ -152,16 +186,16 @@ class CuboidEngine(CheckpointedEngine):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As ``DeepSpeedEngine.zero_grad``; also of gradients that ZeRO has taken, which DeepSpeed would step on."""
-        if self._has_reduced:
+        if self._has_taken:
+            self._has_reduced = False
             self._leave_gradients()
             drop_gradients(self.optimizer)
         super().zero_grad(*args, **kwargs)
 
     def _leave_gradients(self) -> None:
-        """End the time between a backward and a step, in which ZeRO has the gradients."""
-        if self._has_reduced:
-            self._has_reduced = False
-            give_back(self.changed_weights.parameters)
+        """End a time in which ``.grad`` raises an error."""
+        self._has_taken = False
+        give_back(self.changed_weights.parameters)
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if not self._skips_update:
@@ -187,6 +221,12 @@ class CuboidEngine(CheckpointedEngine):
             super()._reduce_non_expert_gradients(*args, **kwargs)
         finally:
             self.pipeline_parallelism = False
+
+    def clear_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``zero_grad`` of the script's optimizer drop this engine's gradients: ZeRO lets it step flat masters, and
+        has the gradients elsewhere.
+        """
+        optimizer.zero_grad = functools.partial(_clear_here, weakref.ref(self))  # type: ignore[method-assign]
 
     def _drop_gradients(self) -> None:
         drop_gradients(self.optimizer)
@@ -244,3 +284,10 @@ class CuboidEngine(CheckpointedEngine):
             return state
         frozen = {name for name, p in unwrap(self.module).named_parameters() if not p.requires_grad}
         return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+def _clear_here(reference: weakref.ref[CuboidEngine], *_: Any, **__: Any) -> None:
+    """In the place of the ``zero_grad`` of an optimizer that ZeRO lets step masters."""
+    engine = reference()
+    if engine is not None:
+        engine.zero_grad()

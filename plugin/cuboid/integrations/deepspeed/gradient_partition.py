@@ -124,6 +124,16 @@ def has_gradients(optimizer: Any) -> bool:
     return bool(optimizer.averaged_gradients) and None not in optimizer.averaged_gradients.values()
 
 
+def keeps_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer of DeepSpeed's takes each backward's gradients, also those that don't end a step.
+
+    ZeRO 1 then leaves sums in ``.grad``, unless it accumulates them in another precision.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return bool(optimizer.partition_gradients or optimizer.use_grad_accum_attribute)
+    return isinstance(optimizer, BF16_Optimizer)
+
+
 def drop_gradients(optimizer: Any) -> None:
     """Clear what an optimizer of DeepSpeed's has collected for its next step, as its own step does on an overflow.
 
@@ -143,5 +153,5 @@ def drop_gradients(optimizer: Any) -> None:
         optimizer._offload_accumulated_param_ids = set()
         optimizer.reset_cpu_buffers()
         return
-    for index in optimizer.averaged_gradients:
+    for index in (*optimizer.averaged_gradients, *optimizer.all_grad_tensors):
         optimizer.averaged_gradients[index] = optimizer.all_grad_tensors[index] = None

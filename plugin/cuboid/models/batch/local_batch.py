@@ -142,8 +142,16 @@ def take_local_batch(
 
 
 def given_tensors(arguments: dict[str, Any], types: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Return those of a forward's arguments that are tensors of the micro-batch, by name."""
-    return {name: arguments[name] for name in (*TENSORS, *types) if arguments.get(name) is not None}
+    """Return those of a forward's arguments that are tensors of the micro-batch, by name.
+
+    Raises:
+        CuboidError: one isn't a tensor, as of an array of numpy, or a mask for each kind of attention.
+    """
+    tensors = {name: arguments[name] for name in (*TENSORS, *types) if arguments.get(name) is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CuboidError(f"{name} is a {type(tensor).__name__}; give a tensor [batch, sequence]")
+    return tensors
 
 
 def _reject(arguments: dict[str, Any]) -> None:

@@ -107,6 +107,9 @@ class GradientOwner(Protocol):
     def is_of(self, model: nn.Module) -> bool:
         """Whether the gradients are this model's."""
 
+    def leave_gradients(self) -> None:
+        """Let ``.grad`` of its parameters be read and set again, where it raises an error since a backward."""
+
     def zero_grad(self) -> None:
         """Clear the gradients."""
 

@@ -192,7 +192,7 @@ class Pipeline:
             return self._total(self._run(programs, step, 1.0, None, training=False))
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None, scale: float, *, training: bool) -> _Step:
-        self._model.check_loss()
+        self._model.check_settings()
         check_reached()
         with ReplicasInStep(self.mesh, self._device) as replicas:
             self._model.cuboid.state.made.check(self._model)

@@ -27,6 +27,8 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.tensor_flow import Flow
 
+#: Attributes of a model: the loss's factor, and the number of experts that a token is sent to.
+_COEFFICIENT, _TOP_K = "router_aux_loss_coef", "num_experts_per_tok"
 #: The sums in front of a hidden state are padded to so many bytes, so that the hidden state stays aligned for kernels.
 _ALIGNMENT_BYTES = 256
 
@@ -35,17 +37,15 @@ _ALIGNMENT_BYTES = 256
 class RouterLoss:
     """The loss that a model adds to its own with ``output_router_logits``.
 
+    Its factor and the number of experts of a token are attributes of the model, which may change: :class:`RouterSums`.
+
     Args:
-        coefficient: the loss's factor.
         experts: E, number of experts of each router.
-        top_k: number of experts that a token is sent to.
         routers: names of the modules that return router logits ``[tokens, E]``, each with their index in the returned
             tuple; None if the module returns nothing else.
     """
 
-    coefficient: float
     experts: int
-    top_k: int
     routers: Mapping[str, int | None]
 
     @classmethod
@@ -60,17 +60,12 @@ class RouterLoss:
         Raises:
             UnsupportedModelError: the model's loss isn't known; the message names the reason.
         """
-        attributes: Any = model
         # The attributes from which the model's own code computes the loss.
-        try:
-            coefficient, experts, top_k = (
-                attributes.router_aux_loss_coef,
-                attributes.num_experts,
-                attributes.num_experts_per_tok,
-            )
-        except AttributeError as error:
-            raise _unknown(model, f"the model has no {error.name}") from error
-        return cls(float(coefficient), experts, top_k, _follow(model, base, layers, experts))
+        missing = [name for name in (_COEFFICIENT, _TOP_K, "num_experts") if not hasattr(model, name)]
+        if missing:
+            raise _unknown(model, f"the model has no {missing[0]}")
+        experts: Any = model.num_experts
+        return cls(experts, _follow(model, base, layers, experts))
 
 
 def _unknown(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
@@ -137,10 +132,10 @@ def exact_router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> tor
 
     None if the model adds no router loss, or another one (JetMoE's coefficient has another name).
     """
-    coefficient = getattr(model, "router_aux_loss_coef", None)
+    coefficient = getattr(model, _COEFFICIENT, None)
     if coefficient is None or getattr(output, "aux_loss", None) is None:
         return None
-    loss: torch.Tensor = coefficient * load_balancing(output.router_logits, model.num_experts_per_tok, mask)
+    loss: torch.Tensor = coefficient * load_balancing(output.router_logits, getattr(model, _TOP_K), mask)
     return loss
 
 
@@ -149,15 +144,20 @@ class RouterSums:
 
     Args:
         loss: the model's router loss.
+        model: its attributes say the loss's factor and the number of experts that a token is sent to, as transformers
+            looks them up at each forward.
         mesh: this rank's mesh.
         dtype: dtype of hidden states.
         scale: multiplies each micro-batch's loss, besides the coefficient.
         training: whether units will run backward.
     """
 
-    def __init__(self, loss: RouterLoss, mesh: Mesh, dtype: torch.dtype, scale: float, *, training: bool) -> None:
+    def __init__(
+        self, loss: RouterLoss, model: nn.Module, mesh: Mesh, dtype: torch.dtype, scale: float, *, training: bool
+    ) -> None:
         self._loss, self._mesh, self._training = loss, mesh, training
-        self._scale = scale * loss.coefficient
+        self._scale = scale * float(getattr(model, _COEFFICIENT))
+        self._top_k: int = getattr(model, _TOP_K)
         self._dtype = torch.promote_types(torch.float32, dtype)
         #: On the last stage: the sums of each micro-batch.
         self._totals: dict[int, torch.Tensor] = {}
@@ -238,7 +238,7 @@ class RouterSums:
                     f"{len(weights)}; set output_router_logits to false, or use a mesh of one rank"
                 )
             probabilities = one.softmax(dim=-1)
-            experts = probabilities.detach().topk(self._loss.top_k, dim=-1).indices
+            experts = probabilities.detach().topk(self._top_k, dim=-1).indices
             counted = weights[:, None].expand(experts.shape).flatten()
             chosen = chosen.scatter_add(0, experts.flatten(), counted)
             probable = probable + (probabilities.to(self._dtype) * weights[:, None]).sum(dim=0)
@@ -265,7 +265,7 @@ class RouterSums:
         return self._factor(chosen) / self._mesh.size("hidden") * chosen
 
     def _factor(self, chosen: torch.Tensor) -> torch.Tensor:
-        tokens = chosen.sum() / self._loss.top_k
+        tokens = chosen.sum() / self._top_k
         return self._scale * self._loss.experts / tokens.clamp(min=1).square()
 
     def whole(self, micro_batch: int) -> torch.Tensor:

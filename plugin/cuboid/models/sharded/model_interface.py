@@ -284,6 +284,17 @@ class WholeHead(nn.Module):
     def bias(self) -> torch.Tensor | None:
         return whole_parameter(self._head[0], "bias")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:  # noqa: ARG002
+        """Not supported; what a script sets as an attribute comes here, too.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError(
+            f"get_output_embeddings().{name} is the head's whole tensor, gathered at each access, so that another one "
+            "in its place would have no effect; replace it before the model is sharded"
+        )
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, S, H]`` to ``[B, S, V]``, both whole and the same on all ranks."""
         weight = self.weight

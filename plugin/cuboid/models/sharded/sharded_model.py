@@ -41,6 +41,7 @@ from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.sharded.quantization import QuantizedLayers
+from cuboid.optim.taken_gradients import readable
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 from cuboid.tensor3d.running_forward import begin_forward, end_forward
@@ -99,11 +100,20 @@ class ShardedModel(WholeInterface, LooksUpLoss, PlainInstances):
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that an optimizer keeps outside of ``.grad``."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
         optimizer = None if self.cuboid.state.optimizer is None else self.cuboid.state.optimizer()
-        # A copy's gradients are its own.
-        if optimizer is not None and optimizer.is_of(self):
+        if optimizer is not None and not optimizer.is_of(self):
+            # A copy's gradients are its own.
+            optimizer = None
+        if optimizer is not None:
+            optimizer.leave_gradients()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        if optimizer is not None:
             optimizer.zero_grad()
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Of casts and moves, which look at ``.grad``.
+        with readable(self.parameters()):
+            return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """This rank's parameters for sums over the ranks of one model copy: each element is counted on one rank."""

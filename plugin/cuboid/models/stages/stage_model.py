@@ -96,6 +96,7 @@ class Staging:
         plan: what was decided about them.
         chunks: what runs the stages in ``cuts``; set when the model is cut.
         whole_model: facts about the model before it was cut.
+        settings: what its config said then, as :func:`_settings_of` gives it.
         ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
         shared: parameters that the ranks of the first and the last stage both have, by name.
         slot: holds the current unit, for the attention functions.
@@ -108,6 +109,7 @@ class Staging:
     plan: StagePlan
     chunks: tuple[Chunk, ...] = ()
     whole_model: WholeModel | None = None
+    settings: tuple[int | None, bool] = (None, False)
     ends: dict[str, PlaceholderEnd] = field(default_factory=dict)
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
@@ -152,13 +154,25 @@ class StageModel(ShardedModel):
     def loss_function(self, function: Any) -> None:
         raise own_loss_refused(function)
 
-    def check_loss(self: Any) -> None:
-        """Check that the loss is still the one that the stages were made for: transformers decides it at each forward.
+    def check_settings(self: Any) -> None:
+        """Check that what transformers decides at each forward is still what the stages were made for.
 
         Raises:
-            UnsupportedModelError: it isn't.
+            UnsupportedModelError: the loss isn't, or the number of layers to run.
         """
         outline = self.staging.plan.outline
+        layers, _ = _settings_of(self)
+        if layers != self.staging.settings[0]:
+            raise UnsupportedModelError(
+                f"config.num_hidden_layers was set to {layers} after the model was cut into stages, which have "
+                f"{outline.count} layers together; set it before the model is loaded or sharded"
+            )
+        drops = getattr(self.get_submodule(outline.base), "layerdrop", 0)
+        if drops:
+            raise UnsupportedModelError(
+                f"{outline.base}.layerdrop was set to {drops} after the model was cut into stages, each of which would "
+                "decide by itself which layers run; leave it 0, or use a mesh without a pipeline section"
+            )
         check_loss_in_pipeline(self, outline.kind.ordinary_loss)
         adds_routers = bool(getattr(self.config, "output_router_logits", False)) and outline.is_causal
         if adds_routers != (outline.router_loss is not None):
@@ -167,6 +181,20 @@ class StageModel(ShardedModel):
                 f"{'have no loss of routers' if adds_routers else 'add the loss of routers'}; set it before the model "
                 "is loaded or sharded"
             )
+
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, for what is tied since the model was cut.
+
+        Raises:
+            UnsupportedModelError: the config says to tie more by now, which may be on different stages.
+        """
+        _, ties = _settings_of(self)
+        if ties and not self.staging.settings[1]:
+            raise UnsupportedModelError(
+                "tie_weights: config.tie_word_embeddings was set after the model was cut into stages, of which the "
+                "first and the last have the two weights; set it before the model is loaded or sharded"
+            )
+        return super().tie_weights(*args, **kwargs)  # type: ignore[misc]
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """As on any sharded model, without parameters that are counted on another stage."""
@@ -210,6 +238,13 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
     return absent if module is None or isinstance(module, PlaceholderModule) else module
 
 
+def _settings_of(model: PreTrainedModel) -> tuple[int | None, bool]:
+    """The number of layers by a model's config, and whether it ties the head to the embedding."""
+    config = model.config.get_text_config()
+    ties = getattr(config, "tie_word_embeddings", False) or getattr(model.config, "tie_word_embeddings", False)
+    return getattr(config, "num_hidden_layers", None), bool(ties)
+
+
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Remove from a model, in place and on any device, everything that this rank's stages don't need.
 
@@ -217,7 +252,7 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
         UnsupportedModelError: before the model is changed, if its loss isn't its kind's ordinary one.
     """
     check_loss_in_pipeline(model, staging.plan.outline.kind.ordinary_loss)
-    staging.whole_model = _whole_of(model, staging)
+    staging.whole_model, staging.settings = _whole_of(model, staging), _settings_of(model)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
     staging.chunks = cut_stages(model, staging.plan.outline, staging.plan.cuts)

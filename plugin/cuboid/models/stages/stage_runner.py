@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -399,11 +399,9 @@ class RoutedStageRunner(StageRunner):
         super().__init__(*args, **options)
         loss = self._staging.plan.outline.router_loss
         assert loss is not None
-        # As transformers does, which looks them up at each forward.
-        attributes: Any = self._model
-        coefficient, top_k = attributes.router_aux_loss_coef, attributes.num_experts_per_tok
-        loss = replace(loss, coefficient=float(coefficient), top_k=top_k)
-        self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
+        self._sums = RouterSums(
+            loss, self._model, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training
+        )
         outline = self._staging.plan.outline
         absent = self._cut.absent_branches(outline)
         self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, outline.layers, absent)
