@@ -171,6 +171,15 @@ def test_a_line_that_a_killed_run_left_incomplete_is_cut_off(tmp_path):
     assert digest_of([3.0, math.inf]) == digest_of([3.0, -math.nan])
 
 
+def test_an_evaluation_that_a_killed_run_made_after_its_checkpoint_is_written_once(tmp_path):
+    path = tmp_path / METRICS
+    lines = ['{"step": 0, "heldout_loss": 4.0}\n', '{"step": 1, "loss": 3.0}\n', '{"step": 1, "heldout_loss": 2.0}\n']
+    for is_evaluated, left in ((True, 3), (False, 2)):
+        path.write_text("".join(lines) + '{"step": 2, "loss": 1.0}\n')
+        MetricsFile(path, pytest.fail).begin(1, is_evaluated=is_evaluated)
+        assert path.read_text() == "".join(lines[:left])
+
+
 def test_metrics_that_cannot_be_written_wait_and_are_named_once(tmp_path, monkeypatch):
     path, said = tmp_path / METRICS, []
     metrics = MetricsFile(path, said.append)

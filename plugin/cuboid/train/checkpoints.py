@@ -81,7 +81,9 @@ class RunCheckpoints:
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
         self.guard.restore(state.loss_guard or {})
         losses = self._losses_before(state)
-        self.metrics.begin(state.step)
+        # A run that is stopped isn't evaluated before it is resumed.
+        is_evaluated = any(point.step == state.step for point in state.heldout_losses)
+        self.metrics.begin(state.step, is_evaluated=is_evaluated)
         return self, History(losses, list(state.heldout_losses), StepTimes(state.step_s))
 
     def check_lock(self) -> None:

@@ -88,8 +88,12 @@ class MetricsFile:
         self._waiting: list[str] = []
         self._has_warned = False
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, is_evaluated: bool = True) -> None:
         """Drop all lines of later steps than ``step``; at no time the earlier ones are missing. Collective.
+
+        Args:
+            step: that the run goes on after.
+            is_evaluated: whether the evaluation after that step isn't made again.
 
         Raises:
             CheckpointError: there is another file, or it can't be written.
@@ -97,18 +101,21 @@ class MetricsFile:
 
         def begin() -> None:
             if self.is_written:
-                self._cut_back(step)
+                self._cut_back(step, is_evaluated=is_evaluated)
 
         run_on_all_ranks(begin, self._mesh, what="start of the metrics")
 
-    def _cut_back(self, step: int) -> None:
+    def _cut_back(self, step: int, *, is_evaluated: bool) -> None:
+        def stays(record: dict[str, Any]) -> bool:
+            return record["step"] < step or (record["step"] == step and (is_evaluated or "loss" in record))
+
         check_metrics(self._path)
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("wb") as file:
                 if step and self._path.exists():
-                    file.writelines(line for line, record in _records(self._path) if record["step"] <= step)
+                    file.writelines(line for line, record in _records(self._path) if stays(record))
             beside.replace(self._path)
         except OSError as error:
             raise CheckpointError(f"{self._path} can't be written: {error.strerror}") from error
