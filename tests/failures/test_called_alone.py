@@ -2,7 +2,7 @@
 
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import pytest
@@ -11,23 +11,59 @@ import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
-from cuboid.failures import rendezvous, whereabouts
+from cuboid.failures import rendezvous, waiting_call, whereabouts
 from cuboid.failures.rank_agreement import StepGuard, run_on_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import as_ranks
 
 TIMEOUT_S = 60.0
+#: How often others look at ranks, or for them, before a slow one goes on: a wrong error would need two looks.
+LOOKS = 3
 
 
 def _quick():
     """Waits of tenths of a second in place of seconds, and a process group and a mesh of all ranks."""
     whereabouts.STILL_S, whereabouts._TRANSFER_S, rendezvous._LOOK_AROUND_S = 0.3, 1.0, 0.5
+    for owner, name in LOOKING.values():
+        setattr(owner, name, _telling(name, getattr(owner, name)))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     mesh = Mesh(MeshShape(1, dist.get_world_size(), 1))
     run_on_all_ranks(lambda: None, mesh, what="the start")
     mesh.connect()
     return mesh
+
+
+#: By what a rank does: writes where it is; is in a step, and looks where the others are; waits in a meeting for them.
+LOOKING = {
+    "writes": (whereabouts.Whereabouts, "_write"),
+    "in a step": (whereabouts.Whereabouts, "_alone"),
+    "in a meeting": (rendezvous.Rendezvous, "_look_around"),
+}
+
+
+def _telling(name, function):
+    """Count the calls of a function in the store, by rank."""
+
+    def call(*args, **kwargs):
+        result = function(*args, **kwargs)
+        _events().add(f"{name}/{dist.get_rank()}", 1)
+        return result
+
+    return call
+
+
+def _events():
+    return dist.PrefixStore("events", dist.distributed_c10d._get_default_store())
+
+
+def _await(what, rank):
+    """Until another rank has looked so often from now on."""
+    key, until = f"{LOOKING[what][1]}/{rank}", time.monotonic() + TIMEOUT_S / 2
+    looks = _events().add(key, 0) + LOOKS
+    while _events().add(key, 0) < looks:
+        assert time.monotonic() < until, f"rank {rank} never {what}"
+        time.sleep(0.02)
 
 
 def _save(mesh):
@@ -60,6 +96,10 @@ def _alone(what, then):
     mesh = _quick()
     _step(mesh)
     if mesh.rank == 0:
+        if then == "barrier":
+            # gloo counts messages as if they were collectives; these are never received.
+            messages = [dist.isend(torch.ones(1), 1) for _ in range(3)]
+            assert len(messages) == 3
         CALLS[what](mesh)
     CALLS[then](mesh)
 
@@ -155,15 +195,15 @@ def test_what_one_rank_calls_ends_with_its_place_where_nothing_can_interrupt_it(
 
 def _slow(where):
     mesh = _quick()
-    for number in range(3):
+    for number in range(2):
         if where == "in a step" and mesh.rank == 1:
             with StepGuard(mesh, "a step"):
-                time.sleep(1.5)
+                _await("in a step", 0)
                 dist.all_reduce(torch.ones(1), group=mesh.mesh_group)
         else:
             _step(mesh)
         if where == "in the script" and mesh.rank == 1:
-            time.sleep(1.5)
+            _await("in a meeting", 0)
         if where == "in a step that fails":
             try:
                 with StepGuard(mesh, "a step"):
@@ -172,10 +212,11 @@ def _slow(where):
                     _step(mesh)
             except StopIteration:
                 dist.all_reduce(torch.ones(1), group=mesh.mesh_group)
-                time.sleep(1.5)
+                if mesh.rank == 1:
+                    _await("in a meeting", 0)
         _save(mesh)
         if where == "before a barrier" and mesh.rank == number % 2:
-            time.sleep(1.5)
+            _await("writes", 1 - mesh.rank)
         dist.barrier()
     return "done"
 
@@ -198,8 +239,12 @@ def _begun_and_not_waited_for():
     """A barrier that one rank has begun, and that takes long on another since a third one comes late."""
     mesh = _quick()
     rendezvous.CONFIRMED_S = 0.3
+    # gloo counts messages as if they were collectives.
+    for _ in range(3 if mesh.rank else 0):
+        dist.send(torch.ones(1), 2) if mesh.rank == 1 else dist.recv(torch.ones(1), 1)
     if mesh.rank == 2:
-        time.sleep(2.5)
+        _await("writes", 1)
+        _await("in a meeting", 0)
     barrier = dist.barrier(async_op=mesh.rank == 0)
     _save(mesh)
     if barrier is not None:
@@ -214,15 +259,17 @@ def _saved_by_a_thread():
 
     def save():
         if mesh.rank == 1:
-            time.sleep(2.5)
+            # Its main thread waits in the barrier.
+            _await("writes", 1)
+            _await("in a meeting", 0)
         _save(mesh)
 
     with ThreadPoolExecutor(1) as threads:
-        saved = threads.submit(save)
+        saving = threads.submit(save)
         if mesh.rank == 0:
-            time.sleep(2.5)
+            wait([saving])
         dist.barrier()
-        saved.result()
+        saving.result()
     return "done"
 
 
@@ -230,3 +277,35 @@ def _saved_by_a_thread():
 @pytest.mark.parametrize(("ranks", "script"), [(3, _begun_and_not_waited_for), (2, _saved_by_a_thread)])
 def test_a_rank_that_waits_for_another_one_is_not_taken_to_wait_for_this_one(ranks, script):
     assert [ending.text for ending in endings_of(ranks, script, timeout_s=TIMEOUT_S)] == ["done"] * ranks
+
+
+def _numbers():
+    one, two, rank = torch.ones(1), torch.ones(2), dist.get_rank()
+    calls = [
+        lambda: dist.all_gather([one.clone(), one.clone()], one),
+        lambda: dist.all_gather_into_tensor(two.clone(), one),
+        lambda: dist.all_reduce(one.clone()),
+        lambda: dist.all_to_all_single(two.clone(), two),
+        dist.barrier,
+        lambda: dist.broadcast(one.clone(), 0),
+        lambda: dist.gather(one, [one.clone(), one.clone()] if rank == 0 else None),
+        lambda: dist.reduce_scatter_tensor(one.clone(), two),
+        lambda: dist.send(one, 1) if rank == 0 else dist.recv(one.clone(), 0),
+        lambda: (
+            [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 1)])]
+            if rank == 0
+            else dist.recv(one.clone(), 0)
+        ),
+    ]
+    name, numbers = dist.group.WORLD.group_name, []
+    for call in calls:
+        before = waiting_call.begun_collectives()
+        call()
+        after = waiting_call.begun_collectives()
+        assert after.at_least[name] == after.at_most[name]
+        numbers.append(after.at_least[name] > before.at_most[name])
+    return numbers
+
+
+def test_every_collective_is_numbered_and_no_message(pool):
+    assert pool.run(2, _numbers) == [[True] * 8 + [False] * 2] * 2

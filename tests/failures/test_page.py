@@ -16,7 +16,7 @@ EXPECTED = {
     "in a step": [],
     "there alone": [whereabouts.STILL_S, whereabouts._LONGEST_LOOK_S, whereabouts.CONFIRMED_S],
     "failed in a step": [rendezvous.POST_MORTEM_S, 2 * rendezvous._LISTEN_S],
-    "lost a peer": [rendezvous._LOSS_S],
+    "lost a peer": [rendezvous._LOSS_S, 2 * rendezvous._LOSS_S],
     "ended": [interpreter._GRACE_S],
 }
 

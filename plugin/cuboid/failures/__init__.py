@@ -19,8 +19,8 @@ there alone          the others, which wait for it in a collective of the     3 
                      script, or in a meeting                                  confirm it
 failed in a step     as "failed" above; rank 0 then lets the others read      10 s for all requests to the store,
                      the outcome                                              and rank 0 1 s more
-lost a peer          the peer's report of its own failure; then it reports    1 s, then as "failed in a step"
-                     the loss
+lost a peer          the peer's report of its own failure; then it reports    1 s, or 2 s if the peer was on another
+                     the loss                                                 machine; then as "failed in a step"
 ended                only in a script's last error: that the rank which       3 s
                      failed first is printed first
 ===================  =======================================================  =====================================
@@ -30,14 +30,15 @@ one which fails early is heard. Whoever reads a report raises it.
 
 ``rank_agreement``: what the rest of Cuboid calls. ``run_on_all_ranks`` surrounds what all ranks do together (loading,
 saving): a meeting after each action. ``StepGuard`` surrounds the parts of a training step, where a meeting would cost
-time: it costs nothing until something fails.
+time: it costs nothing until something fails. ``end_together`` ends both before the store may end with rank 0.
 
 ``rendezvous``: one meeting. Ranks write into the process group's store, without collectives, and poll it every 0.5 to
-20 ms. The outcome is written once (the store compares and sets), so every rank reads the same one: success, by the last
-rank to arrive; or a failure, by the first rank that had one. A rank that has waited for 2 s looks around, and again
-after at most 30 s more: for processes of its machine that ended, for failures whose reporter was killed before it
-decided, for a replica that is still training. In a step, ranks whose backend notices no loss (NCCL) read the store
-every 0.5 s, and abort their groups when another rank has failed.
+20 ms, or less often where they are more than 80. The outcome is written once (the store compares and sets), so every
+rank reads the same one: success, by the last rank to arrive; or a failure, by the first rank that had one. A rank that
+has waited for 2 s looks around, and again after at most 30 s more: for processes of its machine that ended, for
+failures whose reporter was killed before it decided, for a replica that is still training. In a step, ranks whose
+backend notices no loss (NCCL) read the store every 0.5 s (more than 2,000 ranks: less often), and abort their groups
+when another rank has failed.
 
 ``rank_failure``: what a rank writes into the store of its failure, and the error that the others raise for it.
 
@@ -48,7 +49,8 @@ in which a thread is.
 ``replica_updates``: the optimizer step that each replica has begun, which shows whose data ended first.
 
 ``bounded_store``: a request to the store that isn't answered within T (after a failure: within 10 s in all) raises an
-error instead of waiting; its host may be what was lost.
+error instead of waiting; its host may be what was lost. One process answers all ranks, so those that wait for something
+send it 4,000 requests per second together, however many they are, and what many of them have written is one list.
 
 ``exit_messages``: what a process that ends leaves for the user and the launcher. Imports nothing but the standard
 library, since Ctrl-C may come during the imports.

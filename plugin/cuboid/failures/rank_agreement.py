@@ -160,6 +160,16 @@ def begin_update(mesh: Mesh, number: int) -> None:
         peers.updates.begin(mesh, number)
 
 
+def end_together() -> None:
+    """End this rank's part in what all ranks do together, before its process group is destroyed; collective.
+
+    The store may end with rank 0's process, which therefore waits until no other rank asks it anything.
+    """
+    peers = _peers(None)
+    if peers is not None:
+        peers.leave()
+
+
 @contextmanager
 def agreement_lane(name: str) -> Iterator[None]:
     """Inside, meetings are numbered separately: for a background thread that all ranks have."""

@@ -10,7 +10,6 @@ others continue joins their next meeting in place of its own, so that all ranks 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import threading
@@ -26,7 +25,7 @@ from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CuboidError, PeerLostError, RankError
-from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
+from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within, interval_s, pauses
 from cuboid.failures.exit_messages import end_alone
 from cuboid.failures.rank_failure import RankFailure, is_lost
 from cuboid.failures.replica_updates import ReplicaUpdates
@@ -38,15 +37,16 @@ MAIN_LANE = "main"
 _STEP = "step"
 #: How long the first rank that fails waits for the others, to learn whether they all fail alike.
 _GRACE_S = 2.0
-#: A waiting rank polls at intervals that grow from the first to the second of these times.
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
-#: How long a rank that lost the connection to another one waits for a report from it.
+#: How long a rank that lost the connection to another one waits for a report from it; and then, if that one wasn't of
+#: its machine, for one of a rank that has seen its process end.
 _LOSS_S = 1.0
 #: When a waiting rank first checks whether missing ranks still run, and whether others are still training; and the
 #: longest time between two checks.
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
 #: Interval at which a process checks whether a step has failed elsewhere, and looks at what its main thread does.
 _LISTEN_S = 0.5
+#: How many ranks, those that came first to a meeting, read how far the replicas are.
+_EARLY = 2
 #: How long rank 0, which may host the store, waits for the others to read an outcome.
 _LEAVE_S = 5.0
 #: How long a rank that failed may ask the store what happened on the others. Its host may be what was lost.
@@ -63,7 +63,7 @@ class Peers:
         timeout = group_timeout()
         #: Timeout of the process group, in seconds.
         self.timeout_s = math.inf if timeout is None else timeout.total_seconds()
-        self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self.timeout_s)
+        self._store = BoundedStore(lambda: PrefixStore("cuboid/agreement", store), self.timeout_s, size)
         self.updates = ReplicaUpdates(self._store)
         self.whereabouts = Whereabouts(rank, self._store)
         #: Two ranks of a machine are enough to look around: one of them may have ended.
@@ -71,18 +71,23 @@ class Peers:
         self._numbers: dict[str, int] = {}
         #: Number of steps in which all ranks failed, so that training may go on.
         self._broken_steps = 0
-        self._host, self._members = host_identity("pid"), {rank: os.getpid()}
-        self._store.post(f"member/{rank}", json.dumps([self._host, os.getpid()]))
+        self._host = f"host/{host_identity('pid')}"
+        self._store.post_line(self._host, f"{rank} {os.getpid()}")
         #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
         self._heard: tuple[int, RankFailure] | None = None
         #: Whether this rank must abort its groups itself if another one fails in a step.
         self._aborts = waits_for_lost_ranks()
         #: The failure for which it did so, if it did.
         self.aborted_for: RankFailure | None = None
+        #: Interval at which it reads whether one has.
+        self._listen_s = max(_LISTEN_S, interval_s(size))
         #: Whether an outcome can't be read any more, or isn't noticed, when this rank needs it.
         self._hears = self._aborts or _ends_with_rank_0(store)
+        self._hosts_store = rank == 0 and _ends_with_rank_0(store)
+        self._has_left = threading.Event()
         group = weakref.ref(dist.group.WORLD)
-        threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True)
+        self._listener.start()
 
     def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Poll the store for a step's failure while the store is there: it may end with rank 0. And look at what this
@@ -92,13 +97,13 @@ class Peers:
         process ends; with NCCL, only at the timeout. So with NCCL this aborts the groups, and those threads go on.
         """
         try:
-            while group() is not None and group() is dist.group.WORLD:
+            while group() is not None and group() is dist.group.WORLD and not self._has_left.is_set():
                 if self._hears:
                     self._hear()
                 alone = self._look()
                 if alone is not None:
                     self._end_alone(RankFailure(self.rank, RankError.__name__, alone))
-                time.sleep(_LISTEN_S)
+                self._has_left.wait(self._listen_s)
         except (dist.DistError, RuntimeError):
             # The store is gone: there is nothing more to read.
             return
@@ -135,6 +140,16 @@ class Peers:
             # Set first, so that no thread uses the incomplete result of an aborted collective.
             self.aborted_for = failure
             abort_groups()
+
+    def leave(self) -> None:
+        """Ask the store nothing more; the rank with whose process it ends waits until the others don't either."""
+        self._has_left.set()
+        with contextlib.suppress(dist.DistError), answers_within(_LEAVE_S):
+            self._listener.join(_LEAVE_S)
+            self._store.add("ended", 1)
+            polls = pauses(1)
+            while self._hosts_store and self._store.add("ended", 0) < self.size:
+                time.sleep(next(polls))
 
     def meet(self, what: str, error: BaseException | None, lane: str) -> None:
         """Join the next meeting of a lane, and raise the failure of any rank."""
@@ -178,18 +193,16 @@ class Peers:
 
     def _forget(self, key: str) -> None:
         # All ranks came to the meeting that has just succeeded, so none still reads the keys of the one before.
-        self._store.delete_key(f"{key}/at/{self.rank}")
         if self.rank == 0:
             for name in ("what", "arrived", "left", "outcome"):
                 self._store.delete_key(f"{key}/{name}")
+            self._store.delete_lines(f"{key}/at")
 
-    def ended(self, ranks: list[int]) -> list[int]:
-        """Those of ``ranks`` whose process ran on this machine and has ended."""
-        for rank in ranks:
-            if rank not in self._members and self._store.check(f"member/{rank}"):
-                host, pid = json.loads(self._store.get(f"member/{rank}"))
-                self._members[rank] = pid if host == self._host else 0
-        return [rank for rank in ranks if self._members.get(rank) and not _runs(self._members[rank])]
+    def ended(self) -> list[int]:
+        """The ranks whose process ran on this machine and has ended."""
+        members = (line.split() for line in self._store.lines(self._host))
+        pids = {int(rank): int(pid) for rank, pid in members}
+        return sorted(rank for rank, pid in pids.items() if not _runs(pid))
 
     def failed_in_step(self, what: str, error: Exception) -> Exception:
         """Report a failure inside a step to the other ranks, and return the error to raise."""
@@ -200,12 +213,12 @@ class Peers:
         meeting = Rendezvous(self, self._store, f"{_STEP}/{self._broken_steps}", what)
         try:
             with answers_within(POST_MORTEM_S):
-                outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
+                outcome = meeting.hold_after_loss(error) if is_lost(error) else meeting.report(error)
         except dist.DistError as gone:
             return self._failed_without_store(what, error, gone)
         if self.rank == 0 and not outcome.everywhere:
             # Let the others read the outcome before the store ends with this process.
-            time.sleep(2 * _LISTEN_S)
+            time.sleep(2 * self._listen_s)
         if outcome.everywhere:
             self._broken_steps += 1
         else:
@@ -234,14 +247,10 @@ class Peers:
             who = f"another rank didn't answer in time while rank {self.rank} waited for it in {what}"
             text = f"{who}, and {_store_lost(store_error)}; see the messages on the other hosts ({error})"
             return RankFailure(self.rank, PeerLostError.__name__, text).error()
-        return self._lost([0], "", what, error).error()
+        return self.lost([0], "", what, error).error()
 
-    def _loss(self, what: str, error: Exception) -> RankFailure:
+    def lost(self, gone: list[int], behind: str, what: str, error: Exception) -> RankFailure:
         """The failure to report if the connection to another rank was lost."""
-        gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
-        return self._lost(gone, self.updates.behind(), what, error)
-
-    def _lost(self, gone: list[int], behind: str, what: str, error: Exception) -> RankFailure:
         who = f"rank {_listed(gone)} ended" if gone else "another rank went away or didn't answer in time"
         rank = gone[0] if gone else self.rank
         text = f"{who} while rank {self.rank} waited for it in {what}{behind}; see its own messages ({error})"
@@ -252,7 +261,7 @@ class Peers:
         self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
         if self.rank == 0:
             # Let them read it before the store ends with this process.
-            time.sleep(2 * _LISTEN_S)
+            time.sleep(2 * self._listen_s)
 
 
 class Rendezvous:
@@ -266,6 +275,8 @@ class Rendezvous:
         # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
         self._in_step = key.startswith(f"{_STEP}/")
+        #: Whether this rank is one of the first that came.
+        self._is_early = False
         #: Whether the main thread waits in it, whose steps and collectives are known. A thread of a script's may save
         #: while the main thread trains, and be late on one rank alone.
         self.is_of_main_thread = self._is_main and threading.current_thread() is threading.main_thread()
@@ -297,18 +308,32 @@ class Rendezvous:
             self._decide_failure()
         return self._await_outcome(_DECISION_S) or failure
 
-    def hold_after_loss(self, failure: RankFailure) -> RankFailure:
-        """The failure that the lost rank reported, if it did; else that of the first rank that lost it."""
-        deadline = time.monotonic() + _LOSS_S
-        while time.monotonic() < deadline and not self._store.check(f"{self._key}/outcome"):
-            time.sleep(_LONGEST_POLL_S)
+    def hold_after_loss(self, error: Exception) -> RankFailure:
+        """The failure that the lost rank reported, if it did; else that of a rank of its machine, or of the first."""
+        peers, is_decided = self._peers, self._is_decided_within(_LOSS_S)
+        gone = [] if is_decided else peers.ended()
+        if not is_decided and not gone:
+            is_decided = self._is_decided_within(_LOSS_S)
+        behind = ""
+        if not is_decided and (gone or self._store.add(f"{self._key}/lost", 1) == 1):
+            behind = peers.updates.behind()
+        failure = peers.lost(gone, behind, self._what, error)
         self._decide(failure.encode())
         return self._await_outcome(_DECISION_S) or failure
+
+    def _is_decided_within(self, seconds: float) -> bool:
+        """Wait so long for the outcome; returns whether there is one."""
+        deadline, polls = time.monotonic() + seconds, self._store.pauses()
+        while not self._store.check(f"{self._key}/outcome"):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(next(polls))
+        return True
 
     def _enter_failed(self, failure: RankFailure) -> bool:
         """Join with a failure; returns whether this rank, as the first to fail, decides on the outcome."""
         rank = self._peers.rank
-        self._store.set(f"{self._key}/failed/{rank}", failure.encode())
+        self._store.enter(f"{self._key}/failed", f"{rank} {failure.encode()}")
         # Before `arrived`: the last rank to arrive checks `first`, and must not decide that all went well.
         first = self._store.compare_set(f"{self._key}/first", "", str(rank)) == str(rank).encode()
         self._arrive()
@@ -318,8 +343,14 @@ class Rendezvous:
         """Record that this rank has come; returns how many have."""
         # In this order: the last of those that others see here has been counted, so that one of them can decide.
         arrived = self._store.add(f"{self._key}/arrived", 1)
-        self._store.set(f"{self._key}/at/{self._peers.rank}", self._what)
+        self._store.enter(f"{self._key}/at", str(self._peers.rank))
+        self._is_early = arrived <= _EARLY
         return arrived
+
+    def _missing(self) -> list[int]:
+        """The ranks that haven't come."""
+        present = set(self._store.lines(f"{self._key}/at"))
+        return [rank for rank in range(self._peers.size) if str(rank) not in present]
 
     def _check_call(self) -> RankFailure | None:
         other_call = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
@@ -338,17 +369,15 @@ class Rendezvous:
 
     def _decide_failure(self) -> None:
         """Wait a moment for the others, then set the outcome from what was reported."""
-        deadline, pause = time.monotonic() + _GRACE_S, _SHORTEST_POLL_S
+        deadline, polls = time.monotonic() + _GRACE_S, pauses(1)
         while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._peers.size:
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL_S)
+            time.sleep(next(polls))
         self._decide_from(self._failures())
 
     def _failures(self) -> dict[int, RankFailure]:
         """What has been reported so far, by the rank that did."""
-        keys = {rank: f"{self._key}/failed/{rank}" for rank in range(self._peers.size)}
-        reports = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check(key)}
-        failures = {rank: RankFailure.decode(report) for rank, report in reports.items()}
+        reports = dict(line.split(" ", 1) for line in self._store.lines(f"{self._key}/failed"))
+        failures = {int(rank): RankFailure.decode(report.encode()) for rank, report in reports.items()}
         return {rank: failure for rank, failure in failures.items() if failure is not None}
 
     def _decide_from(self, failures: dict[int, RankFailure]) -> None:
@@ -369,17 +398,19 @@ class Rendezvous:
 
     def _await_outcome(self, patience_s: float) -> RankFailure | None:
         """Wait for the outcome; after so many seconds, see to it that there is one."""
-        started, waited_s, pause, look_s = time.monotonic(), 0.0, _SHORTEST_POLL_S, _LOOK_AROUND_S
+        started, waited_s, look_s, polls = time.monotonic(), 0.0, _LOOK_AROUND_S, self._store.pauses()
         while not self._store.check(f"{self._key}/outcome"):
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL_S)
+            time.sleep(next(polls))
             waited_s = time.monotonic() - started
             is_late = waited_s > patience_s
             if not is_late and waited_s <= look_s:
                 continue
-            if is_late or self._peers.looks_around:
-                self._look_around(is_late=is_late)
-            soon = self.is_of_main_thread and self._look_elsewhere()
+            # Read before who is missing: a rank arrives after it has reported its failure.
+            have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._peers.size
+            missing = self._missing()
+            if is_late or self._peers.looks_around or self._is_early:
+                self._look_around(missing, is_late=is_late, have_all_come=have_all_come)
+            soon = self.is_of_main_thread and self._look_elsewhere(missing)
             look_s = look_s + CONFIRMED_S if soon else min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
         outcome = RankFailure.decode(self._store.get(f"{self._key}/outcome"))
         # The outcome holds, whatever comes now.
@@ -391,28 +422,25 @@ class Rendezvous:
 
     def _let_others_leave(self) -> None:
         """Wait until the ranks that came here have read the outcome: the store may end with this process."""
-        deadline = time.monotonic() + _LEAVE_S
+        deadline, polls = time.monotonic() + _LEAVE_S, pauses(1)
         while self._store.add(f"{self._key}/left", 0) < self._store.add(f"{self._key}/arrived", 0):
-            time.sleep(_SHORTEST_POLL_S)
+            time.sleep(next(polls))
             if time.monotonic() > deadline:
                 return
 
-    def _look_around(self, *, is_late: bool) -> None:
+    def _look_around(self, missing: list[int], *, is_late: bool, have_all_come: bool) -> None:
         """Set an outcome if some ranks will never come, or if the one that should decide doesn't.
 
         The latter is the first to fail, or the last to arrive, and may be killed before it decides.
         """
-        # Read before the failures: a rank reports its own before it arrives.
-        have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._peers.size
-        missing = [r for r in range(self._peers.size) if not self._store.check(f"{self._key}/at/{r}")]
-        ended = self._peers.ended([rank for rank in range(self._peers.size) if rank != self._peers.rank])
+        ended = self._peers.ended()
         failures = self._failures() if ended or is_late else {}
         if failures:
             self._decide_from(failures)
         elif ended:
             text = f"rank {_listed(ended)} ended while the others waited for it in {self._what}; see its own messages"
             self._decide(RankFailure(ended[0], PeerLostError.__name__, text).encode())
-        elif ahead := self._peers.updates.ahead(self._what) if missing and self._is_main else None:
+        elif ahead := self._peers.updates.ahead(self._what) if missing and self._is_main and self._is_early else None:
             failure = RankFailure(self._peers.rank, RankError.__name__, ahead)
             self._decide(failure.encode())
             # The other replica isn't in this meeting; it reads that when it loses the connection to this one.
@@ -428,11 +456,11 @@ class Rendezvous:
             )
             self._decide(RankFailure(missing[0], PeerLostError.__name__, text).encode())
 
-    def _look_elsewhere(self) -> bool:
+    def _look_elsewhere(self, missing: list[int]) -> bool:
         """Set an outcome if a rank is where it waits for this one to come; returns whether that may be certain soon."""
-        ranks = range(self._peers.size) if self._peers.looks_around else self._peers.whereabouts.near()
-        missing = [rank for rank in ranks if not self._store.check(f"{self._key}/at/{rank}")]
-        why, may_be_soon = self._peers.whereabouts.elsewhere(missing, self._what)
+        near = [rank for rank in self._peers.whereabouts.near() if rank in missing]
+        far = [rank for rank in missing if rank not in near] if self._peers.looks_around else []
+        why, may_be_soon = self._peers.whereabouts.elsewhere(near, far, self._what)
         if why is not None:
             failure = RankFailure(self._peers.rank, RankError.__name__, why)
             self._decide(failure.encode())

@@ -22,9 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cuboid.distributed.host_identity import host_identity
 from cuboid.errors import CuboidError, PeerLostError, RankError
-from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within
+from cuboid.failures.bounded_store import BoundedStore, StoreTimeoutError, answers_within, pauses
 
-_POLL_S = 0.02
 #: How long a rank that failed early waits for the others, which may still be loading, to read its report.
 _LINGER_S = 10.0
 #: How long rank 0, if it failed early and hosts the store, waits for others that failed to leave the store.
@@ -78,7 +77,7 @@ class Launch:
             )
             return PrefixStore("cuboid/start", store)
 
-        return BoundedStore(connect, max(timeout_s, 1.0))
+        return BoundedStore(connect, max(timeout_s, 1.0), self.size)
 
     def kept_store(self) -> BoundedStore:
         """The store, connected once and kept until the process group is made.
@@ -109,7 +108,7 @@ class Launch:
             ).arising_on(0) from error
 
     def _answers(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
+        deadline, retries = time.monotonic() + timeout_s, pauses(self.size)
         while True:
             try:
                 remaining_s = deadline - time.monotonic()
@@ -117,7 +116,7 @@ class Launch:
             except OSError:
                 if time.monotonic() > deadline:
                     return False
-                time.sleep(_POLL_S)
+                time.sleep(next(retries))
             else:
                 return True
 
@@ -168,13 +167,16 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
         store = launch.open_store(timeout_s)
         _reject_earlier_attempt(store, launch)
         store.set(f"at/{launch.rank}", _this_process())
+        store.enter("here", str(launch.rank))
         store.add("arrived", 1)
+        polls = store.pauses(requests=2)
         while store.add("arrived", 0) < launch.size:
             raise_reported(store)
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(launch.size) if not store.check(f"at/{rank}")]
+                present = set(store.lines("here"))
+                absent = [rank for rank in range(launch.size) if str(rank) not in present]
                 raise launch.missing(absent or [launch.rank], timeout_s)
-            time.sleep(_POLL_S)
+            time.sleep(next(polls))
     # All ranks have come, so that nobody needs the store of before; that of the caller keeps it up for a while.
     _kept_store.cache_clear()
     return store
@@ -239,8 +241,9 @@ def report_early_failure(text: str) -> bool:
             if store.add(f"failed/{launch.rank}", 1) == 1:
                 store.add("raising", int(first == text))
                 store.add("told", 1)
+            polls = store.pauses()
             while store.add("told", 0) < launch.size and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+                time.sleep(next(polls))
             is_everywhere = first == text and store.add("raising", 0) == launch.size
             _leave(store, launch)
     except (dist.DistError, CuboidError, ValueError):
@@ -252,7 +255,7 @@ def report_early_failure(text: str) -> bool:
 def _leave(store: BoundedStore, launch: Launch) -> None:
     """End the use of the store after a failure: it may end with rank 0, which lets the others leave first."""
     left = store.add("left", 1)
-    deadline = time.monotonic() + _LEAVE_S
+    deadline, polls = time.monotonic() + _LEAVE_S, pauses(1)
     while launch.hosts_store and left < store.add("failing", 0) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(next(polls))
         left = store.add("left", 0)

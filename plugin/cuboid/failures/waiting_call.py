@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from dataclasses import dataclass
 from traceback import walk_stack
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -19,12 +21,14 @@ _SYMMETRIC = frozenset(
         "all_gather_coalesced",
         "all_gather_into_tensor",
         "all_gather_object",
+        "all_gather_single",
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
         "barrier",
         "monitored_barrier",
         "reduce_scatter",
+        "reduce_scatter_single",
         "reduce_scatter_tensor",
     }
 )
@@ -99,13 +103,54 @@ def waiting_call(thread: int) -> WaitingCall | None:
     )
 
 
-def collectives_by_group() -> dict[str, int]:
-    """How many collectives this process has begun on each of its groups, by name; 0 where a backend doesn't count."""
-    return {name: _number(group) for group, name in list(distributed_c10d._world.pg_names.items())}
+@dataclass(frozen=True)
+class BegunCollectives:
+    """How many collectives this process has begun on each of its groups, by name.
+
+    gloo counts messages between two ranks too, of which ranks make different numbers. torch's flight recorder doesn't
+    have them, and numbers the last 2,000 collectives of all groups.
+
+    Attributes:
+        at_most: of each group; 0 where a backend doesn't count.
+        at_least: of those whose collectives are known by their numbers.
+    """
+
+    at_most: dict[str, int]
+    at_least: dict[str, int]
+
+
+def begun_collectives() -> BegunCollectives:
+    """Those of this process so far."""
+    recorded = _recorded_numbers()
+    at_most: dict[str, int] = {}
+    at_least: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        counted = _number(group)
+        at_most[name] = at_least[name] = counted
+        if _counts_messages(group):
+            # The recorder may have an earlier group of the same name.
+            at_most[name] = min(counted, recorded.get(name, counted))
+            at_least[name] = min(counted, recorded.get(name, 0))
+    return BegunCollectives(at_most, at_least)
+
+
+def _recorded_numbers() -> dict[str, int]:
+    """By the name of a group, the number of the last of its collectives that the flight recorder still has."""
+    # Private, and perhaps not in all versions of torch.
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return {}
+    entries = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))["entries"]
+    return {entry["process_group"][0]: entry["collective_seq_id"] for entry in entries if not entry["is_p2p"]}
+
+
+def _counts_messages(group: dist.ProcessGroup) -> bool:
+    """Whether a group's own count, that of NCCL if it has several backends, has messages between two ranks too."""
+    return {group._get_backend(device).name() for device in group._device_types} == {"gloo"}
 
 
 def _number(group: dist.ProcessGroup) -> int:
-    """How many collectives a group has begun, where its backend counts them."""
+    """How many collectives a group has begun, where its backend counts them; with gloo, and messages."""
     try:
         number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     except RuntimeError:

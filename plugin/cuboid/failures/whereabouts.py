@@ -8,25 +8,27 @@ follows that ranks wait for each other:
 * One is in a meeting, or in a step or a collective of Cuboid's that the other hasn't begun, and the other waits for it
   in a collective of another group.
 
-A rank waits for this one if it is in a collective that this rank hasn't begun: each group counts its collectives on
-each rank. Without these counts, a collective that only takes longer there, since a third rank or its network was
+A rank waits for this one if it is in a collective that this rank hasn't begun: collectives are numbered in each group
+and on each rank. Without these counts, a collective that only takes longer there, since a third rank or its network was
 stopped, would look the same. Positions are written late: that of the other counts once it was written again in the
 meantime. What isn't certain counts for nothing, since a mistake here would end a run that is only slow.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 from cuboid.distributed.process_groups import waits_for_lost_ranks
 from cuboid.distributed.step_progress import StepProgress, progress_by_copy
 from cuboid.failures.bounded_store import BoundedStore
-from cuboid.failures.waiting_call import WaitingCall, collectives_by_group, waiting_call
+from cuboid.failures.waiting_call import BegunCollectives, WaitingCall, begun_collectives, waiting_call
 
 #: After how long in one place a rank's position is written.
 STILL_S = 3.0
@@ -35,6 +37,8 @@ _TRANSFER_S = 20.0
 #: Intervals at which a rank that is still in a step, or waits in a meeting, reads the positions of others, at most; and
 #: after it has read one that is to be confirmed.
 _LONGEST_LOOK_S, CONFIRMED_S = 30.0, 2.0
+#: At most so many positions of others are read in one look, and so many again that are to be confirmed.
+_READS = 4
 #: The position of a rank that waits is written again after intervals that grow by this factor.
 _REWRITES = 1.3
 _EVERYWHERE = "all ranks must make the same calls in the same order, and not one alone, as under `if rank == 0`"
@@ -51,8 +55,9 @@ class Position:
         is_comparable: whether none of them failed.
         call: the collective in which it waits, if it is in none of these steps.
         group: whose collective that is.
+        number: which of this group's it is, by a lower bound.
         waits_for: for which ranks it does.
-        calls: if it waits, how many collectives each group has begun on it, that one too.
+        calls: if it waits, how many collectives each group has begun on it at most, that one too.
         place, time: which of the places where it stayed this is, and how often the position was written.
     """
 
@@ -62,6 +67,7 @@ class Position:
     is_comparable: bool
     call: str = ""
     group: str = ""
+    number: int = 0
     waits_for: tuple[int, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     place: int = 0
@@ -93,6 +99,8 @@ class Whereabouts:
         self._doing: tuple[Position, WaitingCall | None] | None = None
         self._since, self._place, self._times = 0.0, 0, 0
         self._next_write, self._next_look = 0.0, 0.0
+        #: How often it has read the positions of others.
+        self._looks = 0
         #: Positions of others that wait for this rank, as they were read first since it is where it is.
         self._to_confirm: dict[int, Position] = {}
 
@@ -111,19 +119,22 @@ class Whereabouts:
         """The other ranks of the copies of models that this one is of."""
         return sorted({rank for ranks in progress_by_copy(self._rank) for rank in ranks} - {self._rank})
 
-    def elsewhere(self, ranks: Iterable[int], what: str) -> tuple[str | None, bool]:
-        """Why some of ``ranks`` won't come to the meeting in which the main thread waits, if that is certain; and
-        whether it may become so soon.
+    def elsewhere(self, near: Sequence[int], far: Sequence[int], what: str) -> tuple[str | None, bool]:
+        """Why some ranks won't come to the meeting in which the main thread waits, if that is certain; and whether it
+        may become so soon.
+
+        ``near`` and ``far`` are those that haven't come, of the copies of models that this rank is of and others.
         """
-        here = self._position(progress_by_copy(self._rank))
-        for rank, there in self._positions(ranks):
+        here, begun = self._position(progress_by_copy(self._rank)), functools.cache(begun_collectives)
+        self._looks += 1
+        for rank, there in chain(self._positions(near), self._positions(far)):
             step = there.step_ahead_of(here)
             if step is not None:
                 return (
                     f"{self._here(what)}, and rank {rank} went on to {step} without it: {_EVERYWHERE}",
                     False,
                 )
-            if there.meetings == here.meetings and self._is_waited_for(rank, there):
+            if there.meetings == here.meetings and self._is_waited_for(rank, there, begun):
                 return self._waiting(what, rank, there), False
         return None, bool(self._to_confirm)
 
@@ -162,9 +173,11 @@ class Whereabouts:
 
     def _alone(self, here: Position, call: WaitingCall | None) -> str | None:
         """Why the step, or the collective of Cuboid's, that the main thread is in can't end, if that is certain."""
+        begun = functools.cache(begun_collectives)
+        self._looks += 1
         for rank, there in self._positions(self.near() if call is None else sorted({*call.ranks} - {self._rank})):
-            what = here.step_ahead_of(there) if call is None else _call_ahead_of(there, call)
-            if what is not None and self._is_waited_for(rank, there):
+            what = here.step_ahead_of(there) if call is None else _call_ahead_of(there, call, begun())
+            if what is not None and self._is_waited_for(rank, there, begun):
                 return self._waiting(what, rank, there)
         return None
 
@@ -174,12 +187,11 @@ class Whereabouts:
     def _here(self, what: str) -> str:
         return f"rank {self._rank} is in {what}"
 
-    def _is_waited_for(self, rank: int, there: Position) -> bool:
+    def _is_waited_for(self, rank: int, there: Position, begun: Callable[[], BegunCollectives]) -> bool:
         """Whether another rank is certain to wait for this one in a collective while this one is where it is."""
         if self._rank not in there.waits_for:
             return False
-        begun = collectives_by_group().get(there.group)
-        if begun is None or begun >= there.calls.get(there.group, 0):
+        if begun().at_most.get(there.group, math.inf) >= there.number:
             # Such as one that takes longer on other ranks than here, or that this rank has begun and not waited for.
             return False
         first = self._to_confirm.setdefault(rank, there)
@@ -203,20 +215,30 @@ class Whereabouts:
         self._times += 1
         written = asdict(here) | {"place": self._place, "time": self._times}
         if call is not None:
-            calls = collectives_by_group()
-            written |= {"call": call.name, "group": call.group, "waits_for": call.ranks, "calls": calls}
+            begun = begun_collectives()
+            number = begun.at_least.get(call.group, 0)
+            written |= {"call": call.name, "group": call.group, "number": number}
+            written |= {"waits_for": call.ranks, "calls": begun.at_most}
         self._store.post(f"position/{self._rank}", json.dumps(written))
 
-    def _positions(self, ranks: Iterable[int]) -> Iterator[tuple[int, Position]]:
-        """The positions that other ranks have written."""
-        for rank in ranks:
+    def _positions(self, ranks: Sequence[int]) -> Iterator[tuple[int, Position]]:
+        """The positions that other ranks have written: those to confirm, and a few that change with looks and ranks.
+
+        Where ranks wait for each other, each of them is ahead of others or waits for others, so that a few looks of all
+        of them are enough.
+        """
+        to_confirm = [rank for rank in ranks if rank in self._to_confirm]
+        others = [rank for rank in ranks if rank not in self._to_confirm]
+        first = (self._rank + self._looks) * _READS % max(len(others), 1)
+        for rank in to_confirm[:_READS] + (others[first:] + others[:first])[:_READS]:
             if self._store.check(f"position/{rank}"):
                 yield rank, Position(**json.loads(self._store.get(f"position/{rank}")))
 
 
-def _call_ahead_of(there: Position, call: WaitingCall) -> str | None:
+def _call_ahead_of(there: Position, call: WaitingCall, begun: BegunCollectives) -> str | None:
     """The name of a collective if another rank, which waits in one of another group, hasn't begun it."""
-    return call.name if call.group != there.group and there.calls.get(call.group, 0) < call.number else None
+    is_ahead = there.calls.get(call.group, 0) < begun.at_least.get(call.group, 0)
+    return call.name if call.group != there.group and is_ahead else None
 
 
 def _key(ranks: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
-from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.failures.rank_agreement import end_together, run_on_all_ranks
 from cuboid.failures.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
 
 T = TypeVar("T")
@@ -113,6 +113,7 @@ class World:
 
     def disconnect(self) -> None:
         """Destroy the process group; call it when all ranks have finished."""
+        end_together()
         dist.destroy_process_group()
 
 

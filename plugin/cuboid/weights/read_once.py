@@ -37,7 +37,6 @@ from cuboid.failures.startup import Launch, raise_reported, timeout_of_environme
 T = TypeVar("T")
 
 _WHAT = "reading of the model's files"
-_POLL_S = 0.02
 #: Bytes of one broadcast, each of which has the timeout of the process group.
 _MESSAGE_BYTES = 256 << 20
 
@@ -92,7 +91,8 @@ class _LoadMeeting:
             run_on_all_ranks(lambda: None, mesh, what=_WHAT)
             timeout = group_timeout() or timedelta(seconds=timeout_of_environment())
             default = PrefixStore("cuboid", _get_default_store())
-            return cls(mesh, BoundedStore(lambda: default, timeout.total_seconds()), None, timeout.total_seconds())
+            store = BoundedStore(lambda: default, timeout.total_seconds(), mesh.topology.world_size)
+            return cls(mesh, store, None, timeout.total_seconds())
         launch = Launch.from_environment()
         if launch is None:
             return None
@@ -109,8 +109,9 @@ class _LoadMeeting:
             rank = self._mesh.rank
             column = next(ranks for ranks in self._mesh.stage_ranks if rank in ranks)
             files_seen = [(Path(file).name, file_identity(file)) for file in files]
-            self._store.set(f"{self._place}/sees/{rank}", hashlib.sha256(repr(files_seen).encode()).hexdigest())
-            seen = {peer: self._await(f"{self._place}/sees/{peer}", peer) for peer in column}
+            seen_here, key = hashlib.sha256(repr(files_seen).encode()).hexdigest(), f"{self._place}/sees/{column[0]}"
+            self._enter(key, seen_here)
+            seen = self._await(key, column)
         ranks = [peer for peer in column if seen[peer] == seen[rank]]
         if len(ranks) == 1:
             return None
@@ -126,22 +127,32 @@ class _LoadMeeting:
         if self._launch is None:
             return
         with self._translated_errors():
-            self._store.set(f"{self._place}/left/{self._mesh.rank}", "")
-            for peer in range(self._launch.size) if self._launch.hosts_store else ():
-                self._await(f"{self._place}/left/{peer}", peer)
+            self._enter(f"{self._place}/left", "")
+            if self._launch.hosts_store:
+                self._await(f"{self._place}/left", range(self._launch.size))
 
-    def _await(self, key: str, peer: int) -> bytes:
-        while not self._store.check(key):
+    def _enter(self, key: str, text: str) -> None:
+        self._store.enter(key, f"{self._mesh.rank} {text}")
+        self._store.add(f"{key}/entered", 1)
+
+    def _await(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Wait until these ranks have entered a text, and return the texts."""
+        polls = self._store.pauses(requests=2)
+        while self._store.add(f"{key}/entered", 0) < len(ranks):
             if self._launch is not None:
                 raise_reported(self._store)
             if time.monotonic() > self._deadline:
-                raise PeerLostError(
-                    f"rank {peer} didn't come to the {_WHAT}, or to its end, within {self._timeout_s:g} s; see its own "
-                    "messages. All ranks load the model together. DEEPSPEED_TIMEOUT, in minutes, sets how long they "
-                    "wait for one another"
-                ).arising_on(peer)
-            time.sleep(_POLL_S)
-        return self._store.get(key)
+                break
+            time.sleep(next(polls))
+        texts = {int(rank): text for rank, text in (line.split(" ", 1) for line in self._store.lines(key))}
+        missing = [rank for rank in ranks if rank not in texts]
+        if missing:
+            raise PeerLostError(
+                f"rank {missing[0]} didn't come to the {_WHAT}, or to its end, within {self._timeout_s:g} s; see its "
+                "own messages. All ranks load the model together. DEEPSPEED_TIMEOUT, in minutes, sets how long they "
+                "wait for one another"
+            ).arising_on(missing[0])
+        return texts
 
     def _translated_errors(self) -> AbstractContextManager[None]:
         return nullcontext() if self._launch is None else self._launch.translated_errors()
