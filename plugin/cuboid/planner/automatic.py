@@ -410,9 +410,10 @@ def _log(estimates: tuple[Estimate, ...], config: CuboidConfig, length: int) -> 
                        for estimate in estimates[1:3])  # fmt: skip
     _logger.warning(
         '"mesh": "auto" is %s with %d replicas, for micro-batches of %d rows of %d tokens%s on %s: %.3g s a step, %.1f '
-        "GiB a rank%s%s%s",
+        "GiB a rank%s%s%s%s",
         best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, _assumed(config), best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
+        f", for {best.cost.model.trunk}" if best.cost.model.trunk else "",
         _said(best.layout) if _mode(config) is None and best.layout.recomputes else "",
         f". Behind it: {runners_up}" if runners_up else "",
         f". Not counted: {uncounted}" if (uncounted := best.uncounted) else "",

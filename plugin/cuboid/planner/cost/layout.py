@@ -191,7 +191,9 @@ class Software:
         passes: memory traffic of elementwise kernels, relative to fused ones.
         is_eager: whether they are launched one by one, as Hugging Face's code says; then :attr:`Gpu.eager_traffic
             <cuboid.planner.description.cluster.Gpu.eager_traffic>` multiplies their traffic.
-        host_s: host time of a layer's forward; a backward takes twice that. The device waits if it is faster.
+        host_s: host time of a layer's forward; a backward takes twice that, of a frozen layer 4/3. The device waits if
+            it is faster.
+        host_update_s: host time of an adapter's update of one weight, in a forward and again in a backward.
         host_collective_s: host time of each collective over `sequence`.
         products_speed: speed of products with weights, relative to 16 bits: more than 1 in 8 or 4 bits.
         unsplit_head: fraction of their usual rate that the head's products reach if its vocabulary isn't cut.
@@ -220,10 +222,11 @@ class Software:
     passes: float = 1.0
     is_eager: bool = False
     host_s: float = 0.0
+    host_update_s: float = 0.0
     host_collective_s: float = 0.0
     products_speed: float = 1.0
     unsplit_head: float = 1.0
 
 
-#: The host's time was measured beside an H200.
-CUBOID = Software(host_s=1.8e-3, counted=True, is_eager=True)
+#: The host's time was measured beside an H200; that of an update relative to it, on a CPU.
+CUBOID = Software(host_s=1.8e-3, host_update_s=0.4e-3, counted=True, is_eager=True)

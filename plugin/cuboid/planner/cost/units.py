@@ -107,7 +107,7 @@ class UnitTimes:
         compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
         compute += self._elementwise(layer, tokens, backward=False) + self._restore_s(layer)
         exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
-        seconds = self._at_host_speed(Seconds(compute, exposed), launches=1)
+        seconds = self._at_host_speed(layer, Seconds(compute, exposed), forwards=1)
         gathers = 0 if self._layout.gathers_once else 1
         seconds = self._with_weights(layer, seconds, gathers, 0, self._spared_of_weights("forward"))
         return self._beside_copies(layer, seconds, tokens)
@@ -116,7 +116,7 @@ class UnitTimes:
         """Backward of positions ``[start, stop)``, including recomputation."""
         layout, adds = self._layout, self._add_weight_gradients(self.trained_weights(layer))
         seconds = self._backward(layer, start, stop, "backward") + Seconds(adds)
-        seconds = self._at_host_speed(seconds, launches=3 if layout.recomputes else 2)
+        seconds = self._at_host_speed(layer, seconds, forwards=int(layout.recomputes), backwards=1)
         gathers, reduces = int(layout.weight_gather == "layer"), int(layout.gradient_sync == "unit")
         seconds = self._with_weights(layer, seconds, gathers, reduces, self._spared_of_weights("backward"))
         return self._beside_copies(layer, seconds, self.tokens(stop - start))
@@ -141,7 +141,7 @@ class UnitTimes:
         if layer.experts is not None:
             others = self.block_weights(layer) - weights
         inputs = self._backward(layer, start, stop, "input") + Seconds(self._add_weight_gradients(others) - later)
-        inputs = self._at_host_speed(inputs, launches=2 if layout.recomputes else 1)
+        inputs = self._at_host_speed(layer, inputs, forwards=int(layout.recomputes), backwards=0.5)
         reduces = layout.gradient_sync == "unit"
         moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
         moving_s -= batch.moving_s(self._spared_of_weights("backward"))
@@ -149,7 +149,7 @@ class UnitTimes:
         inputs += Seconds(exposed=max(0.0, moving_s - batch.overlap * inputs.compute))
         inputs = self._beside_copies(layer, inputs, tokens)
         deferred = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
-        deferred = self._at_host_speed(deferred, launches=1)
+        deferred = self._at_host_speed(layer, deferred, backwards=0.5)
         return inputs, deferred + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
 
     def _backward(self, layer: Layer, start: int, stop: int, half: Literal["backward", "input"]) -> Seconds:
@@ -195,12 +195,16 @@ class UnitTimes:
             waiting_s -= self._waiting_s(layer, backward, before, 0, spared)
         return waiting_s
 
-    def _at_host_speed(self, seconds: Seconds, launches: int) -> Seconds:
-        """Raise a time to what the host needs to launch the work, given in forwards of a layer."""
+    def _at_host_speed(self, layer: Layer, seconds: Seconds, forwards: int = 0, backwards: float = 0.0) -> Seconds:
+        """Raise a time to what the host needs to launch the work of a layer's passes."""
         host_s = self._software.host_s
         if self._layout.mesh.sequence > 1:
             host_s += 2 * self._software.host_collective_s
-        return Seconds(max(seconds.compute, launches * host_s - seconds.exposed), seconds.exposed)
+        # A backward launches as much as two forwards, of which a frozen layer spares the weights' gradients.
+        of_backward = 4 / 3 if self._model.is_frozen else 2
+        launched_s = (forwards + backwards * of_backward) * host_s
+        launched_s += (forwards + backwards) * layer.updates * self._software.host_update_s
+        return Seconds(max(seconds.compute, launched_s - seconds.exposed), seconds.exposed)
 
     def _products(self, layer: Layer, tokens: float, *, of_weights: bool = False) -> float:
         """Time of the products of a forward, of the gradients of inputs, or ``of_weights``."""

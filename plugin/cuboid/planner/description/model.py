@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -153,11 +154,20 @@ class Layer:
         """Elements of everything."""
         return self.dense_parameters + (self.experts.parameters if self.experts else 0)
 
+    @property
+    def _factors(self) -> Iterator[Factors]:
+        holders = (*self.projections, *((self.experts,) if self.experts else ()))
+        return (holder.factors for holder in holders if holder.factors is not None)
+
     @cached_property
     def factor_parameters(self) -> int:
         """Elements of all adapters' factors."""
-        holders = (*self.projections, *((self.experts,) if self.experts else ()))
-        return sum(holder.factors.parameters for holder in holders if holder.factors is not None)
+        return sum(factors.parameters for factors in self._factors)
+
+    @cached_property
+    def updates(self) -> int:
+        """Number of weights with adapters."""
+        return sum(factors.updates for factors in self._factors)
 
     @cached_property
     def quantized(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from transformers import PreTrainedModel
@@ -20,15 +20,18 @@ class Factors:
         features: rows of all A, between which and B's columns there is no weight.
         outputs: rows of all B.
         a, b: elements of all A and of all B.
+        updates: of how many weights, in how many layers of PEFT.
     """
 
     features: int
     outputs: int
     a: int
     b: int
+    updates: int = 1
 
     def __add__(self, other: Factors) -> Factors:
-        return Factors(self.features + other.features, self.outputs + other.outputs, self.a + other.a, self.b + other.b)
+        sums = (getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        return Factors(*sums)
 
     @property
     def parameters(self) -> int:
