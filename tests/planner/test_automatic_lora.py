@@ -137,6 +137,8 @@ def test_a_model_without_the_adapter_of_its_config_is_not_trained(on_a_small_gpu
         ConfigError, match=r"lora \(r = 8\) says that only an adapter is trained, but LlamaForCausalLM has"
     ):
         adopt_model(llama(), config)
+    with pytest.raises(ConfigError, match=r"lora.load_in_4bit is true, but the weights of LlamaForCausalLM are in"):
+        on_a_small_gpu(lora={"r": 8, "load_in_4bit": True})
     model = on_a_small_gpu(lora={"r": 8})
     with pytest.raises(ConfigError, match="says that only an adapter is trained"):
         adopt_model(model, config.on_mesh(MeshShape()))
@@ -151,7 +153,10 @@ def test_a_model_without_the_adapter_of_its_config_is_not_trained(on_a_small_gpu
     ("section", "message"),
     [
         ({"r": 0}, r"lora\.r: .*greater than or equal to 1"),
-        ({"rank": 8}, r"lora\.r is missing[^$]*lora\.rank is not a known key; known keys: r, target_modules"),
+        (
+            {"rank": 8},
+            r"lora\.r is missing[^$]*lora\.rank is not a known key; known keys: load_in_4bit, r, ",
+        ),
         ({"r": 8, "target_modules": []}, r"lora\.target_modules: .*at least 1"),
         (8, "lora: it is a section of keys"),
     ],
@@ -173,7 +178,8 @@ def test_the_commands_write_and_read_the_section(tmp_path, capsys):
         return end.value.code
 
     assert command("plan", "--global-batch", "8", *lora, "--out", str(config)) in (0, None)
-    assert json.loads(config.read_text())["lora"] == {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    written = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    assert json.loads(config.read_text())["lora"] == written
     trained = []
     for options in ([], lora):
         assert command("estimate", "--config", str(config), "--json", str(tmp_path / "out.json"), *options) in (0, None)
@@ -181,3 +187,8 @@ def test_the_commands_write_and_read_the_section(tmp_path, capsys):
     assert trained == [4 * 4 * (64 + 64 + 64 + 32)] * 2
     assert command("estimate", "--config", str(config), "--lora-r", "8") == 2
     assert "the config's lora says otherwise" in " ".join(capsys.readouterr().err.split())
+    # A model of 64 features, whose rows have a scale each.
+    assert command("plan", "--global-batch", "8", *lora, "--load-in-4bit", "--out", str(config)) in (0, None)
+    assert json.loads(config.read_text())["lora"] == {**written, "load_in_4bit": True}
+    assert command("estimate", "--config", str(config)) in (0, None)
+    assert "LoRA of rank 4 on q_proj, v_proj, the rest frozen in 4 bits" in capsys.readouterr().out

@@ -43,13 +43,15 @@ def lora_of(
         for option, is_set in alone.items():
             if is_set:
                 raise typer.BadParameter("it is for a frozen model with LoRA; add --lora-r", param_hint=option)
-        return written
+        return written.model_copy(update={"load_in_4bit": True}) if written is not None and load_in_4bit else written
     from cuboid.config.schema import LoraSection
 
     names = tuple(name for part in target_modules.split(",") if (name := part.strip()))
     if not names:
         raise typer.BadParameter("it names no layer", param_hint="--lora-target-modules")
-    asked = LoraSection(r=lora_r, target_modules=names[0] if names == (ALL_LINEAR,) else names)
+    named = names[0] if names == (ALL_LINEAR,) else names
+    bits = {"load_in_4bit": True} if load_in_4bit else {}
+    asked = LoraSection(r=lora_r, target_modules=named, **bits)
     if written not in (None, asked):
         raise typer.BadParameter("the config's lora says otherwise; leave one of the two out", param_hint="--lora-r")
     return asked

@@ -56,7 +56,7 @@ def estimate(
     check_framework_config(cuboid_config, framework_config, machines.gpus, is_complete=True)
     lora = lora_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit, written=cuboid_config.lora)
     verified = cuboid_config.pipeline is not None and cuboid_config.pipeline.certification == "verified"
-    described = describe(settings, verified=verified, trunk=planned_trunk(lora, four_bits=load_in_4bit))
+    described = describe(settings, verified=verified, trunk=planned_trunk(lora))
     check_length(sequence_length, described.most_positions, "--seq-len")
     layout = layout_of_config(
         cuboid_config, framework_config, described, machines, sequence_length, checkpointing=checkpointing

@@ -67,7 +67,7 @@ def plan(
         raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
     check_outputs(out, json, inputs=(model, cluster))
     lora = lora_of(lora_r, lora_target_modules, load_in_4bit=load_in_4bit)
-    trunk = planned_trunk(lora, four_bits=load_in_4bit)
+    trunk = planned_trunk(lora)
     console = Console()
     # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)
@@ -87,7 +87,9 @@ def plan(
         console.print(f"Left out was what training rejects: {reason}", highlight=False)
     best = result.best[0]
     print_estimate(best, console)
-    config = config_of(best.layout) | ({} if lora is None else {"lora": lora.model_dump(mode="json")})
+    config = config_of(best.layout)
+    if lora is not None:
+        config["lora"] = lora.model_dump(mode="json", exclude_unset=True)
     # Check that Cuboid itself accepts the config before it is written.
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:

@@ -460,6 +460,12 @@ class LoraSection(Section):
         description='Which layers have updates, as in `LoraConfig`: "all-linear", a regular expression, or a list of '
         "names.",
     )
+    load_in_4bit: bool = Field(
+        False,
+        description="Whether the frozen linear layers are in bitsandbytes' 4 bits. Loading knows it of its "
+        "`quantization_config` and of the checkpoint, and raises an error if they aren't though this is `true`; "
+        "`cuboid estimate` and `cuboid convert` know it only from here.",
+    )
 
     @field_validator("target_modules", mode="before")
     @classmethod

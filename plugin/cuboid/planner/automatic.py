@@ -45,8 +45,10 @@ _logger = logging.getLogger(__name__)
 _ASSUMED_ROWS, _ASSUMED_LENGTH = 8, 4096
 
 
-def planned_trunk(lora: LoraSection | None, *, four_bits: bool) -> Trunk | None:
-    """How a model is trained, by a config's ``lora`` and whether its linear layers are in 4 bits; None if all of it is.
+def planned_trunk(lora: LoraSection | None, *, four_bits: bool = False) -> Trunk | None:
+    """How a model is trained, by a config's ``lora``; None if all of it is.
+
+    ``four_bits``: whether its linear layers are in 4 bits, whatever the section says.
 
     Raises:
         ImportError: PEFT is missing, or its version isn't supported.
@@ -57,7 +59,7 @@ def planned_trunk(lora: LoraSection | None, *, four_bits: bool) -> Trunk | None:
     # PEFT takes seconds to import, which ranks that don't use it save.
     from cuboid.planner.description.planned_lora import PlannedLora
 
-    return Trunk(PlannedLora(lora.r, lora.target_modules), four_bits)
+    return Trunk(PlannedLora(lora.r, lora.target_modules), four_bits or lora.load_in_4bit)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,9 @@ def _verify(
     if plan.adapter is None:
         # All parameters are compared.
         loaded.pop("lora", None)
+    elif isinstance(loaded.get("lora"), dict):
+        # On weights as they are.
+        loaded["lora"].pop("load_in_4bit", None)
     ours, rest = require_config(loaded)
     check_adapter(plan)
     if ours.tensor_parallel.fp8 is not None:

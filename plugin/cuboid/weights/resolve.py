@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh, current_world_size
-from cuboid.errors import UnsupportedModelError
+from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.cross_entropy.loss_function import check_loss_in_pipeline
 from cuboid.models.kinds.registry import kind_of_class
@@ -69,6 +69,11 @@ def resolve(
     if config.pipeline is not None:
         # Before certification, which would only say that the code is another.
         check_loss_in_pipeline(model, kind_of_class(cls).ordinary_loss)
+    if config.lora is not None and config.lora.load_in_4bit and quantization is None:
+        raise ConfigError(
+            f"lora.load_in_4bit is true, but the weights of {cls.__name__} are in {model.dtype}: give from_pretrained "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True, …), or leave the key out"
+        )
     choice, config = settle(model, config, cls, world_size=world_size, four_bits=quantization is not None)
     mesh = Mesh(choice.mesh, pipe=config.stages, placement=config.placement)
     return _certified(model, config, cls, mesh, choice, runs_here=True, quantization=quantization)
