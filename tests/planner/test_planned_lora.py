@@ -166,8 +166,9 @@ def test_only_factors_have_gradients_and_states(mesh, stages):
 
 def test_four_bits_hold_a_quarter_of_the_layers_and_are_restored():
     half, full = (llama_8b(frozen(16, four_bits=bits)) for bits in (True, False))
-    layout, cluster = Layout(MeshShape(2, 1, 1), micro_batch=2), Cluster.parse("2xH100")
-    packed, unpacked = (estimate(model, layout, cluster, 4096) for model in (half, full))
+    # So many that the device isn't faster than the host.
+    layout, cluster, length = Layout(MeshShape(2, 1, 1), micro_batch=2), Cluster.parse("2xH100"), 16384
+    packed, unpacked = (estimate(model, layout, cluster, length) for model in (half, full))
     in_layers = sum(projection.weights for layer in half.layers for projection in layer.projections)
     spared = in_layers * (2 - QUANTIZED_BYTES) / 2
     assert unpacked.stages[0].parameters - packed.stages[0].parameters == pytest.approx(spared)
@@ -175,7 +176,7 @@ def test_four_bits_hold_a_quarter_of_the_layers_and_are_restored():
     # Restoring takes time, and gathers over `batch` move fewer bytes.
     assert packed.time.compute_s > unpacked.time.compute_s
     slow = replace(cluster, gpu=replace(cluster.gpu, link_bytes_per_s=1e9))
-    assert estimate(half, layout, slow, 4096).time.total_s < estimate(full, layout, slow, 4096).time.total_s
+    assert estimate(half, layout, slow, length).time.total_s < estimate(full, layout, slow, length).time.total_s
 
 
 def test_a_step_of_lora_takes_no_time_for_gradients_of_frozen_weights():
