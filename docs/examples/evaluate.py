@@ -61,9 +61,19 @@ def main() -> int:
 
 @torch.no_grad()
 def heldout_loss(model: Any, blocks: torch.Tensor) -> float:
-    """Mean loss per predicted token, in nats, over all blocks ``[blocks, sequence_length]``."""
-    total = sum(float(model(input_ids=rows, labels=rows).loss) * len(rows) for rows in blocks.split(BATCH))
-    return total / len(blocks)
+    """Mean loss per predicted token, in nats, over all blocks ``[blocks, sequence_length]``.
+
+    A token that isn't to be learned, such as a user's, is in them as ``~id``.
+    """
+    total, count = 0.0, 0
+    for rows in blocks.split(BATCH):
+        labels = rows.masked_fill(rows < 0, -100)
+        predictions = int((labels[:, 1:] != -100).sum())
+        if predictions:
+            ids = torch.where(rows < 0, ~rows, rows)
+            total += float(model(input_ids=ids, labels=labels).loss) * predictions
+        count += predictions
+    return total / count
 
 
 def sample(model: Any, tokenizer: Any, tokens: int) -> str:

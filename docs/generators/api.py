@@ -24,6 +24,7 @@ GROUPS = {
         "InterruptCallback",
         "MetricsCallback",
         "LossGuardCallback",
+        "ReportCallback",
         "RunLockCallback",
     ),
     "Config": ("load_config", "split_config", "parse_config", "CuboidConfig"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cuboid.integrations.callbacks.interrupt import InterruptCallback
     from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
     from cuboid.integrations.callbacks.metrics import MetricsCallback
+    from cuboid.integrations.callbacks.report import ReportCallback
     from cuboid.integrations.callbacks.run_folder import RunLockCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
     from cuboid.integrations.handoff import prepare_optimizer
@@ -43,6 +44,7 @@ __all__ = [
     "MetricsCallback",
     "OptimizerError",
     "Pipeline",
+    "ReportCallback",
     "RunLockCallback",
     "Topology",
     "UnsupportedModelError",
@@ -72,6 +74,7 @@ _NAMES_OF = {
     "cuboid.integrations.callbacks.interrupt": ("InterruptCallback",),
     "cuboid.integrations.callbacks.loss_guard": ("LossGuardCallback",),
     "cuboid.integrations.callbacks.metrics": ("MetricsCallback",),
+    "cuboid.integrations.callbacks.report": ("ReportCallback",),
     "cuboid.integrations.callbacks.run_folder": ("RunLockCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
     "cuboid.integrations.handoff": ("prepare_optimizer",),

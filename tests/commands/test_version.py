@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import cuboid
 from cuboid import requirements
-from cuboid.train.reporting import report
+from cuboid.integrations.run_report import schema as report
 from launching import ROOT
 
 

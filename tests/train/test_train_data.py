@@ -26,17 +26,17 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.failures import rank_agreement, startup
 from cuboid.failures.rendezvous import MAIN_LANE
 from cuboid.failures.startup import bound_device
+from cuboid.integrations.run_report.curve import draw, smooth
+from cuboid.integrations.run_report.figures import pipeline_figures
+from cuboid.integrations.run_report.schema import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
 from cuboid.train import process
 from cuboid.train.data import tokens as tokens_module
 from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
 from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
 from cuboid.train.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
 from cuboid.train.data.tokens import TokenFolder, TokensMeta, fingerprint, tokenize
-from cuboid.train.figures import pipeline_figures
 from cuboid.train.job import TrainOptions, check_size, plan
 from cuboid.train.process import World, run_at_length
-from cuboid.train.reporting.curve import draw, smooth
-from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
 from launching import free_port
 from tiny_text import TEXTS
 
@@ -485,15 +485,15 @@ def test_ranks_meet_again_and_again_while_one_still_works(pool):
     assert pool.run(2, _write_at_length, True) == [("nothing to write", 0)] * 2
 
 
-def test_a_trace_of_an_earlier_process_is_not_reported(options, tmp_path):
+def test_a_trace_of_an_earlier_process_is_not_reported(tmp_path):
     (tmp_path / "step_1.json").write_text(json.dumps({"otherData": {"bubble": 0.5, "simulated_bubble": 0.4}}))
     asked = PipelineConfig(engine="seq1f1b", stages=1, trace=str(tmp_path), trace_step=1)
     pipeline = SimpleNamespace(layers=[1], segment_lengths=lambda length, accumulation: (length,))
     staging = SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(pipeline=asked)))
-    engine = SimpleNamespace(module=SimpleNamespace(staging=staging), pipeline=pipeline)
-    job = plan(options())
-    assert pipeline_figures(job, engine, 1).trace.measured_bubble == 0.5
-    assert pipeline_figures(job, engine, 0).trace is None
+    stage = SimpleNamespace(staging=staging)
+    engine = SimpleNamespace(pipeline=pipeline, gradient_accumulation_steps=lambda: 1)
+    assert pipeline_figures(stage, engine, 32, 1).trace.measured_bubble == 0.5
+    assert pipeline_figures(stage, engine, 32, 0).trace is None
 
 
 def test_without_a_launcher_the_world_is_one(monkeypatch):

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cuboid.errors import CuboidError
+from cuboid.integrations.run_report.schema import TrainReport
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.reporting.report import TrainReport
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
 from tiny_text import write_model_and_text

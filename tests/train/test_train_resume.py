@@ -33,10 +33,10 @@ from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.deepspeed.training_step import evaluate, train_step
+from cuboid.integrations.run_report.schema import HeldoutPoint
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import History, RunLength
 from cuboid.train.prepare import prepare
-from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, reject_other_run
 from launching import ROOT, end, finish, start
 from tiny_text import write_model_and_text

@@ -13,6 +13,7 @@ from cuboid import ConfigError, CuboidError, LossGuardCallback, MetricsCallback,
 from cuboid.checkpoint.run_lock import LOCK, Holder
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.integrations.callbacks import loss_guard
+from cuboid.integrations.run_report.schema import CURVE, REPORT, TrainReport
 from launching import as_ranks, world
 
 #: The embedding of this token is NaN.
@@ -102,7 +103,8 @@ INTERRUPT = """
                     time.sleep(0.01)
 
     stop = cuboid.InterruptCallback(plan["max_time_s"], exits=plan["exits"])
-    callbacks = [stop, cuboid.MetricsCallback(), cuboid.RunLockCallback(), *([Signal()] if plan["signals"] else [])]
+    callbacks = [stop, cuboid.MetricsCallback(), cuboid.ReportCallback(), cuboid.RunLockCallback()]
+    callbacks += [Signal()] if plan["signals"] else []
     trainer = trainer_of(plan["out"], list(range(16)), [], callbacks)
     trainer.train(resume_from_checkpoint=plan["resume"])
     report([str(stop.stopped_by), trainer.state.global_step])
@@ -181,6 +183,7 @@ def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes
 
     out = f"{kind} stopped"
     output = run(out, 143, signals=True)
+    assert not (root / out / REPORT).exists()
     assert output.count("stopped by SIGTERM after step 3 of 4; train(resume_from_checkpoint=True) resumes") == 1, output
     assert output.count("stopping after this step") <= 1
     assert not results_of(output)
@@ -191,6 +194,22 @@ def test_a_signal_of_one_rank_stops_all_with_a_checkpoint_and_a_resumed_run_goes
     assert lines_of(out) == lines_of(f"{kind} whole")
     pickles = {path.name for path in (root / out / "checkpoint-3").rglob("*") if path.suffix in (".bin", ".pt", ".pth")}
     assert bool(pickles) == (kind == "mesh"), pickles
+    report, uninterrupted = (
+        TrainReport.model_validate_json((root / name / REPORT).read_text()) for name in (out, f"{kind} whole")
+    )
+    assert (report.resumed_after, uninterrupted.resumed_after) == ([3], [])
+    assert report.train_losses == uninterrupted.train_losses == [line["loss"] for line in lines_of(out)]
+    assert (root / out / CURVE).read_bytes().startswith(b"\x89PNG")
+    tokens = 2 * 2 * 9  # of a step, whose two micro-batches have two rows
+    assert report.speed.tokens == tokens * 4
+    assert report.parameters == LlamaForCausalLM.from_pretrained(root / "dropping").num_parameters()
+    assert [rank.stage for rank in report.ranks] == ([0, 1] if kind == "pipeline" else [0, 0])
+    (axis,) = report.ranks[0].sent_bytes_per_step
+    assert axis == ("pipe" if kind == "pipeline" else "sequence")
+    assert report.ranks == [
+        rank.model_copy(update={"peak_memory_bytes": other.peak_memory_bytes})
+        for rank, other in zip(uninterrupted.ranks, report.ranks, strict=True)
+    ]
     figures = json.loads((root / out / "metrics.jsonl").read_text().splitlines()[1])
     assert figures["tokens_per_s"] > 0
     assert 0 <= figures["idle_share"] < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,6 +52,18 @@ def named_path(text: str, option: str) -> tuple[str, Path]:
     if not separator or not path:
         raise typer.BadParameter(f"{text!r} isn't NAME=PATH", param_hint=option)
     return name, Path(path)
+
+
+def mixed_path(text: str, option: str) -> tuple[str, Path, Fraction]:
+    """Parse ``NAME=PATH:SHARE``, with a share between 0 and 1.
+
+    Raises:
+        BadParameter: it isn't so.
+    """
+    named, _, share = text.rpartition(":")
+    if not re.fullmatch(r"[0-9]{0,6}\.?[0-9]{1,6}", share) or not 0 < Fraction(share) < 1:
+        raise typer.BadParameter(f"{text!r} isn't NAME=PATH:SHARE with a share such as 0.25", param_hint=option)
+    return *named_path(named, option), Fraction(share)
 
 
 def chunk_count(text: str | None) -> int | Literal["auto"] | None:

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite, named_path
+from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite, mixed_path, named_path
 from cuboid.cli.paths import Command
 
 if TYPE_CHECKING:
-    from cuboid.train.reporting.report import TrainReport
+    from cuboid.integrations.run_report.schema import TrainReport
     from cuboid.train.run import Stopped
+
+#: Panels of the help.
+_DATA, _MODEL, _OUTPUT = "Data", "Model", "Results"
+_LENGTH, _WATCHING = "Length, checkpoints and going on", "Evaluation, log and bad losses"
 
 
 class TrainCommand(Command):
@@ -29,62 +33,65 @@ class TrainCommand(Command):
 
 
 def train(
-    data: Annotated[Path, typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.")],
-    config: Annotated[
-        Path, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
+    # Panels are shown in the order of their first options.
+    data: Annotated[
+        Path,
+        typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.", rich_help_panel=_DATA),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; created if missing.")],
-    model: Annotated[Path | None, typer.Option(help="Hugging Face checkpoint with its tokenizer.")] = None,
+    config: Annotated[
+        Path,
+        typer.Option(
+            help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.", rich_help_panel=_MODEL
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for model, report.json, loss.png and metrics.jsonl; created if missing.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face checkpoint with its tokenizer.", rich_help_panel=_MODEL)
+    ] = None,
     arch_config: Annotated[
         Path | None,
-        typer.Option(help="In place of --model: the config.json of a new model, whose weights --seed gives."),
+        typer.Option(
+            help="In place of --model: the config.json of a new model, whose weights --seed gives.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="With --arch-config: folder of the tokenizer. Default: the one in DATA, beside its tokens."),
+        typer.Option(
+            help="With --arch-config: folder of the tokenizer. Default: the one in DATA, beside its tokens.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    mixed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mix",
+            metavar="NAME=PATH:SHARE",
+            help="Another text to train on, with its share of the blocks, such as 0.25; DATA has the rest. What is "
+            "held out of it is evaluated, too. May be given several times.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a block.", rich_help_panel=_DATA)] = 512,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the data's order, dropout and new weights.", min=0, max=LARGEST_SEED, rich_help_panel=_DATA
+        ),
+    ] = 0,
     steps: Annotated[
         int | None,
         typer.Option(
             help="Optimizer steps; stretches the learning-rate schedule. Default: the schedule's length, or with "
-            "--resume what the run was begun with."
-        ),
-    ] = None,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
-    heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
-    evaluations: Annotated[int, typer.Option(help="Evaluations of the held-out loss.")] = 5,
-    evaluated: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--eval",
-            metavar="NAME=PATH",
-            help="Another text to evaluate wherever the held-out loss is, all of it; may be given several times. Text "
-            "or tokens as for --data.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the data's order, dropout and new weights.", min=0, max=LARGEST_SEED)
-    ] = 0,
-    save_every: Annotated[
-        int | None, typer.Option(help="Optimizer steps from one checkpoint to the next. Default: none are written.")
-    ] = None,
-    keep_last: Annotated[
-        int | None, typer.Option(help="Checkpoints to keep. Default: the config's checkpoint.keep_last.")
-    ] = None,
-    resume: Annotated[
-        Literal["latest", "auto"] | None,
-        typer.Option(
-            "--resume",
-            metavar="[auto]",
-            help="Resume from the latest checkpoint in OUT/checkpoints. With auto, for a command that is started again "
-            "and again: begin a new run if there is none, and pass over a damaged one.",
-        ),
-    ] = None,
-    resume_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Resume from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
+            "--resume what the run was begun with.",
+            rich_help_panel=_LENGTH,
         ),
     ] = None,
     max_time: Annotated[
@@ -94,6 +101,51 @@ def train(
             parser=duration,
             help="Stop in time before the command has run so long, as SIGTERM does, with exit status 124: seconds, "
             "90m, 12h, 1:30:00 or 2-00:00:00.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps from one checkpoint to the next. Default: none are written.", rich_help_panel=_LENGTH
+        ),
+    ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(help="Checkpoints to keep. Default: the config's checkpoint.keep_last.", rich_help_panel=_LENGTH),
+    ] = None,
+    resume: Annotated[
+        Literal["latest", "auto"] | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Resume from the latest checkpoint in OUT/checkpoints. With auto, for a command that is started again "
+            "and again: begin a new run if there is none, and pass over a damaged one.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = None,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Resume from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = None,
+    evaluations: Annotated[
+        int, typer.Option(help="Evaluations of the held-out loss, after the first step.", rich_help_panel=_WATCHING)
+    ] = 5,
+    heldout_blocks: Annotated[
+        int, typer.Option(help="Blocks of the held-out loss, at most.", rich_help_panel=_WATCHING)
+    ] = 32,
+    evaluated: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--eval",
+            metavar="NAME=PATH",
+            help="Another text to evaluate wherever the held-out loss is, all of it; may be given several times. Text "
+            "or tokens as for --data.",
+            rich_help_panel=_WATCHING,
         ),
     ] = None,
     log_every: Annotated[
@@ -103,12 +155,14 @@ def train(
             help="Time between two lines of a log, at least; 0 for each step.",
             min=0,
             callback=finite,
+            rich_help_panel=_WATCHING,
         ),
     ] = 10.0,
     on_bad_loss: Annotated[
         Literal["stop", "skip", "continue"],
         typer.Option(
-            help="In a step whose loss isn't finite, or jumps up: stop with an error, skip its update, or continue."
+            help="In a step whose loss isn't finite, or jumps up: stop with an error, skip its update, or continue.",
+            rich_help_panel=_WATCHING,
         ),
     ] = "stop",
     loss_spike: Annotated[
@@ -119,9 +173,9 @@ def train(
             "Default: only what isn't finite.",
             min=0,
             callback=finite,
+            rich_help_panel=_WATCHING,
         ),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Load or make a model sharded over stages and mesh, train it, and save it as plain transformers opens it.
@@ -155,6 +209,7 @@ def train(
             sequence_length=sequence_length,
             heldout_blocks=heldout_blocks,
             evaluations=evaluations,
+            mixed=tuple(mixed_path(text, "--mix") for text in mixed or ()),
             eval_data=tuple(named_path(text, "--eval") for text in evaluated or ()),
             seed=seed,
             save_every=save_every,
@@ -179,8 +234,8 @@ def train(
 def _done(report: TrainReport, out: Path) -> str:
     losses = report.losses
     text = (
-        f"loss {_shown(losses.first)} -> {_shown(losses.last)}, held-out {losses.heldout_last:.4f}; "
-        f"{report.speed.tokens_per_s:,.0f} tokens/s; model, report and curve in {out}"
+        f"loss {_shown(losses.first)} -> {_shown(losses.last)}, held-out {_shown(losses.heldout_last, 4)}; "
+        f"{report.speed.tokens_per_s or 0:,.0f} tokens/s; model, report and curve in {out}"
     )
     if report.pipeline is not None and report.pipeline.trace is not None:
         trace = report.pipeline.trace
@@ -191,8 +246,8 @@ def _done(report: TrainReport, out: Path) -> str:
     return text
 
 
-def _shown(loss: float | None) -> str:
-    return "unknown" if loss is None else f"{loss:.3f}"
+def _shown(loss: float | None, digits: int = 3) -> str:
+    return "unknown" if loss is None else f"{loss:.{digits}f}"
 
 
 def _stopped(stopped: Stopped) -> str:

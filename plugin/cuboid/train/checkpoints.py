@@ -14,12 +14,12 @@ from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
-from cuboid.train.data.tokens import TokensMeta
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
-from cuboid.train.reporting.progress import TrainProgress
-from cuboid.train.reporting.report import CHECKPOINTS
+from cuboid.train.progress import TrainProgress
 from cuboid.train.resume import RunState, find_run, with_remedy
+from cuboid.train.run_folder import CHECKPOINTS
+from cuboid.train.training_data import TrainingData
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunCheckpoints:
 
     engine: Any
     job: TrainJob
-    data: TokensMeta
+    data: TrainingData
     #: Sequences of one optimizer step, over all ranks.
     global_batch: int
     #: When this process began, by ``time.perf_counter``.
@@ -149,7 +149,7 @@ class RunCheckpoints:
             global_batch=self.global_batch,
             heldout_blocks=options.heldout_blocks,
             model_sha256=self.job.model_sha256,
-            data_fingerprint=self.data.data_sha256,
+            data_fingerprint=self.data.fingerprint,
             losses_digest=digest_of(history.losses),
             heldout_losses=history.heldout,
             loss_guard=self.guard.state()["attributes"],

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from cuboid.checkpoint.format.bounded_files import check_output, check_output_fi
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
 from cuboid.integrations.callbacks.loss_guard import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
+from cuboid.integrations.run_report.schema import CURVE, REPORT
 from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.sides import shifts_labels
 from cuboid.models.kinds.causal import check_causal
+from cuboid.train.data.batches import LARGEST_SHARE
 from cuboid.train.data.corpus import check_corpus
 from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
-from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, TRACE, WRITING
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
+from cuboid.train.run_folder import BLOCKS, CHECKPOINTS, MODEL, TRACE, WRITING
 from cuboid.train.settings import (
     at_least,
     check_config,
@@ -79,6 +82,7 @@ class TrainOptions:
         max_time_s: seconds after which the run is stopped as by a signal; None for no limit.
         log_every_s: seconds between two lines of a log, at least.
         eval_data: names of other texts that are evaluated as the held-out one is, and paths as of ``data``.
+        mixed: names of other texts to train on, paths as of ``data``, and their shares of the blocks.
         on_bad_loss: what happens in a step whose loss isn't finite, or jumps up.
         loss_spike: standard deviations of the last losses above their mean from which one is bad; None: only what
             isn't finite.
@@ -104,6 +108,7 @@ class TrainOptions:
     max_time_s: float | None = None
     log_every_s: float = 10.0
     eval_data: tuple[tuple[str, Path], ...] = ()
+    mixed: tuple[tuple[str, Path, Fraction], ...] = ()
     on_bad_loss: Policy = "stop"
     loss_spike: float | None = None
 
@@ -168,7 +173,7 @@ def check_options(options: TrainOptions) -> dict[str, Any]:
     config = load_config(options.config)
     check_config(config, is_complete=False)
     _check_source(options)
-    _check_evaluated(options)
+    _check_named(options)
     return config
 
 
@@ -217,7 +222,7 @@ def plan(options: TrainOptions) -> TrainJob:
         check_tokens(tokens.meta, tokenizer, vocabulary)
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
-        data = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
+        data = {} if tokens is None or options.mixed else {"data_fingerprint": tokens.meta.data_sha256}
         resumed.reject_differences(**fixed, model_sha256=model_sha256, **data)
     return TrainJob(
         options=options,
@@ -347,34 +352,48 @@ def _check_source(options: TrainOptions) -> None:
         raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
 
 
-def _check_evaluated(options: TrainOptions) -> None:
-    """Check the names of the texts to evaluate, and that they exist."""
-    names = [name for name, _ in options.eval_data]
-    for name, path in options.eval_data:
+def _check_named(options: TrainOptions) -> None:
+    """Check the names of the other texts to train on or to evaluate, their shares, and that they exist."""
+    named = [("--mix", name, path) for name, path, _ in options.mixed]
+    named += [("--eval", name, path) for name, path in options.eval_data]
+    for option, name, path in named:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("heldout", "train"):
             raise CuboidError(
-                f"--eval {name}={path}: the name is part of a figure's, so it has letters, digits, - and _ alone, "
+                f"{option} {name}={path}: the name is part of a figure's, so it has letters, digits, - and _ alone, "
                 "begins with a letter, and is neither heldout nor train"
             )
-        if names.count(name) > 1:
-            raise CuboidError(f"--eval names {name} twice; give each text a name of its own")
-        if not _exists(path, "--eval"):
-            raise CuboidError(f"--eval {name}={path} does not exist; name a text file or a folder of text files")
+        if [other for _, other, _ in named].count(name) > 1:
+            raise CuboidError(
+                f"{option} names {name} twice; give each text a name of its own (the held-out part of what --mix names "
+                "is evaluated anyway)"
+            )
+        if not _exists(path, option):
+            raise CuboidError(f"{option} {name}={path} does not exist; name a text file or a folder of text files")
         if not TokenFolder.is_store(path):
             check_corpus(path)
+    share = sum(share for _, _, share in options.mixed)
+    if share > LARGEST_SHARE:
+        raise CuboidError(
+            f"the texts of --mix have {float(share):g} of all blocks; --data has the rest, of at least "
+            f"{float(1 - LARGEST_SHARE):g}"
+        )
 
 
-def check_evaluated_size(meta: TokensMeta, name: str, sequence_length: int) -> None:
-    """Check that a text to evaluate has a block.
+def check_named_size(
+    meta: TokensMeta, option: str, name: str, sequence_length: int, *, is_trained: bool = True
+) -> None:
+    """Check that a text to evaluate has a block, and if it is trained on, that it has one to train on, too.
 
     Raises:
         CuboidError: it hasn't.
     """
-    if meta.heldout < sequence_length:
-        raise CuboidError(
-            f"--eval {name} has {meta.heldout} tokens, fewer than a block of {sequence_length}; give more text, or a "
-            "smaller --sequence-length"
-        )
+    parts = [(meta.train, "to train on"), (meta.heldout, "held out")] if is_trained else [(meta.heldout, "in all")]
+    for tokens, part in parts:
+        if tokens < sequence_length:
+            raise CuboidError(
+                f"{option} {name} has {tokens} tokens {part}, fewer than a block of {sequence_length}; give more text, "
+                "or a smaller --sequence-length"
+            )
 
 
 def _exists(path: Path, option: str) -> bool:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 import cuboid
+from cuboid.distributed.collectives import sum_over_ranks
+from cuboid.distributed.mesh import current_world_size
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import MetricsFile
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.deepspeed.engine import CuboidEngine
+from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.deepspeed.training_step import evaluate, train_step
 from cuboid.integrations.loss_mean import LossMean
-from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
-from cuboid.train.reporting.progress import TrainProgress
-from cuboid.train.reporting.report import HeldoutPoint
+from cuboid.integrations.run_report.schema import HeldoutPoint
+from cuboid.train.data.batches import Share, heldout_batches, label_count, micro_batch
+from cuboid.train.progress import TrainProgress
+from cuboid.train.training_data import TrainingData
 
 
 @dataclass
@@ -78,12 +84,7 @@ class Loop:
 
     engine: CuboidEngine
     interrupts: Interrupts
-    #: The training data, and its order.
-    blocks: Blocks
-    #: int64 ``[blocks, sequence_length]``; and by name, those of other texts to evaluate.
-    heldout: Tensor
-    evaluated: Mapping[str, Tensor]
-    shuffle: Shuffle
+    data: TrainingData
     share: Share
     #: Micro-batches of one optimizer step.
     accumulation: int
@@ -96,7 +97,7 @@ class Loop:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step, over all replicas."""
-        return self.share.micro_batch * self.share.replicas * self.accumulation * self.blocks.sequence_length
+        return self.share.micro_batch * self.share.replicas * self.accumulation * self.data.heldout.shape[1]
 
     def run(self, run_length: RunLength, history: History, progress: TrainProgress) -> None:
         """Train from the end of the history until its length is reached or the ranks agree to stop; collective.
@@ -123,12 +124,29 @@ class Loop:
         traffic = cuboid.mesh_of(self.engine).comm_counter
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        batches = (self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
+        batches = [micro_batch(self.data.mixture.rows(number, self.share)) for number in micro_steps]
+        if self.data.has_unlearned:
+            self._count_alike(batches)
         mean = LossMean(self.engine.device)
-        mean.add(train_step(self.engine, ({"input_ids": ids, "labels": ids} for ids in batches)), 1)
+        mean.add(train_step(self.engine, iter(batches)), 1)
         history.losses.append(self._agreed(mean))
         history.times.end()
         history.sent_bytes = traffic.snapshot()
+
+    def _count_alike(self, batches: list[dict[str, Any]]) -> None:
+        """Let each label of the step count alike, however many there are in a micro-batch; collective.
+
+        The engine takes the mean over micro-batches and replicas, so that each is divided by their mean number of
+        labels. A pipeline counts them itself.
+        """
+        if isinstance(self.engine, CuboidPipelineEngine):
+            return
+        labels = sum(label_count(batch["labels"]) for batch in batches)
+        (of_ranks,) = sum_over_ranks([labels], self.engine.device)
+        mean = max(of_ranks, 1.0) / (current_world_size() * len(batches))
+        items = torch.tensor(mean, dtype=torch.float64)
+        for batch in batches:
+            batch["num_items_in_batch"] = items
 
     def _agreed(self, mean: LossMean) -> float:
         """A mean over all ranks, which in the same all-reduce agree on whether to stop; collective."""
@@ -166,8 +184,8 @@ class Loop:
         """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
         is_evaluated = bool(history.heldout) and history.heldout[-1].step == history.step
         if run_length.evaluates_after(history.step) and not is_evaluated:
-            loss = self._heldout_loss(self.heldout)
-            others = {name: self._heldout_loss(blocks) for name, blocks in self.evaluated.items()}
+            loss = self._heldout_loss(self.data.heldout)
+            others = {name: self._heldout_loss(blocks) for name, blocks in self.data.evaluated.items()}
             more = "".join(f", {name} {other:.4f}" for name, other in others.items())
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}{more}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss, others=others))

@@ -73,14 +73,18 @@ def _prepare(
     out: Path, *, tokenizer: Any, data: Path | None, vocabulary: int, seed: int, say: Callable[[str], None]
 ) -> TokenFolder:
     corpus = read_corpus(data)
-    characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))
-    say(
-        f"data: {corpus.source}, {characters / 1e6:.1f} M characters; {len(corpus.train)} documents to train "
-        f"on, {len(corpus.heldout)} held out"
-    )
+    texts = [document for document in (*corpus.train, *corpus.heldout) if isinstance(document, str)]
+    size = f"{sum(map(len, texts)) / 1e6:.1f} M characters" if texts else "conversations"
+    say(f"data: {corpus.source}, {size}; {len(corpus.train)} documents to train on, {len(corpus.heldout)} held out")
     try:
         if tokenizer is None:
-            tokenizer = train_tokenizer(corpus.train, vocabulary)
+            texts = [document for document in corpus.train if isinstance(document, str)]
+            if len(texts) < len(corpus.train):
+                raise CuboidError(
+                    f"{corpus.source} has conversations, which a new tokenizer has no chat template for; name one that "
+                    "has, by --model or --tokenizer"
+                )
+            tokenizer = train_tokenizer(texts, vocabulary)
             parameters = write_llama(out / START, vocabulary, tokenizer, seed)
             say(f"model: a new Llama of {parameters / 1e6:.1f} M parameters in {out / START}")
         tokens = tokenize(corpus, tokenizer, out / TOKENS)

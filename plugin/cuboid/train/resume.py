@@ -17,7 +17,8 @@ from cuboid.checkpoint.format.manifest import Manifest, check_sizes
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.loader import suggest_intact
 from cuboid.errors import DamagedCheckpointError
-from cuboid.train.reporting.report import CHECKPOINTS, REPORT, HeldoutPoint
+from cuboid.integrations.run_report.schema import REPORT, HeldoutPoint
+from cuboid.train.run_folder import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +24,19 @@ from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
 from cuboid.integrations.callbacks.utilization import peak_of_all_ranks, step_flops
 from cuboid.integrations.deepspeed.engine import CuboidEngine
+from cuboid.integrations.run_report.figures import make_report
+from cuboid.integrations.run_report.schema import CURVE, REPORT, TrainReport
+from cuboid.models.sharded.sharded_model import sharding_of
+from cuboid.models.stages.stage_model import StageModel
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
-from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
-from cuboid.train.data.corpus import Corpus, all_held_out, read_corpus
-from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
-from cuboid.train.figures import make_report
-from cuboid.train.job import (
-    TrainJob,
-    TrainOptions,
-    check_evaluated_size,
-    check_options,
-    check_size,
-    check_tokens,
-    plan,
-)
+from cuboid.train.data.batches import Share
+from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, plan
 from cuboid.train.loop import History, Loop, RunLength
-from cuboid.train.process import World, gather, run_at_length
-from cuboid.train.reporting.progress import TrainProgress
-from cuboid.train.reporting.report import BLOCKS, CHECKPOINTS, CURVE, MODEL, REPORT, WRITING, TrainReport
+from cuboid.train.process import World, gather
+from cuboid.train.progress import TrainProgress
+from cuboid.train.run_folder import BLOCKS, CHECKPOINTS, MODEL, WRITING
+from cuboid.train.training_data import TrainingData, training_data
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +84,8 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
     _check_resumed_alike(job, world)
-    tokens = job.tokens or _tokenize(job, share, world)
-    evaluated = {name: _evaluated_tokens(job, name, path, world) for name, path in options.eval_data}
+    data = training_data(job, global_batch, world)
+    _check_counts(model, data)
     if world.is_first:
         options.out.mkdir(parents=True, exist_ok=True)
         # If this run fails, an earlier one's report must not be taken for its own.
@@ -104,14 +97,14 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     done = 0 if job.resumed is None else job.resumed.state.step
     with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
         metrics = MetricsFile(options.out / METRICS, progress.say, mesh, is_written=world.is_first)
-        loop = _loop(job, engine, interrupts, tokens, evaluated, share, device, metrics)
+        loop = _loop(job, engine, interrupts, data, share, device, metrics)
         _say_hosts(mesh, progress)
         guard = LossGuardCallback(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
         guard.watch(engine)
         checkpoints, history = RunCheckpoints(
             engine=engine,
             job=job,
-            data=tokens.meta,
+            data=data,
             global_batch=global_batch,
             started=started,
             progress=progress,
@@ -132,13 +125,28 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     if world.is_first:
         (options.out / WRITING).touch()
     cuboid.save_pretrained(engine, str(options.out / MODEL))
-    report = make_report(checkpoints, loop, history, world, device)
+    report = make_report(
+        engine,
+        model=str(options.architecture),
+        data=data.source,
+        config=job.config,
+        steps=job.steps,
+        resumed_after=checkpoints.resumed_after,
+        seed=options.seed,
+        sequence_length=options.sequence_length,
+        train_losses=history.losses,
+        heldout=history.heldout,
+        tokens_per_step=loop.tokens_per_step,
+        times=history.times,
+        wall_s=checkpoints.wall_s,
+        sent_bytes=history.sent_bytes,
+    )
     if world.is_first:
         # Imported here, because matplotlib takes a second and only rank 0 needs it.
-        from cuboid.train.reporting.curve import draw
+        from cuboid.integrations.run_report.curve import draw
 
         job.tokenizer.save_pretrained(options.out / MODEL)
-        np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)
+        np.save(options.out / BLOCKS, data.heldout.numpy(), allow_pickle=False)
         draw(report, options.out / CURVE)
         report.write(options.out)
         (options.out / WRITING).unlink()
@@ -187,74 +195,35 @@ def _stop(by: StopCause, checkpoints: RunCheckpoints, history: History) -> Stopp
     return Stopped(by, history.step, checkpoints.job.steps, checkpoint)
 
 
-def _tokenize(job: TrainJob, share: Share, world: World) -> TokenFolder:
-    """Tokenize the text to train on."""
+def _check_counts(model: PreTrainedModel, data: TrainingData) -> None:
+    """Check that every label can count alike.
 
-    def check(meta: TokensMeta) -> None:
-        check_tokens(meta, job.tokenizer, job.vocabulary)
-        check_size(meta, job.options.sequence_length, job.global_batch(share.replicas))
-        if job.resumed is not None:
-            job.resumed.reject_differences(data_fingerprint=meta.data_sha256)
-
-    return _tokenize_into(job.options.out / TOKENS, lambda: read_corpus(job.options.data), check, job, world)
-
-
-def _evaluated_tokens(job: TrainJob, name: str, path: Path, world: World) -> TokenFolder:
-    """The tokens of a text to evaluate, all of which are held out; collective."""
-
-    def check(meta: TokensMeta) -> None:
-        check_tokens(meta, job.tokenizer, job.vocabulary)
-        check_evaluated_size(meta, name, job.options.sequence_length)
-
-    if TokenFolder.is_store(path):
-        folder = TokenFolder.open(path)
-        check(folder.meta)
-        return folder
-    return _tokenize_into(job.options.out / TOKENS / name, lambda: all_held_out(read_corpus(path)), check, job, world)
-
-
-def _tokenize_into(
-    folder: Path, read: Callable[[], Corpus], check: Callable[[TokensMeta], None], job: TrainJob, world: World
-) -> TokenFolder:
-    """Tokenize a text once per machine; its other ranks wait, and memory-map the same files."""
-
-    def write() -> None:
-        corpus = read()
-        try:
-            tokenize(corpus, job.tokenizer, folder, check)
-        except OSError as error:
-            raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
-
-    # One rank per machine, since the machines may not share a file system.
-    run_at_length(write if world.local_rank == 0 else None, world, what="tokenizing the data")
-    return TokenFolder.open(folder)
+    Raises:
+        CuboidError: there may be more of them in one micro-batch than in another, and the model only has means of each.
+    """
+    sharding = sharding_of(model)
+    if data.has_unlearned and not isinstance(model, StageModel) and not sharding.verdict.counts_items:
+        raise CuboidError(
+            f"{data.source} has tokens that aren't to be learned, so that micro-batches have more labels or fewer, and "
+            f"the loss of {type(model).__name__} is the mean over each micro-batch's; train it in a pipeline, which "
+            "counts all labels alike (pipeline.engine seq1f1b, also with stages 1)"
+        )
 
 
 def _loop(
     job: TrainJob,
     engine: CuboidEngine,
     interrupts: Interrupts,
-    tokens: TokenFolder,
-    evaluated: Mapping[str, TokenFolder],
+    data: TrainingData,
     share: Share,
     device: torch.device,
     metrics: MetricsFile,
 ) -> Loop:
-    length = job.options.sequence_length
-    blocks = Blocks(tokens.stream("train"), length)
-    heldout, *others = (
-        heldout_blocks(Blocks(folder.stream("heldout"), length), job.options.heldout_blocks)
-        for folder in (tokens, *evaluated.values())
-    )
-    shuffle = Shuffle(len(blocks), job.options.seed)
     peak = peak_of_all_ranks(device, job.dtype) if metrics.is_written else None
     return Loop(
         engine=engine,
         interrupts=interrupts,
-        blocks=blocks,
-        heldout=heldout,
-        evaluated=dict(zip(evaluated, others, strict=True)),
-        shuffle=shuffle,
+        data=data,
         share=share,
         accumulation=job.accumulation,
         metrics=metrics,

@@ -11,7 +11,7 @@ from cuboid import ConfigError, CuboidError, split_config
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.schema import require_config
 from cuboid.distributed.mesh import current_world_size
-from cuboid.train.reporting.report import TRACE
+from cuboid.train.run_folder import TRACE
 
 
 def check_config(config: dict[str, Any], *, is_complete: bool) -> None:

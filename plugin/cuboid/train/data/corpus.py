@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cuboid import CuboidError
+from cuboid.train.data.rows import Document, has_rows, read_rows
 
 #: Share of the files (or, for a single file, of its lines) that is held out.
 HELDOUT_SHARE = 0.04
@@ -21,26 +22,29 @@ _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of text, in a fixed order: those to train on, and those for evaluation only."""
+    """Texts or conversations, in a fixed order: those to train on, and those for evaluation only."""
 
     #: Their origin, for the report.
     source: str
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
+    train: tuple[Document, ...]
+    heldout: tuple[Document, ...]
 
 
 def read_corpus(path: Path | None) -> Corpus:
     """Read a text file, every text file of a folder, or (None) the Python standard library's own sources.
 
-    A folder is split by file; of a single file, the last lines are held out.
+    A folder is split by file; of a single file, the last lines are held out. Of files with rows (JSON lines, Parquet),
+    alone or in a folder without others, each row is a document, and the last rows of each file are held out.
 
     Raises:
         CuboidError: the path doesn't exist, or has too little UTF-8 text to hold anything out.
     """
     if path is not None and _is_file(path):
-        return _split_text(str(path), _read_text(path) or "")
+        return _split_rows(path, [path]) if has_rows(path) else _split_text(str(path), _read_text(path) or "")
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     files = python_sources(root) if path is None else text_files(root)
+    if files and all(map(has_rows, files)):
+        return _split_rows(root, files)
     documents = {file: text for file in files if (text := _read_text(file))}
     _check_count(root, len(documents))
     train, heldout = split_files(list(documents), root)
@@ -61,7 +65,9 @@ def check_corpus(path: Path) -> None:
     """
     if not _is_file(path):
         # Two are enough to know; there may be millions.
-        _check_count(path, len(list(islice((file for file in _texts_under(path) if file.stat().st_size), 2))))
+        files = list(islice((file for file in _texts_under(path) if file.stat().st_size), 2))
+        if not all(map(has_rows, files)) or not files:
+            _check_count(path, len(files))
     elif not path.stat().st_size:
         raise CuboidError(f"data {str(path)!r} is empty")
 
@@ -128,13 +134,28 @@ def split_files(files: Sequence[Path], root: Path, share: float = HELDOUT_SHARE)
 
 def _split_text(source: str, text: str) -> Corpus:
     lines = text.splitlines(keepends=True)
-    if len(lines) < 2:
-        raise CuboidError(
-            f"data {source!r} has {len(lines)} lines of UTF-8 text; at least 2 are needed, one to train on "
-            "and one to hold out"
-        )
-    cut = len(lines) - min(max(1, round(len(lines) * HELDOUT_SHARE)), len(lines) - 1)
+    cut = _cut(lines, f"data {source!r}", "lines of UTF-8 text")
     return Corpus(source, ("".join(lines[:cut]),), ("".join(lines[cut:]),))
+
+
+def _split_rows(source: Path, files: Sequence[Path]) -> Corpus:
+    train: list[Document] = []
+    heldout: list[Document] = []
+    for file in files:
+        rows = list(read_rows(file))
+        cut = _cut(rows, f"data {str(file)!r}", "rows")
+        train += rows[:cut]
+        heldout += rows[cut:]
+    return Corpus(str(source), tuple(train), tuple(heldout))
+
+
+def _cut(items: Sequence[object], source: str, name: str) -> int:
+    """Where the held-out part of a file's lines or rows begins."""
+    if len(items) < 2:
+        raise CuboidError(
+            f"{source} has {len(items)} {name}; at least 2 are needed, one to train on and one to hold out"
+        )
+    return len(items) - min(max(1, round(len(items) * HELDOUT_SHARE)), len(items) - 1)
 
 
 def _read_text(file: Path) -> str | None:

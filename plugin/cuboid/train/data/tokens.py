@@ -15,7 +15,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cuboid import CuboidError
+from cuboid.train.data.conversations import encode_conversation
 from cuboid.train.data.corpus import Corpus
+from cuboid.train.data.rows import Conversation, Document
 
 Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
@@ -37,6 +39,7 @@ class TokensMeta(BaseModel):
         tokenizer_sha256: see :func:`fingerprint`.
         data_sha256: hash of both streams.
         largest_id: the largest token id in either stream.
+        has_unlearned: whether the streams have tokens of which the loss takes no account, such as a user's messages.
         train: number of tokens to train on.
         heldout: number of tokens for evaluation only.
     """
@@ -47,13 +50,17 @@ class TokensMeta(BaseModel):
     tokenizer_sha256: str
     data_sha256: str
     largest_id: int
+    has_unlearned: bool = False
     train: int
     heldout: int
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """A folder with ``train.npy`` and ``heldout.npy`` (int32 ``[tokens]``) and ``tokens.json``."""
+    """A folder with ``train.npy`` and ``heldout.npy`` (int32 ``[tokens]``) and ``tokens.json``.
+
+    A token that isn't to be learned, as what a user says to an assistant, stands there as ``~id``, which is negative.
+    """
 
     folder: Path
     meta: TokensMeta
@@ -103,7 +110,7 @@ class TokenFolder:
 def tokenize(
     corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None
 ) -> TokenFolder:
-    """Write the token streams of a corpus; documents end with the end-of-text token, if there is one.
+    """Write the token streams of a corpus; texts end with the end-of-text token, if there is one.
 
     Files are replaced atomically, so that several processes may write the same corpus at once.
 
@@ -118,6 +125,12 @@ def tokenize(
         "heldout": _encode(corpus.heldout, tokenizer),
     }
     meta = _describe(corpus.source, tokenizer, streams)
+    for split, stream in streams.items():
+        if len(stream) and not (stream >= 0).any():
+            raise CuboidError(
+                f"{corpus.source}: the {split} part has nothing to learn: no message of its conversations is an "
+                "assistant's"
+            )
     if check is not None:
         check(meta)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +140,7 @@ def tokenize(
         np.save(partial, stream, allow_pickle=False)
         partial.replace(folder / f"{split}.npy")
     partial = folder / f".{uuid4().hex}.{_META}"
-    partial.write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    partial.write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
     partial.replace(folder / _META)
     return TokenFolder(folder, meta)
 
@@ -141,10 +154,16 @@ def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> Toke
         source=source,
         tokenizer_sha256=fingerprint(tokenizer),
         data_sha256=digest.hexdigest(),
-        largest_id=max(int(stream.max(initial=0)) for stream in streams.values()),
+        largest_id=max(int(ids_of(stream).max(initial=0)) for stream in streams.values()),
+        has_unlearned=any(bool((stream < 0).any()) for stream in streams.values()),
         train=len(streams["train"]),
         heldout=len(streams["heldout"]),
     )
+
+
+def ids_of(stream: Stream) -> Stream:
+    """The ids of all tokens of a stream, learned or not."""
+    return np.where(stream < 0, ~stream, stream)
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -160,10 +179,14 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _encode(documents: Sequence[str], tokenizer: Any) -> Stream:
+def _encode(documents: Sequence[Document], tokenizer: Any) -> Stream:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts: list[Stream] = []
     for document in documents:
+        if isinstance(document, Conversation):
+            ids, is_learned = encode_conversation(document, tokenizer)
+            parts.append(np.where(is_learned, ids, ~ids))
+            continue
         pieces = tokenizer(list(_pieces(document)), add_special_tokens=False, verbose=False)["input_ids"]
         parts.extend(np.asarray(ids, dtype=np.int32) for ids in (*pieces, end))
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)

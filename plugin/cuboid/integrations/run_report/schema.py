@@ -10,12 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cuboid import requirements
 
-#: Names of the files and folders that a run writes.
-REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
-#: Is there while a run writes its model and report: if it is there later, the run was killed meanwhile.
-WRITING = ".result.incomplete"
-#: Folder of the checkpoints from which a run can be resumed.
-CHECKPOINTS = "checkpoints"
+#: Names of the report and of its picture in a run's folder.
+REPORT, CURVE = "report.json", "loss.png"
 
 
 class _Section(BaseModel):
@@ -32,15 +28,19 @@ class MeshSizes(_Section):
 
 
 class HeldoutPoint(_Section):
-    """The held-out loss after some optimizer steps, in nats per token, and by name that of other texts."""
+    """The held-out loss after some optimizer steps, in nats per token, and by name that of other texts.
+
+    A Trainer with several evaluation sets has these alone.
+    """
 
     step: int
-    loss: float
+    loss: float | None
     others: dict[str, float] = Field(default_factory=dict)
 
 
 class Losses(_Section):
-    """Losses in nats per token. The first two are None if the run was resumed without its file of losses.
+    """Losses in nats per token. The first two are None if the run was resumed without its file of losses, the next two
+    if nothing was evaluated.
 
     The last two fields are None until a separate process has loaded the result with plain transformers and computed
     the held-out loss on the same blocks.
@@ -48,8 +48,8 @@ class Losses(_Section):
 
     first: float | None
     last: float | None
-    heldout_first: float
-    heldout_last: float
+    heldout_first: float | None
+    heldout_last: float | None
     heldout_transformers: float | None = None
     relative_difference: float | None = None
 
@@ -60,8 +60,8 @@ class Speed(_Section):
     If the run was resumed, ``tokens`` and ``wall_s`` cover the whole run, and the others only the time since then.
     """
 
-    tokens: int
-    tokens_per_s: float
+    tokens: int | None
+    tokens_per_s: float | None
     step_s: float
     wall_s: float
 
@@ -100,14 +100,14 @@ class PipelineFigures(_Section):
 
 
 class TrainReport(_Section):
-    """The contents of ``report.json``.
+    """The contents of ``report.json``. What a Trainer doesn't know is None.
 
     Losses are of the whole run, which was resumed after each of the steps in ``resumed_after``. They are None for the
     steps before a resumption without the run's file of losses.
     """
 
     model: str
-    data: str
+    data: str | None
     device: str
     dtype: str
     world_size: int
@@ -116,7 +116,7 @@ class TrainReport(_Section):
     steps: int
     resumed_after: list[int] = Field(default_factory=list)
     seed: int
-    sequence_length: int
+    sequence_length: int | None
     micro_batch: int
     gradient_accumulation: int
     losses: Losses

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cuboid.train.reporting.report import TrainReport
+from cuboid.integrations.run_report.schema import TrainReport
 
 
 def draw(report: TrainReport, path: Path) -> None:
@@ -21,21 +21,17 @@ def draw(report: TrainReport, path: Path) -> None:
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step")
     window = max(1, len(losses) // 20)
     axes.plot(steps, smooth(losses, window), color="tab:blue", label=f"train, mean of the last {window} steps")
-    axes.plot(
-        [point.step for point in report.heldout_losses],
-        [point.loss for point in report.heldout_losses],
-        color="tab:orange",
-        marker="o",
-        label="held-out",
-    )
-    for name in report.heldout_losses[-1].others:
-        known_points = [(point.step, point.others[name]) for point in report.heldout_losses if name in point.others]
-        axes.plot(*zip(*known_points, strict=True), marker=".", label=name)
+    points = [(point.step, point.loss) for point in report.heldout_losses if point.loss is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), color="tab:orange", marker="o", label="held-out")
+    for name in report.heldout_losses[-1].others if report.heldout_losses else ():
+        points = [(point.step, point.others[name]) for point in report.heldout_losses if name in point.others]
+        axes.plot(*zip(*points, strict=True), marker=".", label=name)
     for number, step in enumerate(report.resumed_after):
         label = None if number else "resumed"
         axes.axvline(step + 0.5, color="tab:gray", linestyle=":", linewidth=1, label=label)
-    tokens_per_step = report.speed.tokens // report.steps
-    axes.set_xlabel(f"optimizer steps (of {tokens_per_step:,} tokens)")
+    tokens = report.speed.tokens
+    axes.set_xlabel("optimizer steps" if tokens is None else f"optimizer steps (of {tokens // report.steps:,} tokens)")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(
         f"{report.parameters / 1e6:.1f} M parameters on {report.world_size} ranks, {report.layout}, {report.dtype}",

@@ -1,1 +1,0 @@
-"""A run's output: progress, memory, the loss curve and ``report.json``."""
