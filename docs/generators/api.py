@@ -26,6 +26,7 @@ GROUPS = {
         "LossGuardCallback",
         "ReportCallback",
         "RunLockCallback",
+        "RunProgressCallback",
     ),
     "Config": ("load_config", "split_config", "parse_config", "CuboidConfig"),
     "Mesh": ("MeshShape", "Topology", "Mesh"),

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from cuboid.integrations.callbacks.interrupt import InterruptCallback
     from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
     from cuboid.integrations.callbacks.metrics import MetricsCallback
-    from cuboid.integrations.callbacks.report import ReportCallback
+    from cuboid.integrations.callbacks.progress import RunProgressCallback
     from cuboid.integrations.callbacks.run_folder import RunLockCallback
     from cuboid.integrations.colossalai.plugin import CuboidPlugin
     from cuboid.integrations.handoff import prepare_optimizer
+    from cuboid.integrations.run_report.callback import ReportCallback
     from cuboid.integrations.script_loss import sum_over_shards
     from cuboid.integrations.trainer import CuboidTrainer
     from cuboid.models.pipeline.training_pipeline import Pipeline
@@ -46,6 +47,7 @@ __all__ = [
     "Pipeline",
     "ReportCallback",
     "RunLockCallback",
+    "RunProgressCallback",
     "Topology",
     "UnsupportedModelError",
     "from_config",
@@ -74,7 +76,8 @@ _NAMES_OF = {
     "cuboid.integrations.callbacks.interrupt": ("InterruptCallback",),
     "cuboid.integrations.callbacks.loss_guard": ("LossGuardCallback",),
     "cuboid.integrations.callbacks.metrics": ("MetricsCallback",),
-    "cuboid.integrations.callbacks.report": ("ReportCallback",),
+    "cuboid.integrations.run_report.callback": ("ReportCallback",),
+    "cuboid.integrations.callbacks.progress": ("RunProgressCallback",),
     "cuboid.integrations.callbacks.run_folder": ("RunLockCallback",),
     "cuboid.integrations.colossalai.plugin": ("CuboidPlugin",),
     "cuboid.integrations.handoff": ("prepare_optimizer",),

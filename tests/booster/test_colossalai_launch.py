@@ -21,7 +21,7 @@ EXAMPLE = ROOT / "docs" / "examples" / "booster.py"
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A small model with a tokenizer, and a text."""
-    from cuboid.train.data.initial_model import train_tokenizer, write_llama
+    from cuboid.data.initial_model import train_tokenizer, write_llama
 
     folder = tmp_path_factory.mktemp("start")
     text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8") * 5

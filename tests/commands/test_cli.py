@@ -18,10 +18,10 @@ from transformers import AutoConfig
 
 from cuboid import CheckpointError
 from cuboid.checkpoint.format.bounded_files import write_text
-from cuboid.cli import app
-from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.cli import app, commands
+from cuboid.data.initial_model import train_tokenizer
 from cuboid.verify import SmallModel
-from launching import finish, start
+from launching import ROOT, finish, start
 from warm_python import warm_python
 
 SECTIONS = {
@@ -54,6 +54,15 @@ def run_command(monkeypatch, capfd):
         return exit_.value.code, "".join(lines)
 
     return run
+
+
+@pytest.mark.parametrize("name", ["train", "prepare"])
+def test_each_option_is_on_its_page(name):
+    page = (ROOT / "docs" / "train.md").read_text()
+    parameters = built_once(commands).commands[name].params
+    options = [parameter.opts[0] for parameter in parameters if not parameter.hidden]
+    assert "--data" in options
+    assert [option for option in options if option not in page] == []
 
 
 #: Options of commands that have to be given, where a test has files by these names.

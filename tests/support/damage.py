@@ -20,9 +20,9 @@ from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, wit
 from cuboid.config.schema import parse_config
 from cuboid.convert.inspection import inspect_checkpoint
 from cuboid.convert.sources import find_checkpoint
+from cuboid.data.initial_model import train_tokenizer
+from cuboid.data.tokenizer_files import load_tokenizer
 from cuboid.errors import CuboidError
-from cuboid.train.data.initial_model import train_tokenizer
-from cuboid.train.job import load_tokenizer
 from training import make_engine, settings, train
 
 #: Time limit of a reader, which takes a fraction of a second on an idle machine.

@@ -2,7 +2,7 @@
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.data.initial_model import train_tokenizer
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 

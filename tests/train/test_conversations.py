@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from cuboid import CuboidError
 from cuboid.cli.limits import mixed_path
+from cuboid.data.batches import Blocks, Mixture, Share, Shuffle, micro_batch
+from cuboid.data.conversations import encode_conversation
+from cuboid.data.corpus import check_corpus, read_corpus
+from cuboid.data.initial_model import train_tokenizer
+from cuboid.data.rows import Conversation, read_rows
+from cuboid.data.tokens import TokenFolder, tokenize
 from cuboid.integrations.run_report.schema import TrainReport
-from cuboid.train.data.batches import Blocks, Mixture, Share, Shuffle, micro_batch
-from cuboid.train.data.conversations import encode_conversation
-from cuboid.train.data.corpus import check_corpus, read_corpus
-from cuboid.train.data.initial_model import train_tokenizer
-from cuboid.train.data.rows import Conversation, read_rows
-from cuboid.train.data.tokens import TokenFolder, tokenize
 from cuboid.train.job import TrainOptions, check_options
 from cuboid.train.prepare import prepare
 from launching import BIN, as_ranks
@@ -237,7 +237,12 @@ def job(tmp_path_factory):
 
 
 def train(job, out, ranks, sections, accumulation, *more):
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, **sections}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        **sections,
+    }
     config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config))

@@ -23,20 +23,19 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BartConfig, LlamaConfig, L
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
 from cuboid.config.schema import PipelineConfig
-from cuboid.failures import rank_agreement, startup
+from cuboid.data import tokens as tokens_module
+from cuboid.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
+from cuboid.data.corpus import Corpus, python_sources, read_corpus, split_files
+from cuboid.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
+from cuboid.data.tokens import TokenFolder, TokensMeta, check_size, fingerprint, tokenize
+from cuboid.failures import launched_world, rank_agreement, startup
+from cuboid.failures.launched_world import World, run_at_length
 from cuboid.failures.rendezvous import MAIN_LANE
 from cuboid.failures.startup import bound_device
 from cuboid.integrations.run_report.curve import draw, smooth
 from cuboid.integrations.run_report.figures import pipeline_figures
 from cuboid.integrations.run_report.schema import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
-from cuboid.train import process
-from cuboid.train.data import tokens as tokens_module
-from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
-from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
-from cuboid.train.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
-from cuboid.train.data.tokens import TokenFolder, TokensMeta, fingerprint, tokenize
-from cuboid.train.job import TrainOptions, check_size, plan
-from cuboid.train.process import World, run_at_length
+from cuboid.train.job import TrainOptions, plan
 from launching import free_port
 from tiny_text import TEXTS
 
@@ -460,7 +459,7 @@ def test_the_command_prints_an_error_on_a_rank_whose_others_cannot_know_it(optio
 
 
 def _write_at_length(failing):
-    process._MEETING_S = 0.1
+    launched_world._MEETING_S = 0.1
     rank, numbers = dist.get_rank(), rank_agreement._peers(None)._numbers
     met, written = numbers.get(MAIN_LANE, 0), []
 
@@ -539,8 +538,8 @@ def test_the_process_group_is_bound_to_the_ranks_device_as_deepspeed_binds_it(mo
     made = {}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(process, "get_accelerator", lambda: _Accelerator(kind))
-    monkeypatch.setattr(process, "await_all_ranks", lambda _: None)
+    monkeypatch.setattr(launched_world, "get_accelerator", lambda: _Accelerator(kind))
+    monkeypatch.setattr(launched_world, "await_all_ranks", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.update(options, backend=backend))
     assert World(rank=3, size=4, local_rank=1).connect() == (bound or torch.device("cpu"))
     assert (made["device_id"], made["backend"]) == (bound, "nccl" if bound else "gloo")
@@ -549,11 +548,11 @@ def test_the_process_group_is_bound_to_the_ranks_device_as_deepspeed_binds_it(mo
 
 def test_cuda_is_told_to_load_kernels_at_once_and_to_let_segments_grow_unless_the_user_has_said():
     environment = {}
-    process.set_cuda_defaults(environment)
+    launched_world.set_cuda_defaults(environment)
     assert environment == {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     chosen = {"CUDA_MODULE_LOADING": "LAZY", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     environment = dict(chosen)
-    process.set_cuda_defaults(environment)
+    launched_world.set_cuda_defaults(environment)
     assert environment == chosen
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from cuboid.data.initial_model import train_tokenizer
 from cuboid.errors import CuboidError
 from cuboid.integrations.run_report.schema import TrainReport
-from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start

@@ -30,9 +30,9 @@ def bench(
     """
     from rich.console import Console
 
+    from cuboid.failures.launched_world import World, set_cuda_defaults
     from cuboid.library_warnings import quiet
     from cuboid.train.bench.measure import BenchOptions, run
-    from cuboid.train.process import World, set_cuda_defaults
 
     set_cuda_defaults()
     del local_rank  # some launchers append it; LOCAL_RANK is read instead

@@ -23,12 +23,12 @@ def profile(
     from rich.console import Console
 
     from cuboid.checkpoint.format.bounded_files import write_json
+    from cuboid.failures.launched_world import World
     from cuboid.failures.rank_agreement import run_on_all_ranks
     from cuboid.library_warnings import quiet
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.profile import Profiler
     from cuboid.planner.report import print_profile
-    from cuboid.train.process import World
 
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     if out.suffix != ".json":

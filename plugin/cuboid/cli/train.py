@@ -190,9 +190,9 @@ def train(
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     # Entered first, so that Ctrl-C ends the process during the imports below too.
     with Interrupts() as interrupts:
+        from cuboid.failures.launched_world import World, set_cuda_defaults
         from cuboid.library_warnings import quiet
         from cuboid.train.job import TrainOptions
-        from cuboid.train.process import World, set_cuda_defaults
         from cuboid.train.run import Stopped, run
 
         set_cuda_defaults()

@@ -13,12 +13,14 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cuboid.checkpoint.metadata import CheckpointMetadata
 from cuboid.config.schema import CuboidConfig
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.metrics import MetricsCallback
+from cuboid.integrations.callbacks.progress import RunProgressCallback
 from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
@@ -104,6 +106,9 @@ class CuboidTrainer(Trainer):
         super().__init__(*args, **kwargs)
         config = config_of_trainer(self)
         self._runs_pipeline = config is not None and config.pipeline is not None
+        if any(isinstance(callback, RunProgressCallback) for callback in self.callback_handler.callbacks):
+            for shown_twice in (ProgressCallback, PrinterCallback):
+                self.remove_callback(shown_twice)
         self._micro_batches: list[Any] = []
         #: In an evaluation whose loss is the mean over labels.
         self._evaluation: EvaluationLoss | None = None
@@ -129,7 +134,7 @@ class CuboidTrainer(Trainer):
         except BaseException as error:
             # The Trainer tells its callbacks of an end, not of a failure.
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, InterruptCallback | RunLockCallback):
+                if isinstance(callback, InterruptCallback | RunLockCallback | RunProgressCallback):
                     callback.release(type(error), error, error.__traceback__)
             raise
 

@@ -13,10 +13,10 @@ from cuboid.checkpoint.run_lock import RunLock
 from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
+from cuboid.integrations.callbacks.progress import TrainProgress
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.train.job import TrainJob
 from cuboid.train.loop import History
-from cuboid.train.progress import TrainProgress
 from cuboid.train.resume import RunState, find_run, with_remedy
 from cuboid.train.run_folder import CHECKPOINTS
 from cuboid.train.training_data import TrainingData

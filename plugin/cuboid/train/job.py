@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from cuboid import CheckpointError, CuboidError, load_config
+from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output, check_output_file
 from cuboid.checkpoint.format.folder import LATEST, check_replaceable
+from cuboid.data.batches import LARGEST_SHARE
+from cuboid.data.corpus import check_corpus
+from cuboid.data.tokenizer_files import load_tokenizer, tokenizer_in
+from cuboid.data.tokens import TOKENS, TokenFolder, check_tokens
 from cuboid.integrations.callbacks.loss_guard import Policy
 from cuboid.integrations.callbacks.metrics_file import METRICS, check_metrics
 from cuboid.integrations.run_report.schema import CURVE, REPORT
@@ -26,9 +30,6 @@ from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.sides import shifts_labels
 from cuboid.models.kinds.causal import check_causal
-from cuboid.train.data.batches import LARGEST_SHARE
-from cuboid.train.data.corpus import check_corpus
-from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, fingerprint
 from cuboid.train.resume import Resumed, find_run, find_run_if_any, reject_other_run
 from cuboid.train.run_folder import BLOCKS, CHECKPOINTS, MODEL, TRACE, WRITING
 from cuboid.train.settings import (
@@ -40,14 +41,11 @@ from cuboid.train.settings import (
     run_length,
     weights_dtype,
 )
-from cuboid.weights.auxiliary_files import TOKENIZER_FILES
 from cuboid.weights.model_folder import (
     CONFIG,
     as_damage_of,
-    check_exists,
     check_model_folder,
     model_config,
-    verify_model_folder,
     weights_bytes,
     without_own_code,
 )
@@ -271,71 +269,6 @@ def _tokenizer(options: TrainOptions) -> Any:
     return tokenizer_in(options.data, remedy="name its folder by --tokenizer", trust_remote_code=trusted)
 
 
-def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer beside a checkpoint.
-
-    Raises:
-        CheckpointError: no such folder, no model in it, or no tokenizer.
-    """
-    check_model_folder(model, weights=False)
-    verify_model_folder(model, weights=False)
-    return tokenizer_in(model, trust_remote_code=trust_remote_code)
-
-
-def tokenizer_in(folder: Path, *, remedy: str = "copy its files there", trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder, which needn't be a checkpoint's.
-
-    Args:
-        folder: with the files that transformers loads a tokenizer from.
-        remedy: advice for the error message if there are none.
-        trust_remote_code: whether code beside them may be run.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    check_exists(folder)
-    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not names:
-        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; {remedy}")
-    # An error names the first file, which is the tokenizer itself if it is in one file.
-    with as_damage_of(folder / names[0]):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-
-
-def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
-    """Check that tokens are from the model's tokenizer, and within its embedding.
-
-    Raises:
-        CuboidError: they aren't.
-    """
-    if meta.tokenizer_sha256 != fingerprint(tokenizer):
-        raise CuboidError(
-            "the data was tokenized with another tokenizer than the model's (its vocabulary, merges, normalizer or "
-            "pre-tokenizer differs), or by an older version of Cuboid, which recorded the vocabulary only; run `cuboid "
-            "prepare` again with this --model, or give the text itself as --data"
-        )
-    if meta.largest_id >= vocabulary:
-        raise CuboidError(
-            f"the data holds token {meta.largest_id}, but the model's vocabulary has {vocabulary} entries "
-            f"(0 to {vocabulary - 1})"
-        )
-
-
-def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> None:
-    """Check that there is enough data for one optimizer step and one held-out block.
-
-    Raises:
-        CuboidError: there isn't; the message has the number of tokens that are needed.
-    """
-    for split, tokens, blocks in (("train", meta.train, global_batch), ("held-out", meta.heldout, 1)):
-        if tokens // sequence_length < blocks:
-            raise CuboidError(
-                f"the {split} part of the data has {tokens} tokens; {blocks} blocks of {sequence_length} "
-                f"tokens need {blocks * sequence_length}. Give more text, or a smaller --sequence-length "
-                "or batch"
-            )
-
-
 def _check_source(options: TrainOptions) -> None:
     """Check that the data exists, and that the model comes from either a checkpoint or a config."""
     if not _exists(options.data, "--data"):
@@ -377,23 +310,6 @@ def _check_named(options: TrainOptions) -> None:
             f"the texts of --mix have {float(share):g} of all blocks; --data has the rest, of at least "
             f"{float(1 - LARGEST_SHARE):g}"
         )
-
-
-def check_named_size(
-    meta: TokensMeta, option: str, name: str, sequence_length: int, *, is_trained: bool = True
-) -> None:
-    """Check that a text to evaluate has a block, and if it is trained on, that it has one to train on, too.
-
-    Raises:
-        CuboidError: it hasn't.
-    """
-    parts = [(meta.train, "to train on"), (meta.heldout, "held out")] if is_trained else [(meta.heldout, "in all")]
-    for tokens, part in parts:
-        if tokens < sequence_length:
-            raise CuboidError(
-                f"{option} {name} has {tokens} tokens {part}, fewer than a block of {sequence_length}; give more text, "
-                "or a smaller --sequence-length"
-            )
 
 
 def _exists(path: Path, option: str) -> bool:

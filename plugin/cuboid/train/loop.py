@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 import cuboid
+from cuboid.data.batches import Share, heldout_batches, label_count, micro_batch
 from cuboid.distributed.collectives import sum_over_ranks
 from cuboid.distributed.mesh import current_world_size
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import MetricsFile
+from cuboid.integrations.callbacks.progress import TrainProgress
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.deepspeed.engine import CuboidEngine
 from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
 from cuboid.integrations.deepspeed.training_step import evaluate, train_step
 from cuboid.integrations.loss_mean import LossMean
 from cuboid.integrations.run_report.schema import HeldoutPoint
-from cuboid.train.data.batches import Share, heldout_batches, label_count, micro_batch
-from cuboid.train.progress import TrainProgress
 from cuboid.train.training_data import TrainingData
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from cuboid import CuboidError
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.checkpoint.run_lock import held
-from cuboid.train.data.corpus import read_corpus
-from cuboid.train.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
-from cuboid.train.data.tokens import TOKENS, TokenFolder, tokenize
-from cuboid.train.job import load_tokenizer, tokenizer_in
+from cuboid.data.corpus import read_corpus
+from cuboid.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
+from cuboid.data.tokenizer_files import load_tokenizer, tokenizer_in
+from cuboid.data.tokens import TOKENS, TokenFolder, tokenize
 from cuboid.train.resume import reject_other_run
 
 #: Folder of the new model in that of a run.

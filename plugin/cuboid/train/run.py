@@ -18,10 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
 from cuboid.checkpoint.run_lock import RunLock, held
+from cuboid.data.batches import Share
+from cuboid.data.tokens import check_size
 from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause
+from cuboid.failures.launched_world import World, gather
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
+from cuboid.integrations.callbacks.progress import TrainProgress
 from cuboid.integrations.callbacks.utilization import peak_of_all_ranks, step_flops
 from cuboid.integrations.deepspeed.engine import CuboidEngine
 from cuboid.integrations.run_report.figures import make_report
@@ -30,11 +34,8 @@ from cuboid.models.sharded.sharded_model import sharding_of
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
-from cuboid.train.data.batches import Share
-from cuboid.train.job import TrainJob, TrainOptions, check_options, check_size, plan
+from cuboid.train.job import TrainJob, TrainOptions, check_options, plan
 from cuboid.train.loop import History, Loop, RunLength
-from cuboid.train.process import World, gather
-from cuboid.train.progress import TrainProgress
 from cuboid.train.run_folder import BLOCKS, CHECKPOINTS, MODEL, WRITING
 from cuboid.train.training_data import TrainingData, training_data
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from cuboid import CuboidError
-from cuboid.train.data.batches import Blocks, Mixture, heldout_blocks
-from cuboid.train.data.corpus import Corpus, all_held_out, read_corpus
-from cuboid.train.data.tokens import TOKENS, TokenFolder, TokensMeta, tokenize
-from cuboid.train.job import TrainJob, check_named_size, check_size, check_tokens
-from cuboid.train.process import World, run_at_length
+from cuboid.data.batches import Blocks, Mixture, heldout_blocks
+from cuboid.data.corpus import Corpus, all_held_out, read_corpus
+from cuboid.data.tokens import TOKENS, TokenFolder, TokensMeta, check_named_size, check_size, check_tokens, tokenize
+from cuboid.failures.launched_world import World, run_at_length
+from cuboid.train.job import TrainJob
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,13 @@ def training_data(job: TrainJob, global_batch: int, world: World) -> TrainingDat
     """
     options, length = job.options, job.options.sequence_length
     opener = _Opener(job, world)
-    first = opener.open(options.data, "", read_corpus, lambda meta: check_size(meta, length, global_batch))
-    mixed = [
-        opener.open(path, name, read_corpus, lambda meta, name=name: check_named_size(meta, "--mix", name, length))
-        for name, path, _ in options.mixed
-    ]
+    check_first = partial(check_size, sequence_length=length, global_batch=global_batch)
+    check_mixed = partial(check_named_size, option="--mix", sequence_length=length)
+    check_evaluated = partial(check_named_size, option="--eval", sequence_length=length, is_trained=False)
+    first = opener.open(options.data, "", read_corpus, check_first)
+    mixed = [opener.open(path, name, read_corpus, partial(check_mixed, name=name)) for name, path, _ in options.mixed]
     others = {
-        name: opener.open(
-            path,
-            name,
-            lambda path: all_held_out(read_corpus(path)),
-            lambda meta, name=name: check_named_size(meta, "--eval", name, length, is_trained=False),
-        )
+        name: opener.open(path, name, lambda path: all_held_out(read_corpus(path)), partial(check_evaluated, name=name))
         for name, path in options.eval_data
     }
     trained, shares = [first, *mixed], tuple(share for _, _, share in options.mixed)

@@ -19,6 +19,7 @@ import cuboid
 from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import TensorParallelConfig, require_config
+from cuboid.failures.launched_world import World, gather
 from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.integrations.callbacks import memory_use
 from cuboid.integrations.callbacks.utilization import peak_flops, step_flops
@@ -30,7 +31,6 @@ from cuboid.planner.description.modules import check_countable, describe_modules
 from cuboid.planner.end_memory import end_sent_bytes
 from cuboid.planner.model_formulas import block_sizes, end_sizes, model_kept_bytes
 from cuboid.train.bench.report import BenchReport
-from cuboid.train.process import World, gather
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
 from cuboid.weights.model_folder import check_model_folder, model_config
 

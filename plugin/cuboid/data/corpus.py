@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from cuboid import CuboidError
-from cuboid.train.data.rows import Document, has_rows, read_rows
+from cuboid.data.rows import Document, has_rows, read_rows
+from cuboid.errors import CuboidError
 
 #: Share of the files (or, for a single file, of its lines) that is held out.
 HELDOUT_SHARE = 0.04

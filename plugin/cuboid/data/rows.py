@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuboid import CuboidError
+from cuboid.errors import CuboidError
 
 #: Files whose rows are documents.
 ROW_FILES = (".jsonl", ".parquet")

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cuboid import CuboidError
-from cuboid.train.data.conversations import encode_conversation
-from cuboid.train.data.corpus import Corpus
-from cuboid.train.data.rows import Conversation, Document
+from cuboid.data.conversations import encode_conversation
+from cuboid.data.corpus import Corpus
+from cuboid.data.rows import Conversation, Document
+from cuboid.errors import CuboidError
 
 Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
@@ -177,6 +177,57 @@ def fingerprint(tokenizer: Any) -> str:
     rules = {} if rust is None else {key: part for key, part in json.loads(rust.to_str()).items() if key in _RULES}
     described = repr([vocabulary, tokenizer.eos_token_id, json.dumps(rules, sort_keys=True)])
     return hashlib.sha256(described.encode()).hexdigest()
+
+
+def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
+    """Check that tokens are from the model's tokenizer, and within its embedding.
+
+    Raises:
+        CuboidError: they aren't.
+    """
+    if meta.tokenizer_sha256 != fingerprint(tokenizer):
+        raise CuboidError(
+            "the data was tokenized with another tokenizer than the model's (its vocabulary, merges, normalizer or "
+            "pre-tokenizer differs), or by an older version of Cuboid, which recorded the vocabulary only; run `cuboid "
+            "prepare` again with this --model, or give the text itself as --data"
+        )
+    if meta.largest_id >= vocabulary:
+        raise CuboidError(
+            f"the data holds token {meta.largest_id}, but the model's vocabulary has {vocabulary} entries "
+            f"(0 to {vocabulary - 1})"
+        )
+
+
+def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> None:
+    """Check that there is enough data for one optimizer step and one held-out block.
+
+    Raises:
+        CuboidError: there isn't; the message has the number of tokens that are needed.
+    """
+    for split, tokens, blocks in (("train", meta.train, global_batch), ("held-out", meta.heldout, 1)):
+        if tokens // sequence_length < blocks:
+            raise CuboidError(
+                f"the {split} part of the data has {tokens} tokens; {blocks} blocks of {sequence_length} "
+                f"tokens need {blocks * sequence_length}. Give more text, or a smaller --sequence-length "
+                "or batch"
+            )
+
+
+def check_named_size(
+    meta: TokensMeta, option: str, name: str, sequence_length: int, *, is_trained: bool = True
+) -> None:
+    """Check that a text to evaluate has a block, and if it is trained on, that it has one to train on, too.
+
+    Raises:
+        CuboidError: it hasn't.
+    """
+    parts = [(meta.train, "to train on"), (meta.heldout, "held out")] if is_trained else [(meta.heldout, "in all")]
+    for tokens, part in parts:
+        if tokens < sequence_length:
+            raise CuboidError(
+                f"{option} {name} has {tokens} tokens {part}, fewer than a block of {sequence_length}; give more text, "
+                "or a smaller --sequence-length"
+            )
 
 
 def _encode(documents: Sequence[Document], tokenizer: Any) -> Stream:

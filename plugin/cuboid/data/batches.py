@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuboid.train.data.tokens import Stream
+from cuboid.data.tokens import Stream
 
 #: Label of a position that doesn't count in the loss, as everywhere in Hugging Face.
 IGNORED = -100

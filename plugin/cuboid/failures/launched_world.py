@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from cuboid import CuboidError
+from cuboid.errors import CuboidError
 from cuboid.failures.rank_agreement import end_together, run_on_all_ranks
 from cuboid.failures.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
 
-from cuboid import CuboidError
-from cuboid.train.data.rows import Conversation
+from cuboid.data.rows import Conversation
+from cuboid.errors import CuboidError
 
 #: Marks the assistant's part in a template, as transformers knows it.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
