@@ -100,7 +100,7 @@ colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 rank
 		"$(BOOSTER_CONFIG)"
 	@$(BIN)/python docs/examples/evaluate.py runs/colossalai
 
-# One more than the cores of a small machine: a third of the time, a process waits for ranks that it has started.
+# One more than the cores of a small machine: a quarter of the time, a process waits for ranks that it has started.
 TEST_PROCESSES ?= 3
 
 # Each file stays in one process, which keeps its pool of ranks.
