@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import sys
 from dataclasses import dataclass
 from traceback import walk_stack
@@ -137,10 +137,10 @@ def begun_collectives() -> BegunCollectives:
 def _recorded_numbers() -> dict[str, int]:
     """By the name of a group, the number of the last of its collectives that the flight recorder still has."""
     # Private, and perhaps not in all versions of torch.
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return {}
-    entries = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))["entries"]
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
     return {entry["process_group"][0]: entry["collective_seq_id"] for entry in entries if not entry["is_p2p"]}
 
 
