@@ -180,6 +180,9 @@ def test_seen_keys_are_counted_one_by_one(window):
             assert seen_keys(start, stop, window) == seen
 
 
+UNITS = (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+
+
 def test_units_of_all_stages_and_segments_add_up_to_the_model():
     layers = (*[LayerSizes.decoder(8, 8, 4, 24)] * 3, *[LayerSizes.decoder(8, 8, 8, 16, gated=False, window=5)] * 2)
     sizes, counts, lengths = ModelSizes(layers, head=8 * 100), (2, 1, 2), (7, 5, 4)
@@ -197,6 +200,26 @@ def test_units_of_all_stages_and_segments_add_up_to_the_model():
     kept = kept_bytes(sizes, counts, lengths, rows=3)
     per_token = 2 * 3 * sum(layer.kept for layer in layers)
     assert sum(kept(Action(Op.FORWARD, stage, 0, s)) for stage in range(3) for s in range(3)) == 16 * per_token
+
+
+@pytest.mark.parametrize(("backward_ratio", "head_ranks"), [(2, 0), (3, 0), (2, 3)])
+def test_units_of_a_frozen_model_compute_no_gradients_of_weights(backward_ratio, head_ranks):
+    layers = (*[LayerSizes.decoder(8, 8, 4, 24)] * 2, LayerSizes.decoder(8, 8, 8, 16, gated=False, window=5))
+    options = {"backward_ratio": backward_ratio, "head_ranks": head_ranks}
+    trained, frozen = (
+        unit_flops(ModelSizes(layers, 8 * 100, is_frozen), (1, 1, 1), (7, 5), **options) for is_frozen in (False, True)
+    )
+    for stage, segment in ((stage, segment) for stage in range(3) for segment in range(2)):
+        cost = {op: (trained(Action(op, stage, 0, segment)), frozen(Action(op, stage, 0, segment))) for op in UNITS}
+        weights = cost[Op.WEIGHT_GRADIENT][0]
+        assert cost[Op.WEIGHT_GRADIENT][1] == 0
+        assert cost[Op.BACKWARD][1] == cost[Op.INPUT_GRADIENT][1] == cost[Op.BACKWARD][0] - weights
+        head = 2 * 8 * 100 * (7, 5)[segment]
+        has_head = stage == 2 and not head_ranks
+        assert cost[Op.FORWARD][0] - cost[Op.FORWARD][1] == (head if has_head else 0)
+        if head_ranks:
+            action = Action(Op.HEAD_BACKWARD, stage, 0, segment)
+            assert trained(action) == 2 * frozen(action) == 2 * head / head_ranks
 
 
 def test_measured_times_are_explained_by_what_made_them():

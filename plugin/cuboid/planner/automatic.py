@@ -263,7 +263,7 @@ def settle_stages(
         return best_segments(choice.model, layout, choice.cluster, padded)
 
     halves = halves_for(pipeline, model, cls)
-    sizes = sizes_of(model, halves)
+    sizes = replace(sizes_of(model, halves), is_frozen=four_bits or config.lora is not None)
     lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
     recomputes = _mode(config) is not None
     settled, compared = settle_schedule(

@@ -119,7 +119,7 @@ def _certified(
     if config.pipeline is not None:
         four_bits = quantization is not None
         segments = segment_choice(model, config, mesh, cls, four_bits=four_bits) if runs_here else None
-        stages = plan_staging(model, config, mesh, cls, segments)
+        stages = plan_staging(model, config, mesh, cls, segments, is_frozen=four_bits or config.lora is not None)
         routers = () if stages.outline.router_loss is None else stages.outline.router_loss.routers
         roles = {} if parallel is None else parallel.roles
         # Certification's small models have no jitter, for which the blocks of routers are computed whole.

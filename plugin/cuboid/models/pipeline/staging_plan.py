@@ -48,6 +48,8 @@ def plan_staging(
     mesh: Mesh,
     cls: type[PreTrainedModel] | None = None,
     segment_choice: SegmentChooser | None = None,
+    *,
+    is_frozen: bool = False,
 ) -> StagePlan:
     """Decide which stages this rank has.
 
@@ -56,6 +58,7 @@ def plan_staging(
         config, mesh: this rank's.
         cls: the architecture's class, if the model's own class is derived from it.
         segment_choice: chooses the number of segments; needed to run a pipeline with ``"segments": "auto"``.
+        is_frozen: whether only adapters will be trained.
 
     Raises:
         UnsupportedModelError: the model can't be cut, or its results in a pipeline are known to be wrong.
@@ -78,7 +81,7 @@ def plan_staging(
     pipeline = config.pipeline
     halves_of = functools.cache(lambda: halves_for(pipeline, model, cls))
     # Not every architecture has sizes that are known, nor every config a use for them.
-    find_sizes = functools.cache(lambda: sizes_of(model, halves_of()))
+    find_sizes = functools.cache(lambda: dataclasses.replace(sizes_of(model, halves_of()), is_frozen=is_frozen))
     counts = plan_stages(outline.count, find_sizes, pipeline, halves_of, length=assumed_length_of(config))
     mesh.stage_layers = counts
     layout = StageLayout(counts, config.placement)

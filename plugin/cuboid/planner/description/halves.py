@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from cuboid.errors import ConfigError
@@ -32,4 +33,4 @@ def sizes_with_halves(model: ModelDescription) -> ModelSizes:
     """The model's sizes, with those of its layers' halves; raises as :func:`halves_of`."""
     halves = halves_of(model)
     assert model.config is not None
-    return sizes_of(meta_model(model.config), halves)
+    return replace(sizes_of(meta_model(model.config), halves), is_frozen=model.is_frozen)

@@ -105,7 +105,7 @@ def describe_modules(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         layers=tuple(layers),
-        sizes=sizes,
+        sizes=replace(sizes, is_frozen=trunk is not None),
         # What is behind a base model may be several matrices.
         outputs=sizes.head // config.hidden_size if head is None else head.weight.shape[0],
         embedding_parameters=embedding.weight.numel() + positions * config.hidden_size,

@@ -101,6 +101,7 @@ def placed_costs(
     transfer_s: float = 0.0,
     *,
     recomputes: bool = False,
+    is_frozen: bool = False,
 ) -> PlacedCosts:
     """Compute the costs of stages on their ranks, with memory as fractions of what one sequence keeps on the rank.
 
@@ -112,6 +113,7 @@ def placed_costs(
         transfer_s: duration of a message.
         recomputes: whether activation checkpointing is on. Then I frees everything that the forward kept, and what I
             computes for W is freed before the next I.
+        is_frozen: whether weights are. Then I frees everything, since there is nothing for W.
     """
     sizes = [0.0] * (max(rank_of) + 1)
     for stage, rank in enumerate(rank_of):
@@ -120,7 +122,7 @@ def placed_costs(
         duration_s,
         lambda action: kept_bytes(action) / sizes[rank_of[action.stage]],
         transfer_s,
-        1.0 if recomputes else INPUT_GRADIENT_FREES,
+        1.0 if recomputes or is_frozen else INPUT_GRADIENT_FREES,
         1 if recomputes else None,
     )
     return PlacedCosts(actions, tuple(sizes))
@@ -372,7 +374,11 @@ class ModelPipeline:
     def costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
         """Return the costs of the stages on these ranks, in arbitrary units: only their ratios matter."""
         unit_bytes = kept_bytes(sizes, self.counts, self.lengths)
-        return placed_costs(self.durations(sizes), unit_bytes, rank_of, len(self.lengths), recomputes=self.recomputes)
+        return placed_costs(
+            *(self.durations(sizes), unit_bytes, rank_of, len(self.lengths)),
+            recomputes=self.recomputes,
+            is_frozen=sizes.is_frozen,
+        )
 
 
 def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False) -> ChosenSchedule:

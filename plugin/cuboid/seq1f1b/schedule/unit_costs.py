@@ -103,10 +103,12 @@ class ModelSizes:
     Args:
         layers: the sizes of each layer.
         head: elements of the weights after the layers that one token is multiplied by: hidden × vocabulary.
+        is_frozen: whether none of the weights is trained, but adapters, which are so small that they don't count.
     """
 
     layers: tuple[LayerSizes, ...]
     head: int
+    is_frozen: bool = False
 
     def layer_flops(self, length: int) -> tuple[int, ...]:
         """Forward operations of each layer on a whole sequence of ``length`` tokens."""
@@ -155,7 +157,8 @@ def unit_flops(
     """Return a function that gives the operations of a compute action.
 
     The last stage runs the head's backward right after its forward, inside the action F, so that logits needn't be
-    kept; only the layers are left for B. In a split backward, W is the weight gradients and I is the rest.
+    kept; only the layers are left for B. In a split backward, W is the weight gradients and I is the rest; frozen
+    weights have none.
 
     Args:
         sizes: sizes of the model.
@@ -173,6 +176,8 @@ def unit_flops(
         forward.append([_forward_flops(kinds.elements(), *ends) for ends in ends_of(lengths)])
         projections.append([sum(layer.projection_flops(*ends) for layer in stage_layers) for ends in ends_of(lengths)])
     last = len(layers) - 1
+    # The other half would be the gradients of its weights.
+    head_ratio = BACKWARD_RATIO / 2 if sizes.is_frozen else BACKWARD_RATIO
 
     def flops(action: Action) -> float:
         forward_flops, weight_flops = (table[action.stage][action.segment] for table in (forward, projections))
@@ -180,17 +185,17 @@ def unit_flops(
             case Op.FORWARD:
                 has_head = action.stage == last and not head_ranks
                 head = sizes.head_flops(lengths[action.segment]) if has_head else 0
-                return forward_flops + (1 + BACKWARD_RATIO) * head
-            case Op.BACKWARD:
+                return forward_flops + (1 + head_ratio) * head
+            case Op.BACKWARD if not sizes.is_frozen:
                 return backward_ratio * forward_flops
-            case Op.INPUT_GRADIENT:
+            case Op.BACKWARD | Op.INPUT_GRADIENT:
                 return backward_ratio * forward_flops - weight_flops
             case Op.WEIGHT_GRADIENT:
-                return weight_flops
+                return 0 if sizes.is_frozen else weight_flops
             case Op.HEAD_FORWARD:
                 return sizes.head_flops(lengths[action.segment]) / head_ranks
             case Op.HEAD_BACKWARD:
-                return BACKWARD_RATIO * sizes.head_flops(lengths[action.segment]) / head_ranks
+                return head_ratio * sizes.head_flops(lengths[action.segment]) / head_ranks
         raise AssertionError(f"{action} computes nothing")
 
     return flops
