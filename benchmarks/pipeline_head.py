@@ -165,6 +165,9 @@ class EmulatedShare:
             self.weight.grad = of_weight if self.weight.grad is None else self.weight.grad + of_weight
             return gradient * self.weight.detach()
 
+    def finish(self) -> None:
+        """There are no rows to give back."""
+
 
 class SpreadRuntime(CuboidRuntime):
     """Cuboid's pipeline with a share of the head on every rank."""

@@ -44,6 +44,8 @@ def step_of_mesh(path, axes, **section):
 #: Two ranks of two stages each.
 V = {"stages": 2, "chunks": 2, "schedule": "zero_bubble-v"}
 ROUND = {"stages": 2, "chunks": 2, "schedule": "seq1f1b-interleaved"}
+#: A share of the head on each rank.
+SHARES = {"stages": 2, "schedule": "zero_bubble", "head": "spread"}
 
 
 def step_of_pipeline(path, stages, axes, segments=2, steps=1):
@@ -85,7 +87,10 @@ def ranks_of(stages, axes):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stages", "axes"),
-    [(4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 2, 1)), (4, (1, 2, 1)), (ROUND, (1, 1, 1)), (V, (1, 2, 1))],
+    [
+        *((4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 2, 1)), (4, (1, 2, 1)), (ROUND, (1, 1, 1)), (V, (1, 2, 1))),
+        *((SHARES, (1, 1, 1)), (V | SHARES | {"schedule": "zero_bubble-v"}, (1, 2, 1))),
+    ],
     ids=str,
 )
 def test_messages_and_collectives_of_a_pipeline_have_one_order(pool, checkpoint, stages, axes):
@@ -225,6 +230,26 @@ def step_with(path, axes, weight_gather):
 @pytest.mark.slow
 def test_nothing_of_a_pipeline_is_read_written_or_freed_before_its_collective_has_ended(pool, checkpoint):
     assert all(pool.run(4, poisoned_step, step_of_pipeline, checkpoint(SMALL), 2, (1, 2, 1), timeout_s=TIMEOUT_S))
+
+
+def poisoned_shares(path, axes):
+    expected = step_of_pipeline(path, SHARES, axes)
+    with poisoned() as started:
+        actual = step_of_pipeline(path, SHARES, axes)
+    return same(expected, actual), started
+
+
+@pytest.mark.sample(1, ci=1)
+@pytest.mark.parametrize("axes", [(1, 1, 1), (1, 2, 1)], ids=str)
+def test_nothing_of_a_spread_head_is_read_written_or_freed_before_its_collective_has_ended(pool, checkpoint, axes):
+    """Its rows are scattered beside the first units, and their gradients gathered beside the last."""
+    for is_same, started in pool.run(ranks_of(SHARES, axes), poisoned_shares, checkpoint(SMALL), axes):
+        assert is_same
+        of_head = [name for name in started if name in ("scatter", "broadcast", "reduce", "gather")]
+        units = 4 * 2
+        assert of_head[0] == "scatter"
+        assert of_head[-1] == "gather"
+        assert of_head.count("broadcast") == of_head.count("reduce") == len(of_head) / 2 - 1 == units
 
 
 def mistakes():

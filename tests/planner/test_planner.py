@@ -270,6 +270,18 @@ def test_a_head_on_all_stages_is_planned_where_it_pays():
     assert last.time.total_s > 1.1 * best.time.total_s
 
 
+def test_rows_of_a_spread_head_travel_beside_units():
+    """In the second case these are too short for it, and keep less than the gradients of all rows take."""
+    model = description_of(LLAMA_8B | {"num_hidden_layers": 4, "vocab_size": 1_000_000})
+    layout, cluster = Layout(MeshShape(), 4, schedule="zero_bubble", spreads_head=True), Cluster.parse("4x1xA100-80GB")
+    constant_s = cluster.gpu.step_s
+    hidden, exposed = (estimate(model, layout, cluster, length) for length in (2**16, 2**10))
+    assert hidden.time.constant_s == constant_s
+    sent_s = sum(exposed.cost.units.head_rows_s())
+    assert constant_s + sent_s / 2 < exposed.time.constant_s < constant_s + sent_s
+    assert exposed.stages[-1].activations > 2 * 1_000_000 * 4096 > 10 * exposed.stages[0].activations
+
+
 @pytest.mark.sample(4, ci="others")
 @pytest.mark.parametrize("compiles", [False, True], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize(

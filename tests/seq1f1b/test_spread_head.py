@@ -164,6 +164,7 @@ class Rows(HeadRows):
 
     def __init__(self, stage, blocks, rank, ranks):
         self._mesh, self._name, self._sums, self.rank = stage.cuboid.mesh, "lm_head", {}, rank
+        self._arriving = []
         weight, bias = blocks["weight"], blocks.get("bias")
         self._shape, self.parts = tuple(weight.shape), parts_of(weight.shape[0], ranks)
         rows = slice(*self.local_rows)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,7 +97,7 @@ def _is_poisoned(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[list[str]]:
-    """Inside, the asynchronous collectives of :mod:`cuboid.distributed` are poisoned.
+    """Inside, the asynchronous collectives of :mod:`cuboid.distributed` and of a spread head are poisoned.
 
     Yields:
         The names of those that were started.
@@ -148,7 +149,41 @@ def poisoned() -> Iterator[list[str]]:
         all_reduce(result, op=op, group=group)
         return _Poisoned("all-reduce", [x], [result], [], open_works, started)
 
-    with replaced_collectives(start_gather, start_reduce_scatter, start_all_to_all, start_all_reduce):
-        yield started
+    def of_pipe(name: str) -> Any:
+        """torch's collective with one tensor, or one from or for each rank, on a side."""
+        real = getattr(dist, name)
+
+        def start(x: Any, *more: Any, group: Any = None, async_op: bool = False) -> Any:
+            if not async_op:
+                return real(x, *more, group=group)
+            is_root = isinstance(more[-1], int) and more[-1] == dist.get_rank()
+            match name:
+                case "broadcast":
+                    outs, inputs = ([], [x]) if is_root else ([x], [])
+                case "reduce":
+                    outs, inputs = [x], []
+                case "scatter":
+                    outs, inputs = [x], more[0] or []
+                case "gather":
+                    outs, inputs = more[0] or [], [x]
+                case _:
+                    outs, inputs = [x], [more[0]]
+            copies = {id(tensor): tensor.clone() for tensor in (*outs, *inputs)}
+
+            def copied(value: Any) -> Any:
+                if isinstance(value, list):
+                    return list(map(copied, value))
+                return copies[id(value)] if isinstance(value, torch.Tensor) else value
+
+            real(*map(copied, (x, *more)), group=group)
+            return _Poisoned(name, outs, [copies[id(out)] for out in outs], inputs, open_works, started)
+
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("broadcast", "all_gather_into_tensor", "reduce", "scatter", "gather"):
+            patch.setattr(dist, name, of_pipe(name))
+        with replaced_collectives(start_gather, start_reduce_scatter, start_all_to_all, start_all_reduce):
+            yield started
     if open_works:
         raise PoisonError(f"{len(open_works)} collectives were never waited for, such as {open_works[0]._name}")

@@ -6,7 +6,8 @@ exponentials and its logits of the labels go to all ranks, and the gradients of 
 stage.
 
 The parameters stay the last stage's, and so do their optimizer states and checkpoints: at the beginning of a step each
-rank receives its rows of the head's weight, and at the end the last stage receives the gradients of all rows.
+rank receives its rows of the head's weight, beside the first units up to its first logits, and the last stage receives
+the gradients of all rows beside the backwards that follow the last of these.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.units import SegmentedBatch
+from cuboid.seq1f1b.runtime.pipe_collectives import Joined, PipeCollectives
 from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.seq1f1b.schedule.unit_costs import ends_of
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
@@ -144,13 +146,15 @@ def _in_place_of(model: PreTrainedModel, name: str, module: nn.Module) -> Iterat
 
 
 class HeadRows:
-    """A rank's rows of the head's parameters during one step. All methods are collective over the pipeline.
+    """A rank's rows of the head's parameters during one step. The first and the last method are collective over the
+    pipeline, and :meth:`start_return`.
 
     On a mesh they are rows of the rank's block ``[⌈V/s⌉, H/h]``, unsharded over `batch`.
     """
 
-    def __init__(self, model: StageModel, device: torch.device) -> None:
+    def __init__(self, model: StageModel, device: torch.device, collectives: PipeCollectives) -> None:
         stages: Any = model
+        self._collectives = collectives
         outline, mesh = model.staging.plan.outline, stages.cuboid.mesh
         self._mesh, self._group, self._device, self._name = mesh, mesh.pipe_group, device, outline.head[0]
         self._root, self._is_root = mesh.peer(mesh.placement[-1]), mesh.has_last_stage
@@ -161,6 +165,9 @@ class HeadRows:
         self._names = ["weight"] if model.staging.ends["head"].bias is None else ["weight", "bias"]
         #: Sums of the rows' gradients in float32 at least, by name.
         self._sums: dict[str, torch.Tensor] = {}
+        #: Rows on their way here, and gradients on their way to the last stage, by name.
+        self._arriving: list[Joined] = []
+        self._returning: dict[str, Joined] = {}
         with self.head.unsharded() if self._is_root else nullcontext([]) as unsharded:
             blocks = self._named(unsharded)
             (self.hidden_dtype, self.dtype), self._shape, trains = self._agreed(blocks)
@@ -185,7 +192,9 @@ class HeadRows:
         return int(self._mesh.index("sequence")) * self._shape[0] + self.local_rows[0]
 
     def placed_in(self, model: PreTrainedModel) -> Any:
-        """In the ``with`` block, the model has these rows as its head."""
+        """In the ``with`` block, the model has these rows, which have arrived, as its head."""
+        while self._arriving:
+            self._arriving.pop().wait()
         return _in_place_of(model, self._name, self.part)
 
     def take_gradients(self) -> None:
@@ -198,17 +207,23 @@ class HeadRows:
                 else:
                     self._sums[name] = gradient.to(statistics_dtype(gradient.dtype))
 
+    def start_return(self) -> None:
+        """Start to send the gradients of this rank's rows to the last stage. There are no more to be added."""
+        for name in self._names:
+            if getattr(self.part, name).requires_grad:
+                sums = self._padded(self._sums.pop(name).to(self.dtype))
+                self._returning[name] = self._collectives.gather(sums)
+
     def give_back(self) -> None:
-        """Accumulate the gradients of all rows in the parameters of the last stage."""
-        trained = [name for name in self._names if getattr(self.part, name).requires_grad]
-        blocks = {name: self._gathered(self._sums.pop(name).to(self.dtype)) for name in trained}
-        if not self._is_root or not trained:
+        """Accumulate the gradients of all rows, once they have arrived, in the parameters of the last stage."""
+        if not self._is_root or not self._returning:
             return
         with self.head.unsharded() as unsharded:
             by_name = self._named(unsharded)
-            for name, block in blocks.items():
-                by_name[name].add(block, alone=True)
-            gradients = [(by_name[name].parameter, by_name[name].gradient()) for name in trained]
+            for name, returning in self._returning.items():
+                by_name[name].add(self._joined(returning.wait()), alone=True)
+            gradients = [(by_name[name].parameter, by_name[name].gradient()) for name in self._returning]
+        self._returning.clear()
         for parameter, gradient in gradients:
             if gradient is not None:
                 torch.autograd.backward(parameter, gradient)
@@ -251,22 +266,20 @@ class HeadRows:
         return (_DTYPES[number - 1], _DTYPES[of_block - 1]), (rows, width), [bool(flag) for flag in trains]
 
     def _scattered(self, name: str, blocks: dict[str, UnshardedParam]) -> torch.Tensor:
-        """This rank's rows of a parameter."""
+        """This rank's rows of a parameter, on their way."""
         rows = torch.empty((self.most, *self._widths(name)), dtype=self.dtype, device=self._device)
-        pieces = None
+        pieces = []
         if self._is_root:
             block = blocks[name].block.detach()
             pieces = [self._padded(block[start:stop]) for start, stop in self.parts]
-        dist.scatter(rows, pieces, self._root, group=self._group)
+        self._arriving.append(self._collectives.scatter(pieces, rows))
         start, stop = self.local_rows
         return rows[: stop - start]
 
-    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """All ranks' rows, on the last stage; elsewhere the rank's own."""
-        pieces = [rows.new_empty((self.most, *rows.shape[1:])) for _ in self.parts] if self._is_root else None
-        dist.gather(self._padded(rows), pieces, self._root, group=self._group)
-        if pieces is None:
-            return rows
+    def _joined(self, pieces: torch.Tensor) -> torch.Tensor:
+        """All rows, of the ranks' ``[P, rows of the largest part, …]``."""
+        if pieces.shape[0] * pieces.shape[1] == self._shape[0]:
+            return pieces.flatten(0, 1)
         return torch.cat([piece[: stop - start] for piece, (start, stop) in zip(pieces, self.parts, strict=True)])
 
     def _widths(self, name: str) -> tuple[int, ...]:
@@ -376,6 +389,10 @@ class VocabularyShare:
             gradient[:, chunk.positions] = chunk.hidden.grad
             self._rows.take_gradients()
         return gradient
+
+    def finish(self) -> None:
+        """Start to send the gradients of the head's rows to the last stage."""
+        self._rows.start_return()
 
     def total(self) -> torch.Tensor:
         """The loss of all units, on a mesh of all of its ranks' tokens."""

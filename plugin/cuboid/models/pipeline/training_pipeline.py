@@ -354,7 +354,7 @@ class Pipeline:
             )
         store = self._model.cuboid.state.host_store if training else None
         observe = observer_of(program, lambda unit: step.lengths[unit.micro_batch][unit.segment], store, profiler)
-        rows = HeadRows(self._model, self._device) if step.shape.head_ranks else None
+        rows = HeadRows(self._model, self._device, self._collectives) if step.shape.head_ranks else None
         share = None if rows is None else VocabularyShare(self._model, rows, step.batches, gradient_scale / step.items)
         head = None if share is None else SpreadHead(share, self._collectives)
         interpreter = Interpreter(runners, self._channels, observe, head)

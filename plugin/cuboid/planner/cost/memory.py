@@ -406,6 +406,7 @@ class _Stage:
         gradients = self.layout.key_value_gradient_bytes / _ELEMENT
         now, most, on_host, most_on_host = 0.0, (0.0, 0.0), 0.0, 0.0
         opened: dict[tuple[int, int], float] = {}
+        last_share = next((action for action in reversed(actions) if action.op is Op.HEAD_BACKWARD), None)
         # Layer by layer a backward frees what its forward saved, and allocates what W needs and the gradients of keys
         # and values. So its peak is at its beginning or at its end.
         for action in actions:
@@ -413,6 +414,9 @@ class _Stage:
             if action.op.is_head:
                 share = self._share(segment)
                 now += share if action.op is Op.HEAD_FORWARD else -share
+                if self.is_last and action == last_share and self.model.trunk is None:
+                    # The gradients of all rows arrive beside the backwards that follow.
+                    now += self.model.outputs * self.model.hidden / self._ranks * _ELEMENT
                 if now + sum(opened.values()) > sum(most):
                     most = now, sum(opened.values())
                 continue

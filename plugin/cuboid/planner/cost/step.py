@@ -401,8 +401,22 @@ class StepCost:
             bubble_s=pipeline_s - busy.total,
             reduce_s=self._reduce_s(times),
             optimizer_s=self._optimizer_s(),
-            constant_s=self.cluster.gpu.step_s + (self.units.head_rows_s() if self.layout.head_ranks else 0.0),
+            constant_s=self.cluster.gpu.step_s + self._head_rows_s(times),
         )
+
+    def _head_rows_s(self, times: StageTimes) -> float:
+        """What rows of a spread head and their gradients take on their way, as far as units don't hide it.
+
+        The rows travel beside the first unit's forward on all stages, the gradients beside the last one's backward.
+        """
+        if not self.layout.head_ranks:
+            return 0.0
+        backward = Op.INPUT_GRADIENT if times.splits else Op.BACKWARD
+        first_s, last_s = (
+            sum(part[segment].total for part in times.units[op]) for op, segment in ((Op.FORWARD, 0), (backward, -1))
+        )
+        sent_s, returned_s = self.units.head_rows_s()
+        return max(0.0, sent_s - first_s) + max(0.0, returned_s - last_s)
 
     @cached_property
     def own_parameters(self) -> list[tuple[float, float]]:

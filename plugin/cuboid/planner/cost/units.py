@@ -540,10 +540,11 @@ class UnitTimes:
         exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends if shares == 1 else 0)
         return Seconds((products * product + self.kernels.elementwise_s(moved + add, 8)) / shares, exposed)
 
-    def head_rows_s(self) -> float:
-        """Time in which the last stage sends the other stages their rows of the head, and is sent the gradients."""
+    def head_rows_s(self) -> tuple[float, float]:
+        """Times in which the last stage sends the other stages their rows of the head, and is sent the gradients."""
         share = self._model.outputs * self._model.hidden / self._ranks / self._layout.stages * _ELEMENT
-        return (1 + self._trains_ends) * (self._layout.stages - 1) * self.links.stages.send_s(share)
+        sent_s = (self._layout.stages - 1) * self.links.stages.send_s(share)
+        return sent_s, sent_s * self._trains_ends
 
     def embedding(self, start: int, stop: int) -> Seconds:
         """Lookup of tokens, and accumulation of the whole table's gradient: forward and backward together."""

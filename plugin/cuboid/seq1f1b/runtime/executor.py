@@ -56,6 +56,9 @@ class HeadPart(Protocol):
     def backward(self, micro_batch: int, segment: int, statistics: torch.Tensor) -> torch.Tensor:
         """This share's part of the gradient of ``hidden``, given what all ranks returned from :meth:`forward`."""
 
+    def finish(self) -> None:
+        """Called on all ranks once they have joined the last unit's last collective; may start other collectives."""
+
 
 @dataclass(frozen=True)
 class SpreadHead:
@@ -105,6 +108,7 @@ class Interpreter:
         Raises:
             PeerLostError: the connection to a neighbour is lost.
         """
+        exchanges = sum(action.op.is_collective for action in program)
         for run in _runs(program):
             action = self.running = run[0]
             match action.op:
@@ -115,7 +119,8 @@ class Interpreter:
                 case Op.WEIGHT_GRADIENT:
                     self._weight_gradients(run)
                 case Op.BROADCAST_HIDDEN | Op.GATHER_STATISTICS | Op.REDUCE_GRADIENT:
-                    self._join(action, shape)
+                    exchanges -= 1
+                    self._join(action, shape, is_last=not exchanges)
                 case Op.HEAD_FORWARD | Op.HEAD_BACKWARD:
                     self._compute_share(action, shape)
                 case _:
@@ -132,11 +137,16 @@ class Interpreter:
         size = stage.message_shape(action.micro_batch, action.segment)
         self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
 
-    def _join(self, action: Action, shape: PipelineShape) -> None:
+    def _join(self, action: Action, shape: PipelineShape, *, is_last: bool) -> None:
         assert self._head is not None
-        result, collectives = self._outgoing.pop(action, None), self._head.collectives
+        self._start_exchange(action, shape, self._head)
+        if is_last:
+            self._head.share.finish()
+
+    def _start_exchange(self, action: Action, shape: PipelineShape, head: SpreadHead) -> None:
+        result, collectives = self._outgoing.pop(action, None), head.collectives
         if action.op is Op.BROADCAST_HIDDEN:
-            buffer = self._head.share.buffer(action.micro_batch, action.segment) if result is None else result
+            buffer = head.share.buffer(action.micro_batch, action.segment) if result is None else result
             self._arrivals[action] = collectives.broadcast(buffer)
             return
         assert result is not None

@@ -1,7 +1,8 @@
 """The collectives of a head that is spread over the ranks of a pipeline: what each rank's share needs of the others.
 
-Programs place them so that all ranks join them in the same order, after all that they need has been started; see
-:func:`cuboid.seq1f1b.schedule.lowering.insert_messages_once_sent`. None of them blocks the host.
+Programs place those of units so that all ranks join them in the same order, after all that they need has been started;
+see :func:`cuboid.seq1f1b.schedule.lowering.insert_messages_once_sent`. Rows of the head's weight are scattered before
+all of these, and their gradients gathered behind them. None blocks the host.
 
 What guarantees the order in which tensors are written and read:
 
@@ -16,7 +17,7 @@ What guarantees the order in which tensors are written and read:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from cuboid.errors import PeerLostError
 class Joined:
     """The result of a collective that is under way; it keeps what this rank gave to it."""
 
-    def __init__(self, contribution: torch.Tensor, result: torch.Tensor, work: dist.Work) -> None:
+    def __init__(self, contribution: Sequence[torch.Tensor], result: torch.Tensor, work: dist.Work) -> None:
         self._contribution, self._result = contribution, result
         self._work = work
 
@@ -68,20 +69,34 @@ class PipeCollectives:
         # The root's own share of the head reads the tensor while it is sent; its chunks are slices that it detaches.
         hidden = hidden.contiguous()
         self._count(hidden.nbytes * (self._ranks - 1) // self._ranks)
-        return self._started(hidden, hidden, dist.broadcast(hidden, self._root, group=self._group, async_op=True))
+        return self._started([hidden], hidden, dist.broadcast(hidden, self._root, group=self._group, async_op=True))
 
     def all_gather(self, part: torch.Tensor) -> Joined:
         """``[P, …]``: all ranks' tensors, in the order of the pipeline."""
         self._count(part.nbytes * (self._ranks - 1))
         gathered = part.new_empty((self._ranks * part.shape[0], *part.shape[1:]))
         work = dist.all_gather_into_tensor(gathered, part, group=self._group, async_op=True)
-        return self._started(part, gathered.view(-1, *part.shape), work)
+        return self._started([part], gathered.view(-1, *part.shape), work)
 
     def reduce(self, part: torch.Tensor) -> Joined:
         """The sum of all ranks' tensors, on the root only, in the tensor that it gave."""
         self._count(part.nbytes * (self._ranks - 1) // self._ranks)
         # The others' tensors may be overwritten with partial sums: they aren't used again.
-        return self._started(part, part, dist.reduce(part, self._root, group=self._group, async_op=True))
+        return self._started([part], part, dist.reduce(part, self._root, group=self._group, async_op=True))
+
+    def scatter(self, parts: Sequence[torch.Tensor], part: torch.Tensor) -> Joined:
+        """From the root, one of its ``parts`` for each rank, in the order of the pipeline, into ``part``."""
+        self._count(sum(sent.nbytes for sent in parts[1:]))
+        work = dist.scatter(part, list(parts) or None, self._root, group=self._group, async_op=True)
+        return self._started(parts, part, work)
+
+    def gather(self, part: torch.Tensor) -> Joined:
+        """``[P, …]`` on the root: all ranks' tensors, in the order of the pipeline; elsewhere the given one."""
+        is_root = dist.get_rank() == self._root
+        self._count(0 if is_root else part.nbytes)
+        gathered = part.new_empty((self._ranks, *part.shape)) if is_root else part
+        work = dist.gather(part, list(gathered) if is_root else None, self._root, group=self._group, async_op=True)
+        return self._started([part], gathered, work)
 
     def drain(self) -> None:
         """Wait for everything that is under way; on CUDA, only the current stream waits.
@@ -92,7 +107,7 @@ class PipeCollectives:
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _started(self, contribution: torch.Tensor, result: torch.Tensor, work: dist.Work | None) -> Joined:
+    def _started(self, contribution: Sequence[torch.Tensor], result: torch.Tensor, work: dist.Work | None) -> Joined:
         assert work is not None
         joined = Joined(contribution, result, work)
         # Free the tensors of those that are complete: they are, in the order of their start. One that isn't keeps those
