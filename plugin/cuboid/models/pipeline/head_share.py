@@ -146,9 +146,9 @@ def _in_place_of(model: PreTrainedModel, name: str, module: nn.Module) -> Iterat
 
 
 class HeadRows:
-    """A rank's rows of the head's parameters during one step. The first and the last method are collective over the
-    pipeline, and :meth:`start_return`.
+    """A rank's rows of the head's parameters during one step.
 
+    Making them and :meth:`start_return` are collective over the pipeline, :meth:`give_back` over the last stage's mesh.
     On a mesh they are rows of the rank's block ``[⌈V/s⌉, H/h]``, unsharded over `batch`.
     """
 
