@@ -33,6 +33,7 @@ commands = typer.Typer(
     help="3-D tensor parallelism and a sequence pipeline for unmodified Hugging Face models, inside DeepSpeed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 commands.command(cls=Command)(bench)
 commands.command(cls=Command)(convert)

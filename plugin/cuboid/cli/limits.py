@@ -6,15 +6,18 @@ import math
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-#: Option of all commands that read a model's config or tokenizer. Without it they raise: they never ask.
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code that comes with the model, if it needs its own. Read it first."),
-]
+
+def trust_option(panel: str | None = None) -> Any:
+    """The option of all commands that read a model's config or tokenizer. Without it they raise: they never ask."""
+    text = "Run code that comes with the model, if it needs its own. Read it first."
+    return typer.Option("--trust-remote-code", help=text, rich_help_panel=panel)
+
+
+TrustRemoteCode = Annotated[bool, trust_option()]
 #: All random number generators accept it, even with the offset that is added for each replica.
 LARGEST_SEED = 2**32 - 1
 #: Sizes of small models, far above any useful ones.

@@ -14,7 +14,10 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder of the run; created if missing.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Text file or folder of text files. Default: the Python standard library's own sources."),
+        typer.Option(
+            help="Text file, folder of text files, or rows of texts or conversations (.jsonl, .parquet). "
+            "Default: the Python standard library's own sources."
+        ),
     ] = None,
     model: Annotated[
         Path | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import LARGEST_SEED, TrustRemoteCode, duration, finite, mixed_path, named_path
+from cuboid.cli.limits import LARGEST_SEED, duration, finite, mixed_path, named_path, trust_option
 from cuboid.cli.paths import Command
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ def train(
     # Panels are shown in the order of their first options.
     data: Annotated[
         Path,
-        typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.", rich_help_panel=_DATA),
+        typer.Option(
+            help="Text file, folder of text files, rows of texts or conversations (.jsonl, .parquet), or "
+            "tokens from `cuboid prepare`.",
+            rich_help_panel=_DATA,
+        ),
     ],
     config: Annotated[
         Path,
@@ -68,7 +72,7 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[bool, trust_option(panel=_MODEL)] = False,
     mixed: Annotated[
         list[str] | None,
         typer.Option(

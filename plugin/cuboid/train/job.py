@@ -149,11 +149,6 @@ class TrainJob:
     #: The run to resume, if any.
     resumed: Resumed | None
 
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether the model runs in a pipeline, whose engine makes a whole optimizer step per call."""
-        return "engine" in (self.config.get("pipeline") or {})
-
     def global_batch(self, replicas: int) -> int:
         """Sequences per optimizer step with this number of replicas of the mesh."""
         return self.micro_batch * self.accumulation * replicas
