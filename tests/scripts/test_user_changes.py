@@ -31,6 +31,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.stages.placeholders import PlaceholderModule
 from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward
 from support.threaded import Threaded, assert_as_alone
 
@@ -515,6 +516,13 @@ def test_what_decides_which_layers_run_is_refused_on_stages():
     stage.config.num_hidden_layers, stage.model.layerdrop = 2, 0.5
     with pytest.raises(UnsupportedModelError, match=r"model\.layerdrop was set to 0.5"):
         cuboid.Pipeline(stage).train(iter([uneven_batch()]), 1)
+
+
+def test_what_another_stage_has_is_said_to_be_there():
+    module = PlaceholderModule(torch.float64)
+    assert not hasattr(module, "word_embeddings")
+    with pytest.raises(AttributeError, match="'word_embeddings' belongs to a module that another stage has"):
+        module.word_embeddings.weight  # noqa: B018
 
 
 def test_a_head_is_tied_and_replaced_before_a_model_is_sharded():

@@ -15,7 +15,7 @@ from cuboid import CuboidError, MeshShape
 from cuboid.distributed.topology import Topology
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification.float64 import KeepFloat64, precision
-from cuboid.models.certification.trials import relative_error
+from cuboid.models.certification.trials import relative_error, words_of_error
 from cuboid.verify import PassReport, Plan, Report, SmallModel
 from cuboid.verify.compare import ALL, Check, allow_rounding, compare, first_difference
 from cuboid.verify.noise import compare_noisy
@@ -435,3 +435,10 @@ def test_only_parts_of_the_residual_stream_are_put_together() -> None:
         "heads": [torch.zeros(2, 6, 4), torch.zeros(2, 4, 4)],
     }
     assert list(residual_part(outputs, shape, batch=2, length=10, hidden=8)) == ["part", "filled up"]
+
+
+def test_an_error_without_a_size_is_said_in_words():
+    assert words_of_error("the loss", 0.25) == "the loss differs by 2.5e-01"
+    assert words_of_error("the loss", relative_error(torch.ones(2), torch.ones(3))) == (
+        "the loss isn't finite, or of another shape"
+    )

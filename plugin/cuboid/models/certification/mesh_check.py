@@ -37,6 +37,7 @@ from cuboid.models.certification.trials import (
     batch_of_kind,
     probe_groups,
     words_of,
+    words_of_error,
 )
 from cuboid.models.kinds.model_kind import takes_token_types
 from cuboid.models.kinds.probe_rows import CannotProbe
@@ -268,7 +269,7 @@ def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | No
                 return OTHER_LOSS
             error, name = split.largest_error(trial.batch, expected, "whole")
             if error > probe.attempt.tolerance:
-                return f"{name} differs by {error:.1e} ({trial.cases[0][1].name})"
+                return f"{words_of_error(name, error)} ({trial.cases[0][1].name})"
     except Exception as failure:
         return words_of(failure)
     return None

@@ -169,7 +169,7 @@ class Trials:
             error, name = compare(trial.batch, right)
         except Exception as failure:
             return None, words_of(failure)
-        return error, None if error <= self.tolerance else f"{name} differs by {error:.1e}"
+        return error, None if error <= self.tolerance else words_of_error(name, error)
 
 
 def batch_of_kind(kind: ModelKind, model: PreTrainedModel, group: Cases, *, has_types: bool) -> MicroBatch:
@@ -212,6 +212,11 @@ def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[BatchKind, Case],
 def words_of(failure: Exception) -> str:
     """What a verdict says of a failure."""
     return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
+
+
+def words_of_error(name: str, error: float) -> str:
+    """What is wrong with the tensor that has the largest error."""
+    return f"{name} differs by {error:.1e}" if math.isfinite(error) else f"{name} isn't finite, or of another shape"
 
 
 def largest_error(actual: ProbeOutcome, expected: ProbeOutcome) -> tuple[float, str]:

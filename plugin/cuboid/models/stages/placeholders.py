@@ -33,7 +33,12 @@ class _Placeholder(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for attributes that aren't found otherwise.
-        return _Initialized() if self.is_initialized else super().__getattr__(name)
+        if self.is_initialized:
+            return _Initialized()
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"{name!r} belongs to a module that another stage has", name=name, obj=self) from None
 
 
 @contextmanager
