@@ -21,7 +21,8 @@ _SHOWN = (
     *(("llama", task) for task in ("regression, rewards", "hidden states, pooled")),
     *((name, "sequence to sequence") for name in ("t5", "bart")),
     ("vit", "image classification"),
-    *((name, "text with images") for name in ("llava", "gemma3", "qwen2_5_vl")),
+    *((name, "text with images") for name in ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma")),
+    *((name, "text with images") for name in ("idefics3", "smolvlm", "internvl", "mistral3", "llama4", "glm4v")),
 )
 
 

@@ -44,7 +44,7 @@ from cuboid.models.certification.certificates import (
     plan_digests,
 )
 from cuboid.models.certification.code_identity import code_of
-from cuboid.models.certification.default_models import default_config, own_part
+from cuboid.models.certification.default_models import MROPE, default_config, own_part
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.certification.sides import small_for_probe
@@ -157,12 +157,26 @@ _IMAGES = (
 )
 _NO_DROP_PATH = {"drop_path_rate": 0.0}
 #: Vision-language models, and what a config that makes one differs in from the defaults.
-_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 _IMAGES_WITH_TEXT: dict[str, dict[str, Any]] = {
     # The vocabularies of their checkpoints, in which the token of images is.
     "llava": {"text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 0}},
-    "gemma3": {},
-    "qwen2_5_vl": {"text_config": {"num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"text_config": {"num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": MROPE}},
+    **{
+        name: {}
+        for name in (
+            *(
+                "gemma3",
+                "paligemma",
+                "qwen2_vl",
+                "qwen3_vl",
+                "qwen3_vl_moe",
+                "llava_next",
+                "llava_onevision",
+                "vipllava",
+            ),
+            *("idefics2", "idefics3", "smolvlm", "internvl", "mistral3", "llama4", "glm4v", "lfm2_vl", "aya_vision"),
+        )
+    },
 }
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
 #: By the task's name on the page: transformers' own table of classes, and what a config differs in.
@@ -273,7 +287,7 @@ def head_of(case: tuple[str, str]) -> tuple[Any, PretrainedConfig]:
     model_type, head = case
     classes, changes = _HEADS[head]
     changes = {**changes, **_IMAGES_WITH_TEXT.get(model_type, {})}
-    config = AutoConfig.for_model(model_type, **changes)
+    config = default_config(model_type, **changes)
     if getattr(config, "drop_path_rate", 0):
         config = AutoConfig.for_model(model_type, **changes, **_NO_DROP_PATH)
     if model_type not in (*_IMAGES, *_IMAGES_WITH_TEXT) and config.pad_token_id is None:
