@@ -177,7 +177,7 @@ def test_what_was_found_out_is_remembered(tmp_path, monkeypatch, obstacle):
     if obstacle is None:
         assert first.with_stages == {"segments": "not"}
     else:
-        assert first == f"LlamaForCausalLM can't be probed before its weights are read: {obstacle}"
+        assert first.startswith(f"LlamaForCausalLM can't be probed before its weights are read: {obstacle}")
     assert len(runs) == 1
 
 

@@ -42,6 +42,7 @@ RoleKind = Literal[
     "per head",
     "whole",
     "inside",
+    "beside tower",
     "tied",
 ]
 
@@ -56,6 +57,7 @@ class Role:
             ``"experts"``: all experts of a mixture.
             ``"router"``: a module beside experts that computes a few numbers from all features of a token.
             ``"labels"``: a head of few outputs, which all ranks get whole.
+            ``"beside tower"``: a base model with parameters of its own, which its code adds to features of images.
             ``"tied"``: a module around the head, whose parameters are the head's, or cut like its bias.
             ``"gathered"``: a norm of each head by itself, or of latents, with the same parameters for all.
             ``"per head"``: attention itself, with a number for each head, such as a sink.
@@ -299,6 +301,8 @@ class _Finder:
         """Roles of the modules of one block."""
         if self._is_in_tower(block):
             return {**dict.fromkeys(members, Role("inside")), block: Role("whole", tower=True)}
+        if self._towers and self._modules[block] is self._model.base_model:
+            return {block: Role("beside tower")}
         if self._is_behind_base(block):
             return {name: self._head_role(name) for name in members}
         if self._is_around_head(block):

@@ -27,6 +27,8 @@ TOKEN_TYPES = "token_type_ids"
 LABELS = ("labels", "shift_labels")
 #: Rotary embeddings whose frequencies depend on the highest position of a whole micro-batch.
 _OF_HIGHEST = frozenset({"dynamic", "longrope"})
+#: Tensors that aren't cut: how many tokens a loss is averaged over, and where packed sequences begin.
+_WHOLE = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that are harmless with these values and not supported with others.
 _REJECTED: dict[str, tuple[Any, ...]] = {
@@ -113,6 +115,7 @@ def take_local_batch(
     handled = {*tensors} - {"input_ids"} | (set() if cache is None else {"past_key_values", "use_cache"})
     _reject({name: value for name, value in arguments.items() if name not in handled})
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *types, *_REJECTED)}
+    _check_options(options)
     whole_mask = None if cache is None else tensors.pop("attention_mask", None)
     check_tensors(tensors)
     rows, length = tensors["input_ids"].shape
@@ -165,6 +168,20 @@ def _reject(arguments: dict[str, Any]) -> None:
             )
     if arguments.get("input_ids") is None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Check that no other input is among a forward's options, of which a model that is given embeddings sees nothing.
+
+    Raises:
+        UnsupportedModelError: names it.
+    """
+    for name, x in options.items():
+        if isinstance(x, torch.Tensor) and x.dim() > 0 and name not in _WHOLE:
+            raise UnsupportedModelError(
+                f"{name} has no rule on a sharded model, whose inputs here are {', '.join(TENSORS)}; leave it out, or "
+                "train this model without a mesh"
+            )
 
 
 def check_ids(ids: torch.Tensor, name: str = "input_ids") -> None:

@@ -17,9 +17,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.kinds.probe_rows import special_tokens
 from cuboid.models.kinds.registry import auto_class_of, check_class
 
 _ROPE = {"rope_theta": 10000.0}
+#: Of Qwen2-VL and its relatives: positions in time, height and width turn so many pairs of features each.
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+_HALF_MROPE = {"rope_type": "default", **_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 #: Where transformers' own defaults make no model.
 _REPAIRS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -35,6 +39,14 @@ _REPAIRS: dict[str, dict[str, Any]] = {
         **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", **_ROPE}}},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
+    **{
+        name: {"text_config": {"rope_parameters": _HALF_MROPE}}
+        for name in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga")
+    },
+    "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
 }
 #: What a type is for, if it has several heads: an encoder-decoder both of its sequences, an encoder masked words.
@@ -98,7 +110,13 @@ def default_config(model_type: str, **changes: Any) -> PretrainedConfig:
         UnsupportedModelError: it has no defaults.
     """
     try:
-        return AutoConfig.for_model(model_type, **{**_REPAIRS.get(model_type, {}), **changes})
+        config = AutoConfig.for_model(model_type, **{**_REPAIRS.get(model_type, {}), **changes})
+        # Tokens of images have places in the vocabularies of checkpoints, and not always in those of the defaults.
+        last = max((token for tokens in special_tokens(config).values() for token in tokens), default=0)
+        text = config.get_text_config()
+        if last >= getattr(text, "vocab_size", last + 1):
+            text.vocab_size = last + 1
+        return config
     except Exception as error:
         raise UnsupportedModelError(
             f"transformers' own defaults make no model: {type(error).__name__}: {error}"

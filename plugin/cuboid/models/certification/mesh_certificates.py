@@ -96,7 +96,8 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
 
 def _cannot_probe(cls: type[PreTrainedModel], obstacle: str, changes: tuple[str, ...] = ()) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{cls.__name__} can't be probed before its weights are read: {obstacle}{words_of_changes(changes)}"
+        f"{cls.__name__} can't be probed before its weights are read: {obstacle}{words_of_changes(changes)}. So "
+        "nothing shows that it would be right on a mesh; train it without the section tensor_parallel"
     )
 
 

@@ -126,7 +126,9 @@ class _Probe:
         return tuple((kind, case) for kind, case in group if kind not in left_out)
 
     def _batch_of(self, group: Cases, number: int) -> MicroBatch:
-        return batch_of_kind(self.kind, self.model, group, has_types=self.takes_types and number % 2 == 1)
+        # Where features of images are counted, which models compute.
+        with self.attempt.precision():
+            return batch_of_kind(self.kind, self.model, group, has_types=self.takes_types and number % 2 == 1)
 
     def _run_plain(self, batch: MicroBatch) -> ProbeOutcome:
         self._own.zero_grad()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from cuboid.models.batch.length_cases import LONGEST, shrunk
-from cuboid.models.kinds.probe_rows import SPECIAL_TOKENS
+from cuboid.models.kinds.probe_rows import special_tokens
 
 _FEATURES, _EXPERTS = 48, 8
 _MOST_LAYERS, _AUDIO_BLOCKS, _LABELS = 8, 2, 3
@@ -136,6 +136,19 @@ _LAYERS = (
 _FIRST_LAYERS = ("first_k_dense", "num_dense_layers", "moe_layer_start_index")
 #: Lists of layers.
 _INDICES = ("_layers", "_layer_ids", "_layer_indices", "_layer_idxs", "_layers_idx", "_idxs", "_layer_idx")
+_INDICES_OF_TOWER = (*_INDICES, "_indexes", "_indices")
+#: The number of a tower's layers, where it has no key of the others.
+_DEPTH = "depth"
+#: Parts of a config beside its text model's.
+_TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "perceiver_config")
+#: Names of widths beside a text model, and parts of names that are none.
+_WIDTHS = ("dim", "hidden_size", "intermediate_size", "_width", "embedding_size")
+_NO_WIDTHS = ("head", "patch", "position", "rotary", "state", "temporal")
+#: The text model's width, whatever it is: some configs by default have another, with which no model runs.
+_OF_TEXT = ("out_hidden_size", "text_hidden_size")
+#: A tower's own width; and names of widths inside its layers, which aren't the text model's even if they are equal.
+_OF_TOWER = ("embed_dim", *_HIDDEN)
+_INSIDE = ("intermediate", "ffn", "mlp", "encoder_ffn")
 #: The numbers of query heads of all layers.
 _HEADS_BY_LAYER = "num_attention_heads_per_layer"
 #: So many layers at the end use keys and values of earlier ones.
@@ -196,7 +209,7 @@ def small_config(
     Raises:
         Exception: of any kind, from the config's own class, if the sizes don't fit together.
     """
-    small = type(config)(**_shrunk_fields(config, layers, sizes))
+    small = type(config)(**_shrunk_fields(config, layers, sizes, _Beside.of(config)))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
     if getattr(small, "router_aux_loss_coef", None) is not None:
         # One value for all configs, large enough for mistakes to show.
@@ -230,22 +243,32 @@ def layer_count(config: PretrainedConfig) -> int:
     )
 
 
-def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes: Sizes) -> dict[str, Any]:
+def _shrunk_fields(
+    config: PretrainedConfig, layers: Sequence[int] | None, sizes: Sizes, beside: _Beside | None = None
+) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _MEANINGLESS}
     fields.pop("model_type", None)
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if isinstance(inner, PretrainedConfig):
-            fields[name] = _shrunk_fields(inner, layers, sizes)
+            # Of its own class, which isn't always the one that the whole config has there by default.
+            is_text = beside is None or inner is beside.text
+            fields[name] = type(inner)(**_shrunk_fields(inner, layers, sizes, None if is_text else beside))
+    is_tower = beside is not None and beside.config is not config
     count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
+    if count is None and is_tower and isinstance(fields.get(_DEPTH), int):
+        count = fields[_DEPTH]
     if count is not None and layers is None and not _lists_by_layer(fields, count):
         fields.update(_shorter_periods(fields))
-    kept = None if count is None else _kept_layers(fields, count)
+    indices = _lists_of_layers(fields, count) if is_tower and count is not None else {}
+    kept = None if count is None else _kept_layers(fields, count, indices.values())
     if count is not None and layers is not None:
         kept = [index for index in layers if index < count]
     original = dict(fields)
     for name, value in original.items():
-        if isinstance(value, list) and kept is not None and len(value) == count:
+        if name in indices and kept is not None:
+            fields[name] = [place for place, index in enumerate(kept) if index in value]
+        elif isinstance(value, list) and kept is not None and len(value) == count:
             fields[name] = [_of_layer(name, value[index], original, sizes) for index in kept]
         elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
             by_layer = {int(key): inner for key, inner in value.items()}
@@ -254,6 +277,10 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
             fields[name] = [place for place, index in enumerate(kept) if index in value]
         else:
             fields[name] = _smaller(name, value, original, kept, sizes)
+    if beside is not None:
+        fields.update(beside.widths(original, sizes))
+    if is_tower and kept is not None and original.get(_DEPTH) == count:
+        fields[_DEPTH] = len(kept)
     if kept is not None and layers is not None:
         before = {name: value for name, value in original.items() if name.startswith(_FIRST_LAYERS)}
         fields.update(
@@ -264,9 +291,12 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
     if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
         fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
         fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
-        fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
+        pairs = [name for name in _IMAGE_SIZES if isinstance(fields.get(name), list | tuple)]
+        fields.update({name: [_IMAGE_SIZES[name]] * 2 for name in pairs})
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     fields.update(_special_tokens(config, sizes))
+    if beside is not None and beside.config is config:
+        fields.update(_of_towers(config, fields))
     bases = _small_bases(original)
     fields.update({name: bases[original[name]] for name in _BASES if isinstance(original.get(name), float | int)})
     if isinstance(fields.get("rope_parameters"), dict):
@@ -274,18 +304,109 @@ def _shrunk_fields(config: PretrainedConfig, layers: Sequence[int] | None, sizes
     return fields
 
 
-def _special_tokens(config: PretrainedConfig, sizes: Sizes) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Beside:
+    """A config of several models: what those beside the text model, and projectors between them, have of its sizes.
+
+    Args:
+        config: of all of them.
+        text: the text model's.
+        width: of its residual stream.
+    """
+
+    config: PretrainedConfig
+    text: PretrainedConfig
+    width: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> _Beside | None:
+        """None for a config of one model, or of encoder and decoder."""
+        if config.is_encoder_decoder or not any(name.endswith(_TOWERS) for name in config.sub_configs):
+            return None
+        text = config.get_text_config()
+        width = getattr(text, "hidden_size", None)
+        return cls(config, text, width) if text is not config and isinstance(width, int) else None
+
+    def widths(self, fields: Mapping[str, Any], sizes: Sizes) -> dict[str, int]:
+        """Widths beside the text model: the text model's where they are, else in proportion to the tower's.
+
+        Projectors take features of a tower by several patches at once, or return those of the text model, under
+        names of their own. Equal widths stay equal, and multiples multiples.
+        """
+        numbers = {
+            name: value
+            for name, value in fields.items()
+            if type(value) is int
+            and value > 1
+            and name.endswith(_WIDTHS)
+            and not any(word in name for word in _NO_WIDTHS)
+        }
+        tower = next((numbers[name] for name in _OF_TOWER if name in numbers), None)
+        known, small = sizes_by_key(sizes), dict[str, int]()
+        for name, value in numbers.items():
+            is_inside = name.startswith(_INSIDE)
+            if name in _OF_TEXT or (value == self.width and not is_inside):
+                small[name] = sizes.hidden
+            elif tower is not None and value % tower == 0:
+                small[name] = sizes.hidden * (value // tower)
+            elif tower is not None and name not in known:
+                small[name] = max(1, value * sizes.hidden // tower)
+        return small
+
+
+def _of_towers(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of its towers: from which of their layers features come, and of which sizes images are."""
+    changes: dict[str, Any] = {}
+    for name in config.sub_configs:
+        real, small = getattr(config, name, None), fields.get(name)
+        if (
+            not name.endswith(_TOWERS)
+            or not isinstance(real, PretrainedConfig)
+            or not isinstance(small, PretrainedConfig)
+        ):
+            continue
+        count, kept = layer_count(real), layer_count(small)
+        for key, value in fields.items():
+            if not key.startswith(f"{name.removesuffix('_config')}_feature_layer") or not count:
+                continue
+            layers = value if isinstance(value, list | tuple) else [value]
+            if all(type(layer) is int for layer in layers):
+                fewer = [_hidden_states(layer, count, kept) for layer in layers]
+                changes[key] = fewer if isinstance(value, list | tuple) else fewer[0]
+    return changes
+
+
+def _hidden_states(layer: int, count: int, kept: int) -> int:
+    """Which of the hidden states of few layers stand for those of a layer, counted from 0 or backwards from -1."""
+    if -kept <= layer < 0:
+        return layer
+    place = layer if layer >= 0 else count + 1 + layer
+    return place * kept // count
+
+
+def _lists_of_layers(fields: Mapping[str, Any], count: int) -> dict[str, Sequence[int]]:
+    """A tower's lists of those of its layers that are of another kind, by name."""
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if name.endswith(_INDICES_OF_TOWER) and isinstance(value, list | tuple) and len(value) != count
+    }
+    return {name: value for name, value in lists.items() if value and all(index in range(count) for index in value)}
+
+
+def _special_tokens(config: PretrainedConfig, sizes: Sizes) -> dict[str, Any]:
     """Small ids, all different, for tokens that stand for images and the like, outside of the vocabulary as before."""
-    if not hasattr(config, "vision_config"):
-        return {}
-    ids = {name: getattr(config, name, None) for name in config.to_dict() if name in SPECIAL_TOKENS}
-    known = sorted({token for token in ids.values() if isinstance(token, int)})
+    ids = special_tokens(config)
+    known = sorted({token for tokens in ids.values() for token in tokens})
     real = getattr(config.get_text_config(), "vocab_size", 0) if known else 0
     small = {
         token: sizes.vocabulary - 1 - number if token < real else sizes.vocabulary + number
         for number, token in enumerate(known)
     }
-    return {name: small[token] for name, token in ids.items() if isinstance(token, int)}
+    values = {name: [small[token] for token in tokens] for name, tokens in ids.items()}
+    return {
+        name: value if isinstance(getattr(config, name), list | tuple) else value[0] for name, value in values.items()
+    }
 
 
 def _lists_indices(name: str, value: list[Any], layers: Sequence[int] | None) -> bool:
@@ -313,12 +434,12 @@ def _shorter_periods(fields: Mapping[str, Any]) -> dict[str, int]:
     return {**short, **{name: fields[name] % short[of] for name, of in offsets.items()}}
 
 
-def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
+def _kept_layers(fields: Mapping[str, Any], count: int, indices: Iterable[Sequence[int]] = ()) -> list[int]:
     """Indices of the layers to keep: up to two of each kind, or a period if kinds follow from a layer's number.
 
     Models whose layers are all alike get three, even if they have fewer: the number of layers decides nothing.
     """
-    lists = _lists_by_layer(fields, count)
+    lists = [*_lists_by_layer(fields, count), *([index in some for index in range(count)] for some in indices)]
     unshared = count - (fields.get(_SHARED_LAYERS) or 0)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index in range(count):

@@ -8,14 +8,14 @@ features, of the images in its rows of `batch`.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from cuboid.distributed.axis_collectives import padded_length
@@ -24,25 +24,42 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, forward_context, knowing
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.length_cases import LONGEST, Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TENSORS, TOKEN_TYPES, LocalBatch, take_local_batch
-from cuboid.models.batch.row_images import GRID, PIXELS, RankImages, images_of_rows
+from cuboid.models.batch.row_images import GRID, IMAGE_SIZES, IMAGES, PIXELS, RankImages, images_of_rows
 from cuboid.models.kinds.causal import Causal
-from cuboid.models.kinds.images import image_shape
-from cuboid.models.kinds.probe_rows import SPECIAL_TOKENS, CannotProbe, RowsOf
-from cuboid.tensor3d.layers.whole_block import LateSplit
+from cuboid.models.kinds.probe_images import (
+    blank_image,
+    feature_counts,
+    features_of,
+    image_arguments,
+    random_images,
+    with_images,
+)
+from cuboid.models.kinds.probe_rows import CannotProbe, RowsOf, special_tokens
+from cuboid.models.kinds.sharding import Sharding
+from cuboid.tensor3d.layers.whole_block import (
+    KeptWhole,
+    LateSplit,
+    activation_split,
+    on_whole_activations,
+    unsharded_block,
+)
 
-_IMAGES = (PIXELS, GRID)
 #: Tensors ``[B, S]`` that say which tokens are placeholders.
 _TYPES = (TOKEN_TYPES, "mm_token_type_ids")
-#: Entries of outputs that are a rank's own: features of its images, and what only generation reads.
-_OF_RANK = ("image_hidden_states", "rope_deltas")
+#: Beginnings of entries of outputs that are a rank's own: features of its images, and what only generation reads.
+_OF_RANK = ("image_", "rope_deltas")
 #: Images of each row of a small model's micro-batch. With two ranks of `batch`, one has none.
 _IMAGES_OF_ROWS = (2, 1, 0)
-_FEWEST_FEATURES, _LAYERS_OF_TOWER = 4, 2
-#: Patches of an image, in time, height and width.
-_GRID = (1, 4, 4)
-_LEAST_ID = 4
+#: Two of these, with tokens of text before them, fill a row of the probe.
+_MOST_FEATURES = 14
+#: Patches along an edge of small images, in the order in which they are tried.
+_EDGES = (4, 2, 8, 1)
+_DIMS_OF_FEATURES = 2
+#: Features that are added to hidden states between layers of the text model, beside those among the embeddings.
+_BETWEEN_LAYERS = "deepstack_features"
+_LEAST_ID, _TYPE_OF_PADDING = 4, 2
 
 
 class ImagesWithText(Causal):
@@ -52,7 +69,7 @@ class ImagesWithText(Causal):
     words = "causal language modelling of text with images"
     endings: ClassVar[tuple[str, ...]] = ()
     auto_class = AutoModelForImageTextToText
-    tensors = (*TENSORS, *_TYPES, *_IMAGES)
+    tensors = (*TENSORS, *_TYPES, *IMAGES)
     in_pipeline = False
     inputs_on_mesh = (MeshVerdict(inputs="images"), MeshVerdict(inputs="images", splits_late=True))
 
@@ -66,7 +83,7 @@ class ImagesWithText(Causal):
 
     def check_generation(self, arguments: Mapping[str, Any]) -> None:
         """See :meth:`ModelKind.check_generation`."""
-        name = next((name for name in _IMAGES if arguments.get(name) is not None), None)
+        name = next((name for name in IMAGES if arguments.get(name) is not None), None)
         if name is not None:
             raise UnsupportedModelError(
                 f"generate with {name} has no rule on a mesh: transformers computes features of all rows' images once "
@@ -94,10 +111,13 @@ class ImagesWithText(Causal):
                     f"{name} has no rule on a sharded model of images with text, which takes {PIXELS} of images of one "
                     f"size, or with {GRID}; videos and audio have no rule"
                 )
-        images = {name: arguments[name] for name in _IMAGES if arguments.get(name) is not None}
+        images = {name: arguments[name] for name in IMAGES if arguments.get(name) is not None}
         _check_images(images)
-        others = {name: x for name, x in arguments.items() if name not in _IMAGES}
+        others = {name: x for name, x in arguments.items() if name not in IMAGES}
         batch = take_local_batch(others, config, mesh, inputs="only ids", types=_TYPES)
+        if TOKEN_TYPES in batch.tensors:
+            # Of no kind of token that sees later ones: images do in Gemma 3, text before an answer does in PaliGemma.
+            batch.tensors[TOKEN_TYPES][:, batch.length :] = _TYPE_OF_PADDING
         if PIXELS not in images:
             return batch
         placeholder = _placeholder(config)
@@ -118,19 +138,21 @@ class ImagesWithText(Causal):
 
     def forward(self, model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         """See :meth:`ModelKind.forward`."""
+        others = [name for name in IMAGES if name not in (PIXELS, GRID) and arguments.get(name) is not None]
+        if others:
+            _check_taken(model, others)
 
         def without_own_entries(**local: Any) -> Any:
             if PIXELS in local or not torch.is_grad_enabled() or model.cuboid.mesh.topology.data == 1:
                 output = base_forward(**local)
             else:
                 # Other replicas may have images now, and sum gradients of the tower: here, they are zeros, not missing.
-                spare = _blank_image(model)
+                spare = blank_image(model)
                 empty = {name: x[:0] for name, x in spare.items()}
                 with knowing(images=RankImages(spare)):
                     output = base_forward(**local, **empty)
-            for name in _OF_RANK:
-                if getattr(output, name, None) is not None:
-                    output[name] = None
+            for name in [name for name in output if name.startswith(_OF_RANK)]:
+                output[name] = None
             return output
 
         return super().forward(model, without_own_entries, arguments)
@@ -150,63 +172,64 @@ class ImagesWithText(Causal):
 
     @classmethod
     def probe_config(
-        cls,
-        small: PretrainedConfig,
-        make: Callable[[PretrainedConfig], PreTrainedModel],  # noqa: ARG003
+        cls, small: PretrainedConfig, make: Callable[[PretrainedConfig], PreTrainedModel]
     ) -> PretrainedConfig:
-        """See :meth:`ModelKind.probe_config`. Images have so few features that two of them fit into a short row."""
-        config = copy.deepcopy(small)
-        vision = getattr(config, "vision_config", None)
-        if vision is not None and hasattr(vision, "spatial_merge_size"):
-            # Patches of images of any size, some of whose layers attend in windows of several merged patches.
-            edge = vision.patch_size = 2
-            changes = {
-                "depth": _LAYERS_OF_TOWER,
-                "embed_dim": config.get_text_config().hidden_size,
-                "out_hidden_size": config.get_text_config().hidden_size,
-                "window_size": 2 * vision.spatial_merge_size * edge,
-                "fullatt_block_indexes": [_LAYERS_OF_TOWER - 1],
-                # Of these layers, features are added to hidden states between layers of the text model.
-                "deepstack_visual_indexes": [0],
-            }
-            for name in changes.keys() & vision.to_dict().keys():
-                setattr(vision, name, changes[name])
-        elif hasattr(config, "mm_tokens_per_image"):
-            config.mm_tokens_per_image = _FEWEST_FEATURES
-        elif vision is not None and image_shape(vision) is not None:
-            vision.image_size = 2 * vision.patch_size
-        return config
+        """See :meth:`ModelKind.probe_config`. Images have so few features that two of them fit into a short row.
+
+        How many these are is up to the model's own code, which merges patches, so models are made and run.
+        """
+        obstacle: CannotProbe | None = None
+        for edge in _EDGES:
+            config = with_images(small, edge)
+            try:
+                fewest, *_, most = sorted(feature_counts(make(config), torch.Generator().manual_seed(0)))
+            except CannotProbe as error:
+                obstacle = obstacle or error
+                continue
+            if 0 < fewest <= most <= _MOST_FEATURES:
+                return config
+            counts = str(most) if fewest == most else f"{fewest} to {most}"
+            obstacle = CannotProbe(
+                f"an image of its small model has {counts} features, too many or few for a short row"
+            )
+        assert obstacle is not None
+        raise obstacle
 
     def micro_batch(self, case: Case, model: Any, rows_of: RowsOf, generator: torch.Generator) -> MicroBatch:
         """See :meth:`ModelKind.micro_batch`. Rows have two images, one, and none."""
         batch = rows_of(case, 0)
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         placeholder = _placeholder(model.config)
-        one = _random_images(model, 1, generator)
-        try:
-            with torch.no_grad():
-                features = model.get_image_features(**one, return_dict=True).pooler_output
-        except Exception as error:
-            raise CannotProbe(f"of an image, a small one has no features: {type(error).__name__}: {error}") from error
-        features = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
-        size = features.numel() // features.shape[-1]
+        sizes = feature_counts(model, generator)
         _replace_special_ids(ids, model.config)
-        count = 0
+        counts: list[int] = []
         for row, wanted in enumerate(_IMAGES_OF_ROWS):
             shown = torch.arange(ids.shape[1]) if mask is None else mask[row].nonzero().flatten()
+            placed = 0
             # A token of text stands before each image, unless a row is too short for any.
-            places = [1 + image * (size + 1) for image in range(wanted)] if len(shown) > size else [0][:wanted]
-            for start in (place for place in places if place + size <= len(shown)):
+            start = 1 if len(shown) > sizes[sum(counts) % len(sizes)] else 0
+            for _ in range(wanted):
+                size = sizes[(sum(counts) + placed) % len(sizes)]
+                if start + size > len(shown):
+                    break
                 ids[row, shown[start : start + size]] = placeholder
-                count += 1
-        if count == 0:
-            raise CannotProbe(f"an image has {size} features, and the rows of its probe {ids.shape[1]} tokens")
+                placed, start = placed + 1, start + size + 1
+            counts.append(placed)
         is_image = ids == placeholder
         if "labels" in batch:
             batch["labels"] = ids.where((batch["labels"] != IGNORE_INDEX) & ~is_image, IGNORE_INDEX)
         takes = inspect.signature(type(model).forward).parameters
-        types = {name: is_image.long() for name in _TYPES if name in takes}
-        return {**batch, **types, **_random_images(model, count, generator)}
+        batch.update({name: is_image.long() for name in _TYPES if name in takes})
+        if TOKEN_TYPES in takes:
+            # In PaliGemma, what isn't an answer's has none, and sees all else that hasn't.
+            batch[TOKEN_TYPES][1] = torch.arange(ids.shape[1]) >= ids.shape[1] // 2
+        if not any(counts):
+            if case.length >= LONGEST:
+                raise CannotProbe(
+                    f"an image has {min(sizes)} features, and the rows of its probe {ids.shape[1]} tokens"
+                )
+            return batch
+        return {**batch, **random_images(model, counts, generator)}
 
 
 class ComputesFeatures:
@@ -215,21 +238,78 @@ class ComputesFeatures:
     def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
         """The features of the images in this rank's rows, which the model's own forward asks for."""
         compute = super().get_image_features  # type: ignore[misc]
-        images = forward_context().images
-        if images is None:
-            return compute(*args, **kwargs)
-        # A tower's attention has masks of its own.
-        with knowing(lengths=WHOLE_IMAGES, packing=None):
-            if images.spare is None:
+        with ExitStack() as stack:
+            if isinstance(self, KeptWhole):
+                # A parameter of the base model itself, such as what ends rows of patches.
+                stack.enter_context(unsharded_block(self, alone=True))
+            images = forward_context().images
+            if images is None:
                 return compute(*args, **kwargs)
+            # A tower's attention has masks of its own.
+            stack.enter_context(knowing(lengths=WHOLE_IMAGES, packing=None))
+            if images.spare is None:
+                output = compute(*args, **kwargs)
+                return output if images.spans is None else _cut_features(output, images, images.spans)
             arguments = inspect.signature(compute).bind(*args, **kwargs).arguments
             extra = arguments.pop("kwargs", {})
-            output = compute(**{**arguments, **extra, **images.spare})
-        # None of them, but with their gradients, which are zeros: backward unshards the tower on all ranks as well.
-        features = output.pooler_output
+            # None of them, but with their gradients, which are zeros: backward unshards the tower on all ranks as well.
+            return _cut_features(compute(**{**arguments, **extra, **images.spare}), None, ())
+
+
+class AddsFeatures:
+    """Mixed into the class of a text model that adds features of images to hidden states between layers."""
+
+    cuboid: Sharding
+
+    @staticmethod
+    def belongs_to(module: nn.Module) -> bool:
+        """Whether a module is such a text model."""
+        return hasattr(type(module), "_deepstack_process")
+
+    def _deepstack_process(self, *args: Any, **kwargs: Any) -> Any:
+        """Add features ``[placeholders, H]`` to whole hidden states, of which this rank gets and returns its part."""
+        compute, mesh = super()._deepstack_process, self.cuboid.mesh  # type: ignore[misc]
+        return on_whole_activations(type(self).__name__, activation_split(mesh), compute, args, kwargs)
+
+
+def _cut_features(output: Any, images: RankImages | None, spans: Sequence[tuple[int, int]]) -> Any:
+    """Of the features of images, in place, those of some spans, of all images one after the other.
+
+    Raises:
+        CuboidError: there aren't as many as ``images`` have placeholders.
+    """
+
+    def cut(features: Any) -> Any:
         is_one = isinstance(features, torch.Tensor)
-        output.pooler_output = features[:0] if is_one else type(features)(x[:0] for x in features)
-        return output
+        flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in ((features,) if is_one else features)])
+        if images is not None and len(flat) != images.placeholders:
+            raise CuboidError(
+                f"the images have {len(flat)} features, and input_ids have {images.placeholders} placeholders for "
+                "them; give the model what its processor makes of the same images and text"
+            )
+        taken = torch.cat([flat[start:end] for start, end in (*spans, (0, 0))])
+        if not is_one:
+            return type(features)((taken,))
+        return taken.unsqueeze(1) if features.dim() > _DIMS_OF_FEATURES else taken
+
+    output[features_of(output)] = cut(output[features_of(output)])
+    if getattr(output, _BETWEEN_LAYERS, None) is not None:
+        output[_BETWEEN_LAYERS] = type(output[_BETWEEN_LAYERS])(map(cut, output[_BETWEEN_LAYERS]))
+    return output
+
+
+def _check_taken(model: Any, names: Sequence[str]) -> None:
+    """Check that arguments that describe images are some with which a model's probe ran.
+
+    Raises:
+        UnsupportedModelError: names one that isn't.
+    """
+    takes = image_arguments(model)
+    for name in names:
+        if name not in takes:
+            raise UnsupportedModelError(
+                f"{name} has no rule on a sharded {type(model).__name__}, which takes {' and '.join(takes)}"
+            )
 
 
 def _check_images(images: dict[str, Any]) -> None:
@@ -239,15 +319,22 @@ def _check_images(images: dict[str, Any]) -> None:
         CuboidError: they aren't those of one tensor of images, or of patches with a grid.
     """
     pixels, grid = images.get(PIXELS), images.get(GRID)
-    if pixels is None and grid is None:
+    if not images:
         return
-    dims = 4 if grid is None else 2
-    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or pixels.dim() != dims:
+    # Those of each row, or tiles of each image, have a dim more.
+    dims, wanted = (4, 5), "[images, channels, height, width]"
+    if grid is not None:
+        dims, wanted = (2, 2), f"[patches, features] beside {GRID}"
+    elif IMAGE_SIZES[1] in images:
+        dims, wanted = (3, 3), f"[images, patches, features] beside {IMAGE_SIZES[1]}"
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or pixels.dim() not in dims:
         received = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-        wanted = "[images, channels, height, width]" if grid is None else f"[patches, features] beside {GRID}"
         raise CuboidError(f"{PIXELS} must be floats {wanted}, not {received}")
     if grid is not None and (grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point()):
         raise CuboidError(f"{GRID} is {grid.dtype} {list(grid.shape)}; give integers [images, 3]")
+    for name, x in images.items():
+        if not isinstance(x, torch.Tensor):
+            raise CuboidError(f"{name} must be a tensor, not {type(x).__name__}")
 
 
 def _placeholder(config: PretrainedConfig) -> int:
@@ -261,29 +348,5 @@ def _placeholder(config: PretrainedConfig) -> int:
 
 def _replace_special_ids(ids: torch.Tensor, config: PretrainedConfig) -> None:
     """Replace, in place, ids that stand for images and the like, which random rows mustn't have."""
-    for name, token in config.to_dict().items():
-        if isinstance(token, int) and name in SPECIAL_TOKENS:
-            ids[ids == token] = _LEAST_ID
-
-
-def _blank_image(model: Any) -> dict[str, torch.Tensor]:
-    """Arguments of an image of zeros, for a model whose probe has made some."""
-    images = _random_images(model, 1, torch.Generator())
-    return {
-        name: torch.zeros_like(x, device=model.device) if name == PIXELS else x.to(model.device)
-        for name, x in images.items()
-    }
-
-
-def _random_images(model: Any, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    config = getattr(model.config, "vision_config", None)
-    if config is not None and GRID in inspect.signature(type(model).forward).parameters:
-        features = getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2
-        patches = torch.randn((count * math.prod(_GRID), features), generator=generator, dtype=torch.float64)
-        return {PIXELS: patches.to(model.dtype), GRID: torch.tensor(_GRID).repeat(count, 1)}
-    shape = None if config is None else image_shape(config)
-    if shape is None:
-        raise CannotProbe("its vision_config has no image_size of a height and a width")
-    channels = int(getattr(config, "num_channels", 3))
-    images = torch.randn((count, channels, *shape), generator=generator, dtype=torch.float64)
-    return {PIXELS: images.to(model.dtype)}
+    for token in (token for tokens in special_tokens(config).values() for token in tokens):
+        ids[ids == token] = _LEAST_ID

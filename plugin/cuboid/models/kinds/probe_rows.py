@@ -15,11 +15,22 @@ from cuboid.models.batch.local_batch import IGNORE_INDEX
 RowsOf = Callable[[Case, int], MicroBatch]
 ROWS = 3
 _UNUSED_VOCABULARY = 8
-#: Keys of configs for ids that stand for what isn't text.
-SPECIAL_TOKENS = (
-    *("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id"),
-    *("vision_start_token_id", "vision_end_token_id", "vision_token_id", "boi_token_index", "eoi_token_index"),
+#: Endings of keys of configs for ids that stand for what isn't text; and keys with such an ending that are of text.
+_SPECIAL = ("_token_id", "_token_index", "_token_ids", "_token_indices")
+_OF_TEXT = frozenset(
+    {f"{name}_token_id" for name in ("pad", "bos", "eos", "sep", "cls", "unk", "mask", "decoder_start", "forced_bos")}
 )
+
+
+def special_tokens(config: PretrainedConfig) -> dict[str, list[int]]:
+    """Ids that stand for images and the like, by the keys of a config that has towers."""
+    if not hasattr(config, "vision_config"):
+        return {}
+    tokens = {
+        name: value for name, value in config.to_dict().items() if name.endswith(_SPECIAL) and name not in _OF_TEXT
+    }
+    listed = {name: list(value) if isinstance(value, list | tuple) else [value] for name, value in tokens.items()}
+    return {name: ids for name, ids in listed.items() if ids and all(type(token) is int for token in ids)}
 
 
 def vocabulary_size(config: PretrainedConfig) -> int:

@@ -35,6 +35,7 @@ KINDS: tuple[type[ModelKind], ...] = (
     HiddenStates,
     ImageStates,
 )
+_IDS = "input_ids"
 #: Kinds that only the arguments of a class's forward tell.
 _BY_INPUTS: tuple[type[SequenceToSequence | ImagesWithText], ...] = (SequenceToSequence, ImagesWithText)
 #: Descriptions of tasks without rules that class names don't spell out.
@@ -98,6 +99,12 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
     if other is not None:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", other[1]).lower()
         what = f"is for {_OTHERS.get(other[1], words)}"
+        main_input = getattr(cls, "main_input_name", _IDS)
+        if main_input != _IDS:
+            # Audio, mostly.
+            what = (
+                f"is for generation from {main_input}" if other[1] in _OTHERS else f"{what}, and is given {main_input}"
+            )
     elif names:
         what = "has a head that its name doesn't tell"
     else:

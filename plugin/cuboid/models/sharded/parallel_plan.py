@@ -238,7 +238,7 @@ def _misfit_message(
 
 def _spec(name: str, shape: tuple[int, ...], module: _Module, heads: HeadCounts, mesh: MeshShape) -> ShardingSpec:
     role = module.role
-    if role.kind in ("gathered", "whole", "inside"):
+    if role.kind in ("gathered", "whole", "inside", "beside tower"):
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
         # The weight of a norm over heads is sharded like the bias of the projection to these heads.

@@ -93,7 +93,7 @@ def parallelize_modules(
         if quantized is not None and name in quantized.names:
             spec = parallel_plan.specs[name]["weight"]
             parameters["weight"], four_bits = quantized.finish(name, parameters["weight"], spec, mesh)
-        if role.kind in ("whole", "inside", "tied"):
+        if role.kind in ("whole", "inside", "beside tower", "tied"):
             keep_whole(old, parameters, mesh=mesh, specs=parallel_plan.specs[name], four_bits=four_bits)
             continue
         if role.kind in ("experts", "router"):

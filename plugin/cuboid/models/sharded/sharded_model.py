@@ -30,7 +30,7 @@ from cuboid.models.attention.segments import uses_interface
 from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
-from cuboid.models.kinds.images_with_text import ComputesFeatures, ImagesWithText
+from cuboid.models.kinds.images_with_text import AddsFeatures, ComputesFeatures, ImagesWithText
 from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.model_kind import counts_positions
 from cuboid.models.kinds.registry import kind_of
@@ -130,6 +130,16 @@ class ShardedBaseWithImages(ComputesFeatures, ShardedBase):
     """Mixed, instead, into that of a vision-language model."""
 
 
+class ShardedTextModel(AddsFeatures, PlainInstances):
+    """Mixed into the class of a text model that adds features of images to hidden states between its layers."""
+
+    cuboid: Sharding
+
+
+class ShardedModelOfImages(ComputesFeatures, PlainInstances):
+    """Mixed into the class of a vision-language model that is its own base model."""
+
+
 def shard_modules(
     model: PreTrainedModel,
     parallel_plan: ParallelPlan,
@@ -190,6 +200,12 @@ def shard_modules(
         inner.cuboid = model.cuboid
         mixin = ShardedBaseWithImages if isinstance(kind, ImagesWithText) else ShardedBase
         inner.__class__ = _sharded_base_class(type(inner), mixin)  # type: ignore[arg-type]
+    if isinstance(kind, ImagesWithText):
+        for module in model.modules():
+            if AddsFeatures.belongs_to(module):
+                vars(module)["cuboid"] = model.cuboid
+                cls: Any = type(module)
+                module.__class__ = _with_mixin(cls, ShardedTextModel)
     is_cut = mesh.shape.size > 1
     hook_heads(model)
     early = next(iter((*attention, *blocks)), None)
@@ -198,7 +214,8 @@ def shard_modules(
         model.get_submodule(around).register_forward_hook(_read_check)
     if config.compile:
         compile_layers(model)
-    model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
+    is_base = inner is model and isinstance(kind, ImagesWithText)
+    model.__class__ = _sharded_class(_with_mixin(base, ShardedModelOfImages) if is_base else base)  # type: ignore[arg-type]
     keep_track_of(model)
     if is_cut:
         guard_hooks(model, runs_whole=True)
@@ -316,6 +333,12 @@ def derived_class(mixin: type[Any] | None, base: type[Any], forward: Callable[..
     """
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (mixin or PlainInstances, base), {**members, "_cuboid_plain": base})
+
+
+@functools.cache
+def _with_mixin(base: type[nn.Module], mixin: type[PlainInstances]) -> type[nn.Module]:
+    """A subclass with the same forward."""
+    return derived_class(mixin, base, base.forward)
 
 
 @functools.cache

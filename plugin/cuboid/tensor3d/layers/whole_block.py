@@ -294,11 +294,9 @@ def _run(block: Any, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         device = next(block.parameters()).device
         with random_numbers_of_block(mesh, device), unsharded_block(block):
             return cls.forward(block, *args, **kwargs)
-    split = ActivationSplit(mesh)
+    split = activation_split(mesh)
     if images is not None:
         split = ActivationSplit(mesh, images.whole, images.part, images.length)
-    elif mesh.size("sequence", "hidden") > 1:
-        split = ActivationSplit(mesh, lambda x: _GatherActivation.apply(x, mesh), lambda x: _OwnPart.apply(x, mesh))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
@@ -319,6 +317,13 @@ class ActivationSplit:
     to_whole: Callable[[torch.Tensor], torch.Tensor] | None = None
     to_part: Callable[[torch.Tensor], torch.Tensor] | None = None
     length: int | None = None
+
+
+def activation_split(mesh: Mesh) -> ActivationSplit:
+    """Of activations ``[B/b, S/s, H/h]``."""
+    if mesh.size("sequence", "hidden") == 1:
+        return ActivationSplit(mesh)
+    return ActivationSplit(mesh, lambda x: _GatherActivation.apply(x, mesh), lambda x: _OwnPart.apply(x, mesh))
 
 
 def on_whole_activations(
@@ -402,14 +407,16 @@ def _sequence_pieces(mesh: Mesh) -> int:
 
 
 @contextmanager
-def unsharded_block(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")) -> Iterator[None]:
-    """Inside a ``with``, the modules of a block have their unsharded parameters.
+def unsharded_block(
+    block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden"), *, alone: bool = False
+) -> Iterator[None]:
+    """Inside a ``with``, the modules of a block, or it ``alone``, have their unsharded parameters.
 
     Ranks along ``same`` compute the same, so their gradients are averaged, not summed.
     """
     owners = [
         (module, name, param)
-        for module in block.modules()
+        for module in ((block,) if alone else block.modules())
         if isinstance(module, ShardedModule)
         for name, param in module.sharded_params.items()
     ]
