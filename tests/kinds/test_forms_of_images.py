@@ -27,7 +27,8 @@ from cuboid.models.certification.default_models import default_config
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.certification.small_config import small_config
-from cuboid.models.kinds.registry import check_class
+from cuboid.models.kinds.probe_rows import CannotProbe
+from cuboid.models.kinds.registry import check_class, kind_of_class
 from threaded import Threaded, assert_as_alone, step_of
 
 IMAGE = 5
@@ -224,6 +225,13 @@ def test_layers_of_a_tower_that_differ_are_kept():
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_tower_that_drops_images_at_random_is_refused_by_the_key():
+    config = AutoConfig.for_model("qianfan_ocr")
+    kind = kind_of_class(AutoModelForImageTextToText._model_mapping[type(config)])
+    with pytest.raises(CannotProbe, match=r"drop_path_rate is 0\.1: it drops rows .* set it to 0\.0"):
+        kind.probe_config(config, lambda one: one)
 
 
 @pytest.mark.ci

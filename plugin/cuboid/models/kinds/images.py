@@ -112,12 +112,7 @@ class _OfImages(ModelKind):
 
         The length depends on how many tokens the model adds to the patches, so the model is run.
         """
-        for name in ("drop_path_rate", "stochastic_depth_prob"):
-            if getattr(small, name, 0):
-                raise CannotProbe(
-                    f"{name} is {getattr(small, name)}: it drops rows in layers at random, for which there is no rule; "
-                    "set it to 0.0"
-                )
+        check_drops_no_rows(small)
         if image_shape(small) is None:
             raise CannotProbe("its config has no image_size of a height and a width")
         for edge in _SMALL_EDGES:
@@ -199,6 +194,20 @@ class ImageStates(_OfImages, HiddenStates):
 
     def _head_choices(self, has_own_loss: bool) -> list[dict[str, Any]]:  # noqa: ARG002
         return [{}]
+
+
+def check_drops_no_rows(config: PretrainedConfig) -> None:
+    """Check that layers don't leave out whole images at random.
+
+    Raises:
+        CannotProbe: they do.
+    """
+    for name in ("drop_path_rate", "stochastic_depth_prob"):
+        if getattr(config, name, 0):
+            raise CannotProbe(
+                f"{name} is {getattr(config, name)}: it drops rows in layers at random, for which there is no rule; "
+                "set it to 0.0"
+            )
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:

@@ -28,6 +28,7 @@ from cuboid.models.batch.length_cases import LONGEST, Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX, TENSORS, TOKEN_TYPES, LocalBatch, take_local_batch
 from cuboid.models.batch.row_images import GRID, IMAGE_SIZES, IMAGES, PIXELS, RankImages, images_of_rows
 from cuboid.models.kinds.causal import Causal
+from cuboid.models.kinds.images import check_drops_no_rows
 from cuboid.models.kinds.probe_images import (
     blank_image,
     feature_counts,
@@ -178,6 +179,7 @@ class ImagesWithText(Causal):
 
         How many these are is up to the model's own code, which merges patches, so models are made and run.
         """
+        check_drops_no_rows(getattr(small, "vision_config", small))
         obstacle: CannotProbe | None = None
         for edge in _EDGES:
             config = with_images(small, edge)
