@@ -220,6 +220,25 @@ def test_a_bound_covers_all_requests_inside_and_the_shortest_counts(monkeypatch)
     assert not store.check("m")
 
 
+@pytest.mark.parametrize("appends", [True, False], ids=["TCPStore", "FileStore"])
+def test_what_many_ranks_have_written_is_one_list(tmp_path, appends):
+    make = {
+        True: lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        False: lambda: dist.FileStore(str(tmp_path / "store"), -1),
+    }
+    store = BoundedStore(lambda: dist.PrefixStore("some", make[appends]()), 60.0)
+    assert store.lines("list") == []
+    store.delete_lines("list")
+    lines = ["0 a", "1 a b \\n", "0 a"]
+    store.post_line("list", lines[0])
+    for line in lines[1:]:
+        store.enter("list", line)
+    store.enter("another", "x")
+    assert store.lines("list") == lines
+    store.delete_lines("list")
+    assert (store.lines("list"), store.lines("another")) == ([], ["x"])
+
+
 def test_a_stores_own_error_is_raised_and_its_thread_ends_with_it():
     def refuse():
         raise dist.DistNetworkError("no such host")

@@ -15,6 +15,7 @@ from cuboid.failures import rank_agreement, rendezvous
 from cuboid.failures.rank_agreement import (
     StepGuard,
     agreement_lane,
+    end_together,
     gather_objects,
     raise_on_all_ranks,
     run_on_all_ranks,
@@ -294,6 +295,25 @@ def test_a_late_decision_about_a_step_blames_no_rank_that_is_at_work():
     assert killed is None
     assert (later.kind, later.text, later.rank) == ("RankError", "forward: ValueError: boom", 1)
     assert later.cause == "ValueError", "its own"
+
+
+def _leave():
+    dist.init_process_group("gloo")
+    mesh = Mesh(MeshShape(1, 2, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    if mesh.rank == 1:
+        _await("rank 0 leaves")
+        _tell("rank 1 leaves")
+    else:
+        _tell("rank 0 leaves")
+    end_together()
+    has_seen_rank_1 = dist.distributed_c10d._get_default_store().check(["rank 1 leaves"])
+    return rank_agreement._peers(mesh)._listener.is_alive(), has_seen_rank_1
+
+
+@pytest.mark.ci
+def test_the_rank_that_hosts_the_store_leaves_last_and_nobody_asks_it_then():
+    assert [ending.text for ending in endings_of(2, _leave, timeout_s=TIMEOUT_S)] == [(False, True)] * 2
 
 
 def test_without_other_ranks_an_error_goes_on_as_it_is():

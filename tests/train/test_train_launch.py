@@ -305,6 +305,10 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
     assert status == 1
     assert f"{latest} had 8 sequences of all ranks in a step, not 500. Give the same again" in output, output
 
+    # A run that was resumed, and killed after it had made the evaluation that the stopped one left to it.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "heldout_loss": 1.0}) + "\n")
+
     # There is no time for more than a step.
     more = ("--resume", f"--steps={step + 3}")
     arguments = train_arguments(job, tmp_path, "alone", *more, "--max-time=0.1s")[1:]
@@ -320,6 +324,8 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
     figures = [line for line in figures_of(tmp_path) if line["loss"] is not None]
     assert [line["step"] for line in figures] == [*range(1, step + 4)]
     assert [line["loss"] for line in figures] == report.train_losses
+    evaluated = [(line["step"], line["heldout_loss"]) for line in figures_of(tmp_path) if line["loss"] is None]
+    assert evaluated == [(point.step, point.loss) for point in report.heldout_losses]
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def interval_s(ranks: int, requests: int = 1) -> float:
 def pauses(ranks: int, requests: int = 1) -> Iterator[float]:
     """How long each of the ranks waits, again and again, before it makes so many requests to see if something has come.
 
-    The pauses grow with the wait, of which each is a third, up to the interval of all ranks.
+    Each pause is half of the wait before it, up to the interval of all ranks.
     """
     pause, longest = _SHORTEST_PAUSE_S, max(_LONGEST_PAUSE_S, interval_s(ranks, requests))
     # Ranks that begin together shouldn't all ask at once; and the random numbers of the script stay as they are.

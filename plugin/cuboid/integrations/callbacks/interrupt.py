@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from cuboid.distributed.collectives import sum_over_ranks
 from cuboid.errors import ConfigError
 from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause, exit_status, stopped_text
+from cuboid.failures.rank_agreement import end_together
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.callbacks.training_engine import engine_of
 
@@ -106,6 +107,7 @@ class InterruptCallback(TrainerCallback):
         if dist.is_initialized():
             # A rank that leaves first would take the others' connections along.
             dist.barrier()
+            end_together()
             dist.destroy_process_group()
         raise SystemExit(exit_status(self.stopped_by))
 
