@@ -20,10 +20,14 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+import cuboid
+from comparing import mesh_section
+from conftest import TIMEOUT_S
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.batch.row_images import images_of_rows
 from cuboid.models.certification.default_models import default_config
+from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.certification.small_config import small_config
@@ -174,6 +178,45 @@ def micro_batch(architecture, counts=ROWS["none behind"], padding=None, seed=0):
 def test_loss_and_every_gradient_are_those_of_one_process(architecture, images, padding, mesh):
     batch = micro_batch(architecture, ROWS[images], padding)
     assert_as_alone(built(architecture), mesh, step_of(**batch), MeshVerdict(inputs="images"))
+
+
+def trained(model, architecture):
+    """The losses of three steps of SGD, with images in other rows in each."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    losses = []
+    for seed, counts in enumerate(ROWS.values()):
+        optimizer.zero_grad()
+        loss = model(**micro_batch(architecture, counts, seed=seed)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_from_slices(path, architecture, mesh, out):
+    """On a rank: losses of a model that was loaded, and its weights, which are saved."""
+    model = cuboid.from_pretrained(path, {"tensor_parallel": mesh_section(mesh)}, dtype=torch.float64).train()
+    with KeepFloat64():
+        losses = trained(model, architecture)
+    model.save_pretrained(out)
+    return losses, cuboid.full_state_dict(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1"])
+@pytest.mark.parametrize("architecture", ["llava_next", "qwen3_vl", "llama4", "idefics3", "pixtral"])
+def test_training_from_slices_is_that_of_plain_transformers(pool, tmp_path, architecture, mesh):
+    plain, out = built(architecture), tmp_path / "out"
+    plain.save_pretrained(tmp_path / "start")
+    args = (str(tmp_path / "start"), architecture, mesh, str(out))
+    results = pool.run(2, trained_from_slices, *args, timeout_s=TIMEOUT_S)
+    with KeepFloat64():
+        losses = trained(plain, architecture)
+    assert [result[0] for result in results] == [pytest.approx(losses, rel=1e-9)] * 2
+    saved = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float64).state_dict()
+    for name, x in plain.state_dict().items():
+        torch.testing.assert_close(results[0][1][name], x, rtol=1e-9, atol=1e-9)
+        assert torch.equal(saved[name], results[0][1][name])
 
 
 def test_text_before_an_answer_does_not_see_what_a_mesh_fills_rows_up_with():

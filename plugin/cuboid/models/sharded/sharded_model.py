@@ -324,7 +324,9 @@ def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
 
 def plain_class(cls: type[Any]) -> type[Any]:
     """The class that a sharded class was made from; any other class itself."""
-    return cls._cuboid_plain if issubclass(cls, PlainInstances) else cls
+    while issubclass(cls, PlainInstances):
+        cls = cls._cuboid_plain
+    return cls
 
 
 def derived_class(mixin: type[Any] | None, base: type[Any], forward: Callable[..., Any]) -> type[Any]:
