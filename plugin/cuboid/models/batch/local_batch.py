@@ -115,7 +115,13 @@ def take_local_batch(
     handled = {*tensors} - {"input_ids"} | (set() if cache is None else {"past_key_values", "use_cache"})
     _reject({name: value for name, value in arguments.items() if name not in handled})
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *types, *_REJECTED)}
-    _check_options(options)
+    for name, x in options.items():
+        # A model that is given embeddings sees nothing of other inputs.
+        if isinstance(x, torch.Tensor) and x.dim() > 0 and name not in _WHOLE:
+            raise UnsupportedModelError(
+                f"{name} has no rule on a sharded model, whose inputs here are {', '.join(TENSORS)}; leave it out, or "
+                "train this model without a mesh"
+            )
     whole_mask = None if cache is None else tensors.pop("attention_mask", None)
     check_tensors(tensors)
     rows, length = tensors["input_ids"].shape
@@ -168,20 +174,6 @@ def _reject(arguments: dict[str, Any]) -> None:
             )
     if arguments.get("input_ids") is None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Check that no other input is among a forward's options, of which a model that is given embeddings sees nothing.
-
-    Raises:
-        UnsupportedModelError: names it.
-    """
-    for name, x in options.items():
-        if isinstance(x, torch.Tensor) and x.dim() > 0 and name not in _WHOLE:
-            raise UnsupportedModelError(
-                f"{name} has no rule on a sharded model, whose inputs here are {', '.join(TENSORS)}; leave it out, or "
-                "train this model without a mesh"
-            )
 
 
 def check_ids(ids: torch.Tensor, name: str = "input_ids") -> None:
