@@ -582,8 +582,10 @@ def test_a_profile_is_measured_and_read(tmp_path, ranks):
     gpu = cluster.gpu
     # Its rates are the measured ones, since no data sheet is known.
     assert (gpu.matmul_efficiency, gpu.memory_efficiency) == (1, 1)
-    fastest = max(2 * row["rows"] * row["inputs"] * row["outputs"] / row["seconds"] for row in measured["products"])
-    assert gpu.peak_flops >= 0.5 * fastest
+    largest = measured["products"][-1]
+    rate = 2 * largest["rows"] * largest["inputs"] * largest["outputs"] / largest["seconds"]
+    # Of its seconds, those that read and write memory and start the kernel are taken away, up to nine tenths.
+    assert rate <= gpu.peak_flops <= 10.001 * rate
     assert (gpu.link_efficiency == 1) is (ranks == 2)
     assert estimate(description_of(LLAMA_8B), Layout(MeshShape(1, ranks, 1)), cluster, 4096).time.total_s > 1
 
