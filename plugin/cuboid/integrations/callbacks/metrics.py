@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.errors import CheckpointError
-from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
+from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, evaluation_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.callbacks.training_engine import mesh_if_sharded
 from cuboid.integrations.callbacks.utilization import peak_of_all_ranks
@@ -84,8 +84,7 @@ class MetricsCallback(TrainerCallback):
             others = {name: value for name, value in logs.items() if name not in known and name != "epoch"}
             self._file.add(state.global_step, {**known, **rates, **others})
             return
-        # The Trainer's last log has the mean of the training losses.
-        losses = {name: value for name, value in logs.items() if name.endswith("_loss") and name != "train_loss"}
+        losses = evaluation_losses(logs)
         if losses:
             self._file.add(state.global_step, losses)
 

@@ -33,6 +33,11 @@ def digest_of(losses: Sequence[float]) -> str:
     return hashlib.sha256(np.where(np.isfinite(known), known, np.nan).astype("<f8").tobytes()).hexdigest()
 
 
+def evaluation_losses(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The losses of evaluations in a log of a Trainer's, whose last one has the mean of the training losses."""
+    return {name: value for name, value in logs.items() if name.endswith("_loss") and name != "train_loss"}
+
+
 def check_metrics(path: Path) -> None:
     """Check that a run may write its metrics to a path.
 

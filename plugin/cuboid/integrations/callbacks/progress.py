@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from cuboid.integrations.callbacks.metrics_file import evaluation_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
 
 _GIB = 1 << 30
@@ -142,8 +143,7 @@ class RunProgressCallback(TrainerCallback):
             speed = rates.get("tokens_per_s")
             self._progress.step(state.global_step, float(logs["loss"]), speed, memory_bytes, rates["left_s"])
             return
-        # The Trainer's last log has the mean of the training losses.
-        losses = {name: value for name, value in logs.items() if name.endswith("_loss") and name != "train_loss"}
+        losses = evaluation_losses(logs)
         if losses:
             text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
             self._progress.say(f"after {state.global_step} steps: {text}")
