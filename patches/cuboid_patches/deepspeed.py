@@ -153,7 +153,8 @@ def _initialize_sharded(
     mesh.connect_host()
     owned = _owned_shards(mesh, framework_config)
     is_made = callable(arguments.get("optimizer"))
-    rule = run_on_all_ranks(lambda: _take_optimizer(arguments, model, framework_config, owned), mesh)
+    what = "deepspeed.initialize of the optimizer"
+    rule = run_on_all_ranks(lambda: _take_optimizer(arguments, model, framework_config, owned), mesh, what=what)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -172,15 +173,17 @@ def _initialize_sharded(
     groups = _parameter_groups(arguments, model, framework_config)
     aligned = AlignedGroups()
     if groups is not None:
-        aligned = run_on_all_ranks(lambda: _align(arguments, model, groups), mesh)
+        aligned = run_on_all_ranks(lambda: _align(arguments, model, groups), mesh, what=what)
     with _placeholders(arguments, model, groups or []) as placeholders, _own_groups():
         engine, *others = original(**{**arguments, "model": module, "config": framework_config, "mpu": unit})
     if engine.basic_optimizer is not arguments.get("optimizer") or is_made:
-        rule = run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
+        rule = run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh, what=what)
     if arguments.get("optimizer") is None and is_muon(framework_config.get("optimizer")):
         # DeepSpeed has made two groups of each: one for Muon, one for Adam.
         made = engine.basic_optimizer
-        aligned = run_on_all_ranks(lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh)
+        aligned = run_on_all_ranks(
+            lambda: align_with_stages(model, made.param_groups, made, engine.lr_scheduler), mesh, what=what
+        )
     # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.changed_weights = ChangedWeights(engine.optimizer, model, aligned)

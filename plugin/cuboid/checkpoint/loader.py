@@ -42,7 +42,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
         # Only rank 0 looks: if a save completes meanwhile, two ranks could find different checkpoints.
         return resolve(root, tag) if mesh.rank == 0 else None
 
-    path = gather_objects(run_on_all_ranks(find, mesh), mesh)[0]
+    path = gather_objects(run_on_all_ranks(find, mesh, what="search for a checkpoint"), mesh)[0]
     assert path is not None
 
     def check() -> Manifest:
@@ -60,8 +60,8 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
         return document
 
     try:
-        manifest = run_on_all_ranks(check, mesh)
-        document = run_on_all_ranks(read, mesh)
+        manifest = run_on_all_ranks(check, mesh, what=f"check of {path.name}")
+        document = run_on_all_ranks(read, mesh, what=f"load of {path.name}")
     except CheckpointError as error:
         intact = _newest_intact(path, mesh)
         damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)

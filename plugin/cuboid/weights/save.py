@@ -150,7 +150,8 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
         if mesh.rank == 0:
             begin_export(folder)
 
-    run_on_all_ranks(begin, mesh)
+    what = f"save of {folder.name}"
+    run_on_all_ranks(begin, mesh, what=what)
     try:
         results = write_items(model_items(inner), folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
 
@@ -164,8 +165,8 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
                 write_auxiliary_files(inner, folder / SCRATCH)
                 keep_own_tokenizer(folder / SCRATCH, folder)
 
-        run_on_all_ranks(finish, mesh)
-        run_on_all_ranks(lambda: publish(folder) if mesh.rank == 0 else None, mesh)
+        run_on_all_ranks(finish, mesh, what=what)
+        run_on_all_ranks(lambda: publish(folder) if mesh.rank == 0 else None, mesh, what=what)
     except BaseException:
         if mesh.rank == 0:
             abandon_export(folder)

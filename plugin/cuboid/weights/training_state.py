@@ -103,7 +103,9 @@ def load_model(model: nn.Module, folder: Path) -> None:
     """
     inner: Any = unwrap(model)
     if inner.cuboid.state.adapters is not None:
-        run_on_all_ranks(lambda: inner.cuboid.state.adapters.load(inner, folder), mesh_of(inner))
+        run_on_all_ranks(
+            lambda: inner.cuboid.state.adapters.load(inner, folder), mesh_of(inner), what=f"load of {folder.name}"
+        )
         return
     shards = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
 
@@ -122,7 +124,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
             for name, target in shards.items():
                 target.copy_(read[name])
 
-    run_on_all_ranks(load, mesh_of(inner))
+    run_on_all_ranks(load, mesh_of(inner), what=f"load of {folder.name}")
 
 
 def load_training(
@@ -153,7 +155,7 @@ def load_training(
             load_masters(checkpoint, wide, tensors, mesh)
             load_optimizer(checkpoint, adapter, tensors, mesh, groups)
 
-    run_on_all_ranks(load, mesh)
+    run_on_all_ranks(load, mesh, what="load of the optimizer's state")
 
 
 def restore_random(model: nn.Module, checkpoint: CheckpointMetadata) -> None:

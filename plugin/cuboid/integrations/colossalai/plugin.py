@@ -101,7 +101,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         self.mesh.connect_host()
         classes = {"the optimizer": type(optimizer).__name__, "lr_scheduler": type(lr_scheduler).__name__}
         check_alike({**self._config.values(), **classes}, self.mesh)
-        rule = run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
+        what = "booster.boost of the optimizer"
+        rule = run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh, what=what)
         sharded.to(get_accelerator().get_current_device())
         booster = self._config.booster
         boosted = CuboidModel(sharded, Origin.of("colossalai", self.config, self._config.source, sharded))
@@ -110,7 +111,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         if optimizer is not None:
             check_trains(sharded)
             groups = run_on_all_ranks(
-                lambda: align_with_stages(sharded, optimizer.param_groups, optimizer, lr_scheduler), self.mesh
+                lambda: align_with_stages(sharded, optimizer.param_groups, optimizer, lr_scheduler),
+                self.mesh,
+                what=what,
             )
             boosted.checkpointing.groups = groups.names
             boosted.optimizer = CuboidOptimizer(
