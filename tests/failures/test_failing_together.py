@@ -136,7 +136,8 @@ _UNHEARD = """
     if os.environ["RANK"] == "0":
         time.sleep(4)  # still loading
     elif sys.argv[1] == "together":
-        run_on_all_ranks(lambda: run_on_all_ranks(lambda: cuboid.load_config("/no/such/file.json")))
+        load = lambda: cuboid.load_config("/no/such/file.json")
+        run_on_all_ranks(lambda: run_on_all_ranks(load, what="inner"), what="outer")
     else:
         cuboid.load_config("/no/such/file.json")
 """
@@ -311,7 +312,7 @@ def _fail_where_nothing_notices(aborts, failing, told, patience_s):
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mesh = Mesh(MeshShape(1, 2, 1))
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     group = dist.new_group([0, 1], backend="stuck")
     try:
         with StepGuard(mesh, "step 1"):
@@ -359,7 +360,7 @@ _LINGERING = """
     rendezvous.waits_for_lost_ranks = lambda: True
     dist.init_process_group("gloo")
     mesh = Mesh(MeshShape(1, 2, 1))
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     group = dist.new_group([0, 1], backend="stuck")
     print("started", time.time(), flush=True)
     try:
@@ -410,7 +411,7 @@ def _return_from_what_was_aborted():
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mesh = Mesh(MeshShape(1, 2, 1))
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     with StepGuard(mesh, "step 1"):
         if rank == 0:
             raise ValueError("boom")

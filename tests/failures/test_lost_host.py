@@ -116,7 +116,7 @@ def _meet_after_the_cut(hub, folder, way):
     except PeerLostError as error:
         # A further failure isn't kept back by the store either.
         with suppress(ValueError, CuboidError):
-            run_on_all_ranks(lambda: _raise(ValueError("also")), mesh)
+            run_on_all_ranks(lambda: _raise(ValueError("also")), mesh, what="a third meeting")
         dist.destroy_process_group()
         return str(error), time.monotonic() - cut
     finally:

@@ -48,7 +48,7 @@ def _await(event):
 def _outcome(action, mesh, **kwargs):
     """What a call ended with on this rank: the class, the words, the rank, and the class that it was raised from."""
     try:
-        return run_on_all_ranks(action, mesh, **kwargs)
+        return run_on_all_ranks(action, mesh, **{"what": action.__qualname__, **kwargs})
     except BaseException as error:
         return type(error), str(error), getattr(error, "rank", None), type(error.__cause__)
 
@@ -173,7 +173,7 @@ def test_ranks_that_make_different_calls_are_told_so(pool):
 
 def _one_ends():
     mesh = _mesh()
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     if mesh.rank == 1:
         os._exit(9)
     try:
@@ -232,7 +232,7 @@ def _mesh_on_one_machine(ranks, timeout_s):
     rendezvous._LEAVE_S = 0.1
     dist.init_process_group("gloo")
     mesh = Mesh(MeshShape(1, ranks, 1))
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     # Only now, so that a slow start isn't taken for a rank that is lost.
     rank_agreement._peers(mesh).timeout_s = timeout_s
     return mesh
@@ -300,7 +300,7 @@ def test_a_late_decision_about_a_step_blames_no_rank_that_is_at_work():
 def _leave():
     dist.init_process_group("gloo")
     mesh = Mesh(MeshShape(1, 2, 1))
-    run_on_all_ranks(lambda: None, mesh)
+    run_on_all_ranks(lambda: None, mesh, what="a meeting")
     if mesh.rank == 1:
         _await("rank 0 leaves")
         _tell("rank 1 leaves")
@@ -319,5 +319,5 @@ def test_the_rank_that_hosts_the_store_leaves_last_and_nobody_asks_it_then():
 def test_without_other_ranks_an_error_goes_on_as_it_is():
     mesh = Mesh(MeshShape(), rank=0, world_size=1)
     with pytest.raises(KeyError):
-        run_on_all_ranks(lambda: {}["x"], mesh)
-    assert run_on_all_ranks(lambda: torch.ones(1).item(), None) == 1
+        run_on_all_ranks(lambda: {}["x"], mesh, what="a look")
+    assert run_on_all_ranks(lambda: torch.ones(1).item(), what="a look") == 1

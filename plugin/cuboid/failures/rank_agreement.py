@@ -26,7 +26,7 @@ T = TypeVar("T")
 _lane: ContextVar[str] = ContextVar("cuboid_agreement_lane", default=MAIN_LANE)
 
 
-def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what: str | None = None) -> T:
+def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what: str) -> T:
     """Run an action on every rank; if it fails on any, raise on all. Collective over the world.
 
     Every exception counts. Where it arose, a :class:`CuboidError` is raised as it is and any other is chained to a
@@ -40,13 +40,12 @@ def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what:
     Args:
         action: what to do.
         mesh: this rank's mesh, if there is one yet. A mesh whose world is a single rank meets nobody.
-        what: name of the action in messages, the same on all ranks.
+        what: name of the action in messages, in words, the same on all ranks.
 
     Raises:
         CuboidError: the first rank's failure. Also where the ranks make different calls, or one of them ended or
             didn't come within the timeout of the process group.
     """
-    what = what or f"{action.__module__}.{action.__qualname__}"
     try:
         result = action()
     except BaseException as error:
