@@ -10,17 +10,17 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.distributed.collectives import sum_over_ranks
 from cuboid.errors import ConfigError
 from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause, exit_status, stopped_text
 from cuboid.failures.rank_agreement import end_together
-from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.callbacks.step_times import StepTimes, TimedCallback
 from cuboid.integrations.callbacks.training_engine import engine_of
 
 
-class InterruptCallback(TrainerCallback):
+class InterruptCallback(TimedCallback):
     """Stops training at the end of a step, with a checkpoint, when a rank is asked to or its time is up.
 
     The first Ctrl-C (SIGINT) or SIGTERM of any rank lets all ranks finish the step that runs, write a checkpoint as
@@ -37,10 +37,10 @@ class InterruptCallback(TrainerCallback):
     """
 
     def __init__(self, max_time_s: float | None = None, *, exits: bool = True) -> None:
+        super().__init__()
         self.stopped_by: StopCause | None = None
         self._max_time_s, self._exits = max_time_s, exits
         self._interrupts: Interrupts | None = None
-        self._times = StepTimes()
         self._last_event = time.perf_counter()
 
     def on_train_begin(
@@ -59,18 +59,12 @@ class InterruptCallback(TrainerCallback):
         is_first = state.is_world_process_zero
         self._interrupts.defer(lambda: print(STOPPING, file=sys.stderr, flush=True) if is_first else None)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note when a step begins."""
-        self._times.begin()
-
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Agree on whether to stop."""
         self._last_event = time.perf_counter()
-        self._times.end()
+        super().on_step_end(args, state, control, **kwargs)
         return self._stop_if_asked(args, control)
 
     def on_evaluate(

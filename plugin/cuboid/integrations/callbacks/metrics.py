@@ -6,18 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.errors import CheckpointError
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, evaluation_losses
-from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.callbacks.step_times import StepTimes, TimedCallback
 from cuboid.integrations.callbacks.training_engine import mesh_if_sharded
 from cuboid.integrations.callbacks.utilization import peak_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
 
-class MetricsCallback(TrainerCallback):
+class MetricsCallback(TimedCallback):
     """Writes ``metrics.jsonl``: a line for each log of the Trainer's, with ``logging_steps=1`` for each step.
 
     A line is in the file as soon as its step is logged. A run that is resumed cuts the file back to its step, so that
@@ -31,11 +31,11 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__()
         self._folder = folder
         self._file: MetricsFile | None = None
         #: FLOP/s of all devices together; None if that isn't known.
         self._peak_flops: float | None = None
-        self._times = StepTimes()
         #: What the Trainer had counted at the last line.
         self._tokens, self._flops = 0, 0.0
 
@@ -49,16 +49,6 @@ class MetricsCallback(TrainerCallback):
         self._peak_flops = None if model is None else peak_of_all_ranks(args.device, next(model.parameters()).dtype)
         self._times = StepTimes()
         self._tokens, self._flops = state.num_input_tokens_seen, state.total_flos
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note when a step begins."""
-        self._times.begin()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it took."""
-        self._times.end()
 
     def rates(self, state: TrainerState) -> dict[str, float]:
         """The rates since the last line, which this ends: seconds of a step, tokens per second, memory, and others."""

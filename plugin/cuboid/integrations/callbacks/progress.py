@@ -18,10 +18,10 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.integrations.callbacks.metrics_file import evaluation_losses
-from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.callbacks.step_times import StepTimes, TimedCallback
 
 _GIB = 1 << 30
 
@@ -89,7 +89,7 @@ class TrainProgress:
             self.say(f"step {step}/{self._steps} · {text} · {timedelta(seconds=round(left_s))} left")
 
 
-class RunProgressCallback(TrainerCallback):
+class RunProgressCallback(TimedCallback):
     """Shows a Trainer's loss, speed, memory and remaining time, as ``cuboid train`` does.
 
     A terminal shows a bar. A file or pipe gets a line for the first and the last step, for others if ``log_every_s``
@@ -101,9 +101,9 @@ class RunProgressCallback(TrainerCallback):
     """
 
     def __init__(self, log_every_s: float = 10.0) -> None:
+        super().__init__()
         self._log_every_s = log_every_s
         self._progress: TrainProgress | None = None
-        self._times = StepTimes()
         self._tokens = 0
 
     def on_train_begin(
@@ -114,16 +114,6 @@ class RunProgressCallback(TrainerCallback):
         self._times, self._tokens = StepTimes(), int(state.num_input_tokens_seen)
         shown = state.is_world_process_zero
         self._progress = TrainProgress(state.max_steps, shown, self._log_every_s, state.global_step).__enter__()
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note when a step begins."""
-        self._times.begin()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it took."""
-        self._times.end()
 
     def on_log(
         self,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import psutil
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuboid.integrations.callbacks import memory_use
 
@@ -85,3 +87,23 @@ class StepTimes:
             rates["mfu"] = flops / (busy_s * peak_flops)
         rates["idle_share"] = 1 - busy_s / max(passed_s, busy_s, 1e-9)
         return rates
+
+
+class TimedCallback(TrainerCallback):
+    """A callback that knows how long the steps of a Trainer's run take."""
+
+    def __init__(self) -> None:
+        self._times = StepTimes()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note when a step begins."""
+        self._times.begin()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Note how long it took."""
+        self._times.end()
+        return None

@@ -8,19 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.failures.rank_agreement import run_on_all_ranks
-from cuboid.integrations.callbacks.step_times import StepTimes
+from cuboid.integrations.callbacks.step_times import StepTimes, TimedCallback
 from cuboid.integrations.callbacks.training_engine import engine_of
 from cuboid.integrations.run_report.figures import make_report
 from cuboid.integrations.run_report.schema import CURVE, HeldoutPoint
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 
 
-class ReportCallback(TrainerCallback, ExportableState):
+class ReportCallback(TimedCallback, ExportableState):
     """Writes ``report.json`` and ``loss.png`` into ``output_dir`` when the training ends, as ``cuboid train`` does.
 
     Of the whole run, resumed or not: each loss that the Trainer logged (with ``logging_steps=1`` that of each step) and
@@ -34,11 +34,11 @@ class ReportCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._resumed_after: list[int] = []
         #: Before this process.
         self._earlier_s = 0.0
         self._began = time.perf_counter()
-        self._times = StepTimes()
         self._sent_before: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
         self._engine: Any = None
@@ -72,12 +72,15 @@ class ReportCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Note when a step begins, and what was sent before."""
         self._sent_before = Counter(mesh_of(self._engine).comm_counter.snapshot())
-        self._times.begin()
+        super().on_step_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
         """Note how long it took, and what it sent."""
-        self._times.end()
+        super().on_step_end(args, state, control, **kwargs)
         self._sent = Counter(mesh_of(self._engine).comm_counter.snapshot()) - self._sent_before
+        return None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
