@@ -24,8 +24,7 @@ PIXELS, GRID = "pixel_values", "image_grid_thw"
 PIXEL_MASKS = ("pixel_attention_mask", "pixel_mask")
 IMAGE_SIZES = ("image_sizes", "spatial_shapes")
 IMAGES = (PIXELS, GRID, *PIXEL_MASKS, *IMAGE_SIZES)
-
-
+#: Of pixels that aren't divided by rows; those that are have one more.
 _DIMS_OF_IMAGES = 4
 
 

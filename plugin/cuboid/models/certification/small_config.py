@@ -355,22 +355,17 @@ class _Beside:
 
 
 def _of_towers(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of its towers: from which of their layers features come, and of which sizes images are."""
+    """From which of its towers' few layers features come, where a config says so by their numbers."""
     changes: dict[str, Any] = {}
     for name in config.sub_configs:
         real, small = getattr(config, name, None), fields.get(name)
-        if (
-            not name.endswith(_TOWERS)
-            or not isinstance(real, PretrainedConfig)
-            or not isinstance(small, PretrainedConfig)
-        ):
+        if not (name.endswith(_TOWERS) and isinstance(real, PretrainedConfig) and isinstance(small, PretrainedConfig)):
             continue
         count, kept = layer_count(real), layer_count(small)
-        for key, value in fields.items():
-            if not key.startswith(f"{name.removesuffix('_config')}_feature_layer") or not count:
-                continue
+        beginning = f"{name.removesuffix('_config')}_feature_layer"
+        for key, value in fields.items() if count else ():
             layers = value if isinstance(value, list | tuple) else [value]
-            if all(type(layer) is int for layer in layers):
+            if key.startswith(beginning) and all(type(layer) is int for layer in layers):
                 fewer = [_hidden_states(layer, count, kept) for layer in layers]
                 changes[key] = fewer if isinstance(value, list | tuple) else fewer[0]
     return changes
