@@ -57,5 +57,8 @@ library, since Ctrl-C may come during the imports.
 
 ``interrupts``: Ctrl-C and SIGTERM, on which all ranks agree at the end of a step.
 
+``launched_world``: a command's ranks, from the launcher's variables to the end of their process group, and meetings
+beside work that may take longer than T.
+
 docs/failures.md says what users see.
 """

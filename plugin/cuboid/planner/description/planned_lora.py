@@ -21,8 +21,10 @@ _FURTHER = (*("exclude_modules", "layers_to_transform", "layers_pattern", "rank_
 
 
 class CountedLora(LoraConfig):
-    """A config of adapters in layers without values. The patch of PEFT lets it put the layers for shards around sharded
-    ones, without all that a model that is trained needs."""
+    """A config of adapters that are only counted, on a model without values that isn't a ``ShardedModel``.
+
+    By its mark the patch of PEFT knows that sharded layers in it get Cuboid's adapters, as those of a ``ShardedModel``.
+    """
 
     is_for_counts = True
 
