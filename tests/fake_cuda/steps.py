@@ -130,12 +130,13 @@ def optimizer(waits, *, split):
 
 
 def flash(waits):
-    """As on a GPU with kernels for bfloat16, which are also given fewer heads of keys than of queries."""
-    heads = []
+    """As on a GPU with kernels for bfloat16, which are given fewer heads of keys, and a segment with all before it."""
+    calls = []
     forward = kernels.CudaFlash.forward
 
     def note(self, query, key, value, **options):
-        heads.append((query.shape[1], key.shape[1]))
+        if query.shape[1] == SIZES["num_attention_heads"]:
+            calls.append((query.shape[2], *key.shape[1:3]))
         return forward(self, query, key, value, **options)
 
     with (
@@ -143,8 +144,9 @@ def flash(waits):
         mock.patch.object(kernels.CudaFlash, "forward", note),
     ):
         pipeline(waits, 1, 1, 1, 1)
-    # Two steps of six units of one layer each, of which all but the first segment have a past.
-    assert heads == [(8, 2)] * 2 * 10, heads
+    # Two steps of two micro-batches of three segments, in one layer.
+    segments = [(LENGTH // 3, 2, keys) for keys in range(LENGTH // 3, LENGTH + 1, LENGTH // 3)]
+    assert sorted(calls) == sorted(segments * 4), calls
 
 
 def grouped_experts(waits):

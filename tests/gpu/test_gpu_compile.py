@@ -45,6 +45,7 @@ def step_times(model, ids, steps):
     """The least host seconds of a step, and its seconds until the device is through."""
 
     def step():
+        torch.compiler.cudagraph_mark_step_begin()
         start = time.perf_counter()
         model.base_model(input_ids=ids).last_hidden_state.sum().backward()
         started = time.perf_counter() - start
@@ -106,6 +107,42 @@ def test_gradients_of_compiled_layers(own_process, device):
     ((uncompiled, compiled),) = own_process.run(1, gradients, str(device), timeout_s=230)
     for name, gradient in uncompiled.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+
+
+def replayed(sizes, length, device, dtype, steps):
+    """For compiled layers as they are and as CUDA graphs: host and whole seconds of a layer, and gradients."""
+    rows = []
+    ids = torch.arange(length, device=device)[None] * 7 % sizes["vocab_size"]
+    for replays in (False, True):
+        with torch._inductor.config.patch({"triton.cudagraphs": replays}):
+            times = []
+            for layers in (LAYERS, MORE):
+                model = sharded((1, 1, 1), sizes, device, dtype, compiles=True, layers=layers)
+                times.append(step_times(model, ids, steps))
+            model.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+        of_layer = [(more - fewer) / (MORE - LAYERS) for fewer, more in zip(*times, strict=True)]
+        rows.append((*of_layer, {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}))
+    return rows
+
+
+@pytest.mark.limit(240)
+def test_what_cuda_graphs_of_layers_would_bring(fresh, device, figure):
+    """An experiment: nothing in Cuboid makes them, and a torch that can't only notes it."""
+    is_small = device.type == "cpu"
+    sizes, length, dtype = (SMALL, 64, torch.float32) if is_small else (SIZES, 1024, torch.bfloat16)
+    table = f"An experiment: compiled layers replayed as CUDA graphs, {length} tokens on a mesh of one"
+    try:
+        (rows,) = fresh.run(1, replayed, sizes, length, str(device), dtype, 2 if is_small else 5, timeout_s=230)
+    except cuboid.CuboidError as error:
+        figure(table, "replayed", "error", str(error).splitlines()[-1][:200])
+        return
+    for row, (host_s, whole_s, _) in zip(("as they are", "replayed"), rows, strict=True):
+        figure(table, row, "host ms a layer", f"{host_s * 1e3:.2f}")
+        figure(table, row, "device ms a layer", f"{whole_s * 1e3:.2f}")
+    (*_, expected), (*_, gradients) = rows
+    errors = [float((gradients[name] - g).abs().max() / g.abs().max()) for name, g in expected.items()]
+    figure(table, "replayed", "largest distance of a gradient", f"{max(errors):.1e}")
 
 
 NO_MESH = {"mode": "3d_tensor", "mesh": {}}

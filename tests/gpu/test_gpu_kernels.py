@@ -1,11 +1,14 @@
 """Attention kernels, and the norm of whole rows, against float64."""
 
 import math
+import time
+import warnings
 
 import pytest
 import torch
 
 from attending import in_segments, random_heads, whole
+from cuboid.seq1f1b.attention.chunked_attention import attend, attend_backward
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, CudaEfficient, CudaFlash, choose_kernel
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.tensor3d.layers.norm import has_fused_kernel
@@ -97,6 +100,67 @@ def test_attention_of_segments_is_that_of_the_whole(device, dtype, layer, length
     whole_out, whole_gradients = whole([x.double() for x in inputs], grad.double(), scale)
     for mine, theirs in zip((out, *gradients), (whole_out, *whole_gradients), strict=True):
         assert (mine.double() - theirs).abs().max() / theirs.abs().max() < TOLERANCES[dtype]
+
+
+#: Query heads, key heads and head dim of an 8B Llama.
+LARGE = (32, 8, 128)
+
+
+def in_one_call(query, past):
+    """Flash attention as it is chosen for a segment with a past, which it must be called once for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel = choose_kernel(query, query, query, past=past, length=199)
+    assert isinstance(kernel, CudaFlash)
+    assert kernel.ends_at_last_key
+    return kernel
+
+
+def milliseconds_of(kernel, inputs, past, repeats):
+    """The least time of a segment's attention, forward and backward, and its gradients."""
+    query, key, value = inputs
+    scale, queries = query.shape[-1] ** -0.5, query.shape[2]
+    store = KVCache(past + queries, KVCachePool())
+    before = torch.zeros_like(key[:, :, :1]).expand(-1, -1, past, -1)
+    store.write("layer", 0, before, before)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        store.write("layer", past, key, value)
+        out, lse = attend(kernel, query, key, value, store, "layer", past, scale)
+        gradients = attend_backward(kernel, out, query, out, lse, store, "layer", past, scale, needs_past=True)
+        if query.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times), gradients
+
+
+@pytest.mark.parametrize("queries", [256, 512, 1024, 2048, 4096])
+def test_time_of_a_segment_with_a_past(device, queries, figure):
+    is_small = device.type == "cpu"
+    (heads, kv_heads, features), queries = ((4, 2, 16), queries // 64) if is_small else (LARGE, queries)
+    inputs, _ = random_heads(queries, heads, kv_heads, features, features, 1)
+    inputs, past = [x.to(device, torch.bfloat16) for x in inputs], 3 * queries
+    contestants = {"as chosen": choose_kernel(*inputs, past=past, length=past + queries)}
+    if not is_small:
+        contestants["cuDNN, twice"] = CudaCudnn()
+        contestants["flash attention, twice"] = CudaFlash()
+        contestants["flash attention, once"] = in_one_call(inputs[0], past)
+    expected = None
+    for name, kernel in contestants.items():
+        milliseconds, gradients = milliseconds_of(kernel, inputs, past, 3 if is_small else 20)
+        row = f"{queries} queries, {past} keys before"
+        figure("Attention of a segment, forward and backward, ms", row, name, f"{milliseconds:.3f}")
+        expected = expected or gradients
+        for mine, theirs in zip(gradients, expected, strict=True):
+            assert (mine - theirs).abs().max() < TOLERANCES[torch.bfloat16] * theirs.abs().max(), name
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("features", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_is_called_once_for_a_segment_and_its_past(device, dtype, features):
+    in_one_call(torch.zeros(1, 8, 64, features, dtype=dtype, device=device), past=64)
 
 
 #: Of sums over many rows too, such as the gradient of a norm's weight.

@@ -25,6 +25,7 @@ from cuboid.models.attention.segments import (
     use_segment_attention,
 )
 from cuboid.models.certification.float64 import precision
+from cuboid.seq1f1b.attention import chunked_attention, segment_operators
 from cuboid.seq1f1b.attention.chunked_attention import KeptCall, attend_segment, prefix
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, choose_kernel, dense_as
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
@@ -59,6 +60,59 @@ def test_segments_are_the_whole_sequence(attend, lengths, heads, dims, rows):
     assert largest_error(in_segments(inputs, grad, lengths, store, attend), whole(inputs, grad)) < 1e-12
     assert store.held_bytes == 0
     assert free_bytes(pool) > 0
+
+
+class OneCall:
+    """A kernel whose causal pattern ends at the last key, as that of flash attention on GPUs, by plain products."""
+
+    knows_groups = ends_at_last_key = True
+
+    def __init__(self):
+        self.pairs = []
+
+    def forward(self, query, key, value, *, causal, scale):
+        assert causal
+        queries, keys = query.shape[2], key.shape[2]
+        self.pairs.append((queries, keys))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        scores = (scale * query @ key.mT).masked_fill(hidden, -torch.inf)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    def backward(self, grad, query, key, value, out, lse, **options):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        with torch.enable_grad():
+            out_again, lse_again = self.forward(*leaves, **options)
+        torch.testing.assert_close((out_again.detach(), lse_again.detach()), (out, lse))
+        return torch.autograd.grad(out_again, leaves, grad)
+
+
+def attend_by_operator(query, key, value, store, _, start, scale):
+    """As compiled layers do."""
+    out, _ = segment_operators.ATTEND(query, key, value, segment_operators.place_of(store, 0, start), 0, scale)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("attend", [attend_segment, attend_by_operator])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_a_kernel_that_sees_the_past_is_called_once_for_a_segment(attend, kv_heads, monkeypatch):
+    kernel = OneCall()
+    for module in (chunked_attention, segment_operators):
+        monkeypatch.setattr(module, "choose_kernel", lambda *_, **__: kernel)
+    lengths = [5, 4, 1, 3]
+    inputs, grad = random_heads(13, 4, kv_heads, 8, 6, 2)
+    store = KVCache(13, KVCachePool())
+    assert largest_error(in_segments(inputs, grad, lengths, store, attend), whole(inputs, grad)) < 1e-12
+    assert store.held_bytes == 0
+    forward = [(5, 5), (4, 9), (1, 10), (3, 13)]
+    assert kernel.pairs == [*forward, *reversed(forward)]
+    segments = []
+    for start, stop in ((0, 9), (9, 13)):
+        segment = [x[:, :, start:stop].detach().requires_grad_() for x in inputs]
+        segments.append((segment, attend(*segment, store, "layer", start, SCALE)))
+    last, out = segments[-1]
+    for gradient in torch.autograd.grad(out, last, grad[:, :, 9:]):
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 @pytest.mark.parametrize("transposed", range(3))

@@ -1,8 +1,9 @@
 """Causal attention of one segment to itself and to all segments before it.
 
-There are two entry points, which use the KV cache in the same way. :func:`attend_segment` calls a fused kernel twice,
-for the past and for the segment itself, and merges the results by their log-sum-exps, without a mask. :func:`prefix`
-returns the keys and values of the past followed by the segment's own, for the model's own attention kernel.
+There are two entry points, which use the KV cache in the same way. :func:`attend_segment` calls a fused kernel, without
+a mask: once for the past and the segment, if the kernel's causal pattern ends at the last key; otherwise twice, and
+merges the results by their log-sum-exps. :func:`prefix` returns the keys and values of the past followed by the
+segment's own, for the model's own attention kernel.
 """
 
 from __future__ import annotations
@@ -201,6 +202,8 @@ def attend(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged output and log-sum-exp of a segment's attention to itself and to all before it."""
+    if start > 0 and kernel.ends_at_last_key:
+        return kernel.forward(query, *cache.read(layer, 0, start + query.shape[2]), causal=True, scale=scale)
     group = _group(kernel, query, key)
     # The diagonal: the segment's queries and its own keys, causal.
     out, lse = kernel.forward(query, _expand(key, group), _expand(value, group), causal=True, scale=scale)
@@ -233,6 +236,11 @@ def attend_backward(
         kernel, cache, layer, start, scale: as in :func:`attend`.
         needs_past: whether keys and values have gradients.
     """
+    if start > 0 and kernel.ends_at_last_key:
+        so_far = cache.read(layer, 0, start + query.shape[2])
+        dq, dk, dv = kernel.backward(grad, query, *so_far, out, lse, causal=True, scale=scale)
+        dk, dv = prefix_backward(dk, dv, cache, layer, start, 0, needs_past=needs_past)
+        return dq, _alone(dk), _alone(dv)
     # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
     key, value = cache.read(layer, start, start + query.shape[2])
     group = _group(kernel, query, key)
@@ -267,9 +275,14 @@ class _Prefix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = prefix_backward(dk, dv, *ctx.place, needs_past=any(ctx.needs_input_grad[:2]))
-        # As views, they would keep the past's gradients alive until the second half of a split backward.
-        parts = (x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in gradients)
-        return *parts, None, None, None, None
+        return *map(_alone, gradients), None, None, None, None
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with a memory of its own: as views, gradients of a segment would keep those of the past alive until the
+    second half of a split backward.
+    """
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def prefix_backward(

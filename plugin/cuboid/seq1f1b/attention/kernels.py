@@ -7,6 +7,7 @@ share of the gradients: a kernel recomputes the probabilities from ``lse``, and 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, ClassVar, Protocol
 
@@ -23,9 +24,12 @@ class Kernel(Protocol):
 
     Attributes:
         knows_groups: whether keys and values may have fewer heads than H, by a whole factor (GQA).
+        ends_at_last_key: whether ``causal`` also means, with more keys than queries, that the last query sees all keys,
+            the one before it all but the last, and so on.
     """
 
     knows_groups: ClassVar[bool]
+    ends_at_last_key: bool
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -61,19 +65,22 @@ def choose_kernel(
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
         return CpuFlash()
-    if isinstance(query, FakeTensor):
+    if query.device.type == "cpu" and isinstance(query, FakeTensor):
         return FusedShapes()
     # On AMD GPUs these operators define the log-sum-exp differently.
     if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
+        has_flash = one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters)
         # It doesn't take a single key, and its backward adds in no fixed order. The others have such backwards too.
         is_possible = past != 1 and not torch.are_deterministic_algorithms_enabled()
-        if is_possible and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.pays(query, past, length):
+        is_better = not (has_flash and CudaFlash.pays(query, past)) and CudaCudnn.pays(query, past, length)
+        if is_possible and is_better and cuda.can_use_cudnn_attention(parameters):
             return CudaCudnn()
-        if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
-            return CudaFlash()
+        if has_flash:
+            in_one_call = past > 0 and _aligns_with_last_key(query.device, query.dtype, query.shape[-1])
+            return CudaFlash(ends_at_last_key=in_one_call)
         # The keys will be repeated to as many heads as the queries have, so query torch with equal head counts.
         equal_heads = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
         if cuda.can_use_efficient_attention(equal_heads):
@@ -95,9 +102,39 @@ def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     )
 
 
+@functools.cache
+def _aligns_with_last_key(device: torch.device, dtype: torch.dtype, features: int) -> bool:
+    """Whether :class:`CudaFlash` can be called once for a segment and its past: tried with small tensors, backward too.
+
+    Expected are the last rows of as many queries as there are keys, where the pattern has only one meaning.
+    """
+    length, few = 200, 40
+    numbers = torch.arange(4 * length * features, device=device, dtype=torch.float32)
+    query, key, value, grad = (0.7 * numbers).sin().to(dtype).view(4, 1, 1, length, features)
+    grad[:, :, :-few] = 0
+    options = {"causal": True, "scale": features**-0.5}
+    results = []
+    for queries in (length, few):
+        kernel, dy, q = CudaFlash(), grad[:, :, -queries:], query[:, :, -queries:]
+        out, lse = kernel.forward(q, key, value, **options)
+        dq, dk, dv = kernel.backward(dy, q, key, value, out, lse, **options)
+        results.append((*(x[:, :, -few:] for x in (out, lse, dq)), dk, dv))
+    errors = [((mine - other).abs().max() / other.abs().max()).float() for other, mine in zip(*results, strict=True)]
+    aligns = bool((torch.stack(errors) < 8 * torch.finfo(dtype).eps).all())
+    if not aligns:
+        warnings.warn(
+            f"flash attention of torch {torch.__version__} on {device}, in {dtype} with a head dim of {features}, "
+            "doesn't align its causal pattern with the last key, so it is called twice for a segment that has a past: "
+            "the same results, in more time",
+            stacklevel=2,
+        )
+    return aligns
+
+
 class CpuFlash:
     """torch's flash kernel for CPUs, in any floating dtype."""
 
+    ends_at_last_key = False
     # Not tried with earlier versions. torch compares its version with tuples too, which its stubs leave out.
     knows_groups: ClassVar[bool] = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
@@ -131,6 +168,17 @@ class CudaFlash:
     """torch's FlashAttention-2, in float16 and bfloat16."""
 
     knows_groups: ClassVar[bool] = True
+
+    #: Queries · heads of a segment up to which one call for it and its past is faster than two of cuDNN's.
+    _FEW = 512 * 32
+
+    def __init__(self, *, ends_at_last_key: bool = False) -> None:
+        self.ends_at_last_key = ends_at_last_key
+
+    @classmethod
+    def pays(cls, query: torch.Tensor, past: int) -> bool:
+        """Whether it is faster for a segment than cuDNN's kernel. See :func:`choose_kernel`."""
+        return past > 0 and query.shape[:3].numel() <= cls._FEW
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -171,6 +219,8 @@ class CudaCudnn:
     """
 
     knows_groups: ClassVar[bool] = True
+    #: torch aligns its causal pattern with the first key.
+    ends_at_last_key = False
 
     #: Sequences whose length is a multiple of this are taken to be packed or padded, so that their shapes come again.
     _GRAIN = 128
@@ -240,6 +290,7 @@ class CudaEfficient:
     """torch's memory-efficient kernel, for float32 and head dims that flash rejects."""
 
     knows_groups: ClassVar[bool] = False
+    ends_at_last_key = False
 
     #: The kernel pads the query dim of the log-sum-exp to a multiple of this number, with infinity.
     _ALIGNMENT = 32
@@ -281,6 +332,7 @@ class FusedShapes:
     """What a fused kernel allocates, for tensors without values, on CPUs that have no such kernel for them."""
 
     knows_groups: ClassVar[bool] = True
+    ends_at_last_key = False
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -311,6 +363,7 @@ class ChunkedMath:
     """Plain tensor operations on any device, in chunks of queries to bound the memory of the scores."""
 
     knows_groups: ClassVar[bool] = False
+    ends_at_last_key = False
 
     #: Largest number of scores in one chunk.
     _SCORES = 1 << 24
