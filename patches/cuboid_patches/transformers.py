@@ -34,7 +34,7 @@ from cuboid.models.sharded.sharded_model import ShardedModel, plain_class, unwra
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
 from cuboid.weights.from_scratch import make_sharded
-from cuboid.weights.load import is_loading_class, load_sharded
+from cuboid.weights.load import LoadingModel, load_sharded
 from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
 from cuboid_patches.accelerate import own_copy, shared_config
 from cuboid_patches.base import Patch
@@ -56,8 +56,8 @@ def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         cls = plain_class(cls)
-        active = active_config() or _config_kept_alive()
-        if active is None or is_loading_class(cls):
+        active = active_config.get() or _config_kept_alive()
+        if active is None or issubclass(cls, LoadingModel):
             return original.__func__(cls, *args, **kwargs)
         return load_sharded(cls, original.__func__, active, args, kwargs)
 
@@ -67,8 +67,8 @@ def _from_pretrained(original: Any) -> Any:
 def _from_config(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        cls, active = plain_class(cls), active_config()
-        if active is None or is_plain_construction() or is_loading_class(cls):
+        cls, active = plain_class(cls), active_config.get()
+        if active is None or is_plain_construction() or issubclass(cls, LoadingModel):
             return original.__func__(cls, *args, **kwargs)
         return make_sharded(cls, original.__func__, active, args, kwargs)
 
@@ -78,7 +78,7 @@ def _from_config(original: Any) -> Any:
 def _config_from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if (active_config() or _config_kept_alive()) is None:
+        if (active_config.get() or _config_kept_alive()) is None:
             return original.__func__(cls, *args, **kwargs)
         # Without an answer, transformers would ask on the terminal of each rank whether to run a model's own code.
         kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))

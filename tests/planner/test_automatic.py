@@ -32,6 +32,7 @@ from cuboid.seq1f1b.schedule.choice import ModelPipeline, place_stages
 from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import peak_bytes, simulate
+from cuboid.weights.resolve import settle
 from launching import alone, reports_of, world
 from planning import LLAMA_8B, description_of
 
@@ -412,7 +413,7 @@ def test_a_list_of_layers_leaves_the_schedules_with_as_many_parts(model):
 def test_what_works_without_chunks_is_left_as_it_is(model):
     for keys in ({"chunks": 1}, {"schedule": "zero_bubble-v"}, {"schedule": "seq1f1b", "chunks": 1}):
         config = parse_config(places_of(**keys))
-        assert settle_stages(model, config, MeshShape()) is config
+        assert settle(model, config)[1] is config
 
 
 def test_the_number_of_segments_may_be_open_too():

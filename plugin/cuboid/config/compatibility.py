@@ -42,18 +42,19 @@ def check_framework_config(
         MeshError: the mesh doesn't divide the world size.
     """
     _check_world(config, world_size)
+    mode = "tensor_parallel.mode 3d_tensor" if config.pipeline is None else "pipeline.engine seq1f1b"
     for key, reason in _INCOMPATIBLE.items():
         value = framework_config.get(key)
         # A section counts unless it is disabled; a size of 1 is the same as none.
         enabled = value.get("enabled", True) if isinstance(value, dict) else value and value != 1
         if enabled:
-            raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
+            raise ConfigError(f"{key} can't be combined with {mode}: {reason}")
     part = DeepSpeedPart(framework_config, is_complete=is_complete)
     rows = [framework_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
     if is_complete and rows == [None, None]:
         raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
-    check_layout(config, framework_config, world_size)
-    _check_zero(config, part)
+    _check_schedule_and_batch(config, framework_config, world_size)
+    _check_zero(config, part, mode)
 
 
 def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
@@ -62,9 +63,7 @@ def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_s
     The types of the values in ``framework_config`` must have been checked.
     """
     _check_world(config, world_size)
-    if config.pipeline is not None and config.pipeline.schedule not in NAMES:
-        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(NAMES)}")
-    _check_batch(config, framework_config, world_size)
+    _check_schedule_and_batch(config, framework_config, world_size)
 
 
 def _check_world(config: CuboidConfig, world_size: int) -> None:
@@ -102,7 +101,7 @@ def _nearest(shape: MeshShape, world_size: int) -> list[MeshShape]:
     return sorted(meshes, key=difference)[:4]
 
 
-def _check_zero(config: CuboidConfig, part: DeepSpeedPart) -> None:
+def _check_zero(config: CuboidConfig, part: DeepSpeedPart, mode: str) -> None:
     """Reject combinations of ZeRO's stage, precisions, offloading and stages of a pipeline that have no rule."""
     stage, pipeline = part.zero_stage, config.pipeline
     one_or_two = "use stage 1" + ("" if pipeline else " or 2")
@@ -110,7 +109,7 @@ def _check_zero(config: CuboidConfig, part: DeepSpeedPart) -> None:
     reasons: list[tuple[object, str]] = [
         (
             part.fp16 and stage == 0,
-            f"zero_optimization.stage 0 with fp16 has no rule with {_mode(config)}: whether gradients overflowed is "
+            f"zero_optimization.stage 0 with fp16 has no rule with {mode}: whether gradients overflowed is "
             f"agreed on by the ranks of ZeRO's optimizer; {one_or_two}",
         ),
         (
@@ -172,11 +171,9 @@ def _check_zero(config: CuboidConfig, part: DeepSpeedPart) -> None:
             raise ConfigError(reason)
 
 
-def _mode(config: CuboidConfig) -> str:
-    return "tensor_parallel.mode 3d_tensor" if config.pipeline is None else "pipeline.engine seq1f1b"
-
-
-def _check_batch(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
+def _check_schedule_and_batch(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
+    if config.pipeline is not None and config.pipeline.schedule not in NAMES:
+        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(NAMES)}")
     micro, total = framework_config.get("train_micro_batch_size_per_gpu"), framework_config.get("train_batch_size")
     steps: Any = framework_config.get("gradient_accumulation_steps") or 1
     if not config.tensor_parallel.is_sized:

@@ -789,14 +789,14 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     Raises:
         ConfigError: as :func:`split_config`, and if the config doesn't enable Cuboid.
     """
-    config, framework_config = split_config(source)
-    if config is None:
+    parts = own_config(read_config(source))
+    if parts is None:
         raise ConfigError(
             'the config has no key of Cuboid\'s; add "tensor_parallel": '
             '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}} or '
             '"pipeline": {"engine": "seq1f1b", "stages": 2}'
         )
-    return config, framework_config
+    return parts
 
 
 #: Cuboid's keys outside of the sections, in a config that has a section of Cuboid's.

@@ -65,7 +65,9 @@ class AxisGroup:
         self.axes = mesh.split_axes(axes)
         self.counted = mesh.comm_counter.collectives(axes_label(self.axes), self.size)
         self.process_group: dist.ProcessGroup | None = None
-        self.connect(mesh._groups)
+        self.exchanges = False
+        if mesh._groups:
+            self.connect(mesh._groups)
 
     def connect(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
         """Find the process group among those of the mesh, by their axes."""

@@ -353,7 +353,7 @@ def _successors(model: nn.Module) -> _Successor:
         if id(parameter) in ids:
             return parameter
         # A parameter from before the model was sharded: by its names then.
-        names = former.names_of(parameter)
+        names = () if former is None else former.names_of(parameter)
         if not names:
             raise OptimizerError(
                 f"the optimizer is given a parameter of shape {list(parameter.shape)} that isn't the model's, and "

@@ -100,7 +100,8 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         mesh: Mesh = model.cuboid.mesh
         trained = {id(parameter) for parameter in model.parameters()}
         former = model.cuboid.state.former
-        if any(former.names_of(parameter) for key, parameter in parameters.items() if key not in trained):
+        others = [parameter for key, parameter in parameters.items() if key not in trained]
+        if former is not None and any(map(former.names_of, others)):
             raise OptimizerError(
                 f"{type(optimizer).__name__} has parameters of a model as they were before it was sharded, so that "
                 "its steps would have no effect: make it of model.parameters() afterwards, or call "

@@ -129,7 +129,7 @@ def choose_mesh(
     world_size: int | None = None,
     four_bits: bool = False,
 ) -> MeshChoice:
-    """Return the configured mesh, or for ``"auto"`` the one with the fastest step that fits; rank 0 logs why.
+    """For the mesh ``"auto"``, return the one with the fastest step that fits; rank 0 logs why.
 
     Each rank decides by itself; ranks that see the same GPUs decide alike. Connecting the mesh checks that they did.
 
@@ -146,8 +146,6 @@ def choose_mesh(
         ConfigError: no mesh fits in memory, or there is no profile of the GPUs.
     """
     settings = config.tensor_parallel
-    if settings.mesh != "auto":
-        return MeshChoice(settings.mesh.shape)
     if settings.size == 1:
         return MeshChoice(MeshShape())
     cluster = _cluster(config, world_size)
@@ -233,7 +231,7 @@ def settle_stages(
     world_size: int | None = None,
     four_bits: bool = False,
 ) -> CuboidConfig:
-    """Resolve the schedule with the placement of the stages, and their layers, if the config leaves them open.
+    """Resolve the schedule with the placement of the stages, and their layers, which the config leaves open.
 
     ``"schedule": "auto"`` with chunks and ``"stage_balance": "schedule"`` do; rank 0 logs what was chosen. Each rank
     decides by itself; ranks that read the same config decide alike. Connecting the mesh checks that they did.
@@ -250,8 +248,7 @@ def settle_stages(
         ConfigError: no schedule stays within the memory limit, or the layers can't be divided into that many stages.
     """
     pipeline = config.pipeline
-    if pipeline is None or pipeline.is_settled:
-        return config
+    assert pipeline is not None, "without stages, nothing is open"
     mesh = Mesh(shape, pipe=pipeline.stages, rank=0, world_size=world_size or shape.size * pipeline.stages)
     rows, micro_batches = config.framework.per_replica(mesh.topology.data)
     length = _length(model, config)

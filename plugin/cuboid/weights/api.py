@@ -38,7 +38,8 @@ from cuboid.weights.save import save_sharded
 _OF_THE_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", "code_revision")
 #: Elements that ranks compare of each tensor of a model in memory, at most.
 _SAMPLE = 256
-_active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
+#: The config of the innermost :func:`scope`, if any.
+active_config: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
 
 @contextmanager
@@ -54,11 +55,11 @@ def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
         ConfigError: the config is invalid or doesn't enable Cuboid.
     """
     parsed = _checked(config)
-    token = _active.set(parsed)
+    token = active_config.set(parsed)
     try:
         yield parsed
     finally:
-        _active.reset(token)
+        active_config.reset(token)
 
 
 def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
@@ -77,11 +78,6 @@ def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     # Ranks may be given different configs; without agreement here, a rank with an invalid one would leave the others
     # waiting for it in the first collective of loading.
     return run_on_all_ranks(check, what="the check of the config")
-
-
-def active_config() -> CuboidConfig | None:
-    """The config of the innermost :func:`scope`, if any."""
-    return _active.get()
 
 
 def from_pretrained(

@@ -50,7 +50,8 @@ from cuboid.weights.model_folder import (
     verify_model_folder,
 )
 from cuboid.weights.new_weights import is_of_new_head, make_new_weights
-from cuboid.weights.presharded import from_rank_file, rank_folder_of, take_settings
+from cuboid.weights.presharded import from_rank_file, take_settings
+from cuboid.weights.rank_folder import SHARDS
 from cuboid.weights.read_once import load_once
 from cuboid.weights.resolve import plan_of, resolve
 from cuboid.weights.save import save_sharded
@@ -115,7 +116,8 @@ def _load_sharded(
         use_deterministic()
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
-    folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
+    folder = folder_of(args, kwargs)
+    rank_folder = folder if folder is not None and (folder / SHARDS).is_file() else None
     in_4_bits = _stored_quantization(cls, folder, kwargs)
     if in_4_bits is not None:
         if rank_folder is not None:
@@ -241,15 +243,10 @@ def loading_class(
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
     members.update(_cuboid_decide=staticmethod(decide), _cuboid_stored=stored)
     members.update(_cuboid_marks=marks, _cuboid_new_head=new_head)
-    return type(cls.__name__, (_Loading, cls), members)
+    return type(cls.__name__, (LoadingModel, cls), members)
 
 
-def is_loading_class(cls: type) -> bool:
-    """Whether a class already reads only this rank's slices."""
-    return issubclass(cls, _Loading)
-
-
-class _Loading:
+class LoadingModel:
     """Mixed into an architecture's class from its construction on the meta device until it is sharded."""
 
     _cuboid_base: type[PreTrainedModel]

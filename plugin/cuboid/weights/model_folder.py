@@ -127,9 +127,13 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def _parsed_config(path: Path, _version: tuple[int, ...]) -> Mapping[str, Any]:
     # Some configs have ``Infinity`` for a limit.
     config = read_object(path, numbers_only=False)
-    for key, value in _counts(config):
-        if value > _MOST_MODULES or (value < 0 and key in _LAYERS):
-            raise CheckpointError(f"{path}: {key} is {value}, but no model has so many")
+    sections = [config]
+    for section in sections:
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        counts = {key: value for key, value in section.items() if type(value) is int and _COUNTS.fullmatch(key)}
+        for key, value in counts.items():
+            if value > _MOST_MODULES or (value < 0 and key in _LAYERS):
+                raise CheckpointError(f"{path}: {key} is {value}, but no model has so many")
     return config
 
 
@@ -224,14 +228,6 @@ def check_loaded(model: Any, info: Mapping[str, Any], folder: Path | None) -> No
             f"{folder}: holds {beyond}, but by its {CONFIG} there are fewer of these; that file was damaged, or is of "
             "another model"
         )
-
-
-def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _counts(value)
-        elif type(value) is int and _COUNTS.fullmatch(key):
-            yield key, value
 
 
 def _weight_files(folder: Path, variant: str | None) -> tuple[Path, Path]:

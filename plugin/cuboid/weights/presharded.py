@@ -7,7 +7,7 @@ its machine needs no other rank's file, only ``shards.json`` and the config, tok
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,6 @@ from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
 from cuboid.weights.resolve import resolve
 
 
-def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder that a call of ``from_pretrained`` with these arguments reads, if it has per-rank files."""
-    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if path is None:
-        return None
-    folder = Path(path) / (kwargs.get("subfolder") or "")
-    return folder if (folder / SHARDS).is_file() else None
-
-
 def from_rank_file(
     loading: type[PreTrainedModel],
     config: CuboidConfig,
@@ -49,7 +40,7 @@ def from_rank_file(
         loading: the class that shards itself while it is loaded; see :mod:`cuboid.weights.load`.
         config: Cuboid's config.
         quantization: how the model's linear layers are stored in 4 bits.
-        folder: what :func:`rank_folder_of` found.
+        folder: with per-rank files.
         args, kwargs: of the call.
 
     Returns:
@@ -126,16 +117,16 @@ def take_settings(cls: type[PreTrainedModel], folder: Path | None, kwargs: dict[
 
 
 class _FromRankFile:
-    """Mixed into a ``_Loading`` class: its parameters are loaded as shards, not as slices of full tensors."""
+    """Mixed into a ``LoadingModel`` class: its parameters are loaded as shards, not as slices of full tensors."""
 
     _cuboid_ranks: RankFolder
     _cuboid_folder: Path
-    # From the ``_Loading`` class.
+    # From the ``LoadingModel`` class.
     cuboid_part: RankPart
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
-        # Hidden from the ``_Loading`` class, which would slice the parameters once more.
+        # Hidden from the ``LoadingModel`` class, which would slice the parameters once more.
         self._parallel, self.cuboid_part.parallel = self.cuboid_part.parallel, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():

@@ -42,8 +42,14 @@ def settle(
     Raises:
         MeshError, ConfigError, UnsupportedModelError: as :func:`resolve`.
     """
-    choice = choose_mesh(model, config, cls, world_size=world_size, four_bits=four_bits)
-    return choice, settle_stages(model, config, choice.mesh, cls, world_size=world_size, four_bits=four_bits)
+    mesh = config.tensor_parallel.mesh
+    if mesh == "auto":
+        choice = choose_mesh(model, config, cls, world_size=world_size, four_bits=four_bits)
+    else:
+        choice = MeshChoice(mesh.shape)
+    if config.pipeline is not None and not config.pipeline.is_settled:
+        config = settle_stages(model, config, choice.mesh, cls, world_size=world_size, four_bits=four_bits)
+    return choice, config
 
 
 def resolve(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -79,7 +79,7 @@ def row_blocks(spec: TensorSpec, block_bytes: int) -> Iterator[slice]:
         yield slice(first, min(first + height, rows))
 
 
-class TensorFileWriter:
+class TensorFileWriter(contextlib.AbstractContextManager["TensorFileWriter"]):
     """Writes a new file, one tensor after the other. Use it as a context manager: an exception removes the file.
 
     Args:
@@ -155,9 +155,6 @@ class TensorFileWriter:
         self._hash.update(data)
         self._bytes += len(data)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -171,7 +168,7 @@ class TensorFileWriter:
             raise
 
 
-class TensorFile:
+class TensorFile(contextlib.AbstractContextManager["TensorFile"]):
     """Reads a file's tensors or parts of them. Use it as a context manager, or call :meth:`close`.
 
     Attributes:
@@ -241,9 +238,6 @@ class TensorFile:
             data, position = data[count:], position + count
         return rows
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -296,7 +290,15 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError(f"{_METADATA} holds something else than texts")
-        entries = {name: _entry(name, entry) for name, entry in header.items()}
+        entries: dict[str, tuple[TensorSpec, int, int]] = {}
+        for name, entry in header.items():
+            name.encode()  # a lone surrogate in a name would fail later, when the name is printed
+            if set(entry) != {"dtype", "shape", "data_offsets"}:
+                raise ValueError(f"{name} has {', '.join(entry)}")
+            low, high = entry["data_offsets"]
+            if type(low) is not int or type(high) is not int:
+                raise ValueError(f"{name} lies at {low} to {high}")
+            entries[name] = TensorSpec(_DTYPES[entry["dtype"]], check_sizes(entry["shape"])), low, high
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).removeprefix(f"{path}: ") if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(f"{path}: its safetensors header can't be understood: {reason}") from None
@@ -311,17 +313,6 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
     if 8 + length + end != size:
         raise CheckpointError(f"{path}: is {size} bytes long, but its header describes {8 + length + end}; truncated?")
     return specs, metadata, starts
-
-
-def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    """Validate a tensor's entry; returns its spec and the range of its bytes."""
-    name.encode()  # a lone surrogate in a name would fail later, when the name is printed
-    if set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} has {', '.join(entry)}")
-    low, high = entry["data_offsets"]
-    if type(low) is not int or type(high) is not int:
-        raise ValueError(f"{name} lies at {low} to {high}")
-    return TensorSpec(_DTYPES[entry["dtype"]], check_sizes(entry["shape"])), low, high
 
 
 def check_sizes(sizes: Any) -> tuple[int, ...]:

@@ -84,20 +84,18 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     return None
 
 
-class FormulasByKind:
-    """Formulas of a model's norms. They are usually the same in every layer, so equal modules are probed once."""
+def formula_once(module: nn.Module, known: dict[Any, NormFormula | None]) -> NormFormula | None:
+    """See :func:`norm_formula`; None also for what can't be a norm by its name.
 
-    def __init__(self) -> None:
-        self._formulas: dict[tuple[object, ...], NormFormula | None] = {}
-
-    def of(self, module: nn.Module) -> NormFormula | None:
-        """See :func:`norm_formula`; None also for what can't be a norm by its name."""
-        sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-        numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
-        key = (type(module), sizes, numbers)
-        if key not in self._formulas:
-            self._formulas[key] = norm_formula(module) if may_normalize(module) else None
-        return self._formulas[key]
+    A model's norms are usually the same in every layer: of equal modules, the first is probed, and its formula
+    ``known`` from then on.
+    """
+    sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
+    key = (type(module), sizes, numbers)
+    if key not in known:
+        known[key] = norm_formula(module) if may_normalize(module) else None
+    return known[key]
 
 
 def may_normalize(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -22,7 +22,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
-from cuboid.models.architectures.norm_formula import FormulasByKind, NormFormula, may_normalize
+from cuboid.models.architectures.norm_formula import NormFormula, formula_once, may_normalize
 from cuboid.models.architectures.plans import COMMON, HEADS, LATENT, PLANS, Heads
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
 
@@ -132,18 +132,14 @@ def blocks_computed_whole(model: PreTrainedModel, whole_blocks: Collection[str] 
     return tuple(blocks)
 
 
-def layer_names(model: nn.Module) -> list[str]:
-    """Names of the children of the outermost module lists: decoder layers and the like, but not those of a tower."""
+def layer_names(model: nn.Module, *, of_towers: bool = False) -> list[str]:
+    """Names of the children of the outermost module lists: decoder layers and the like; or those of towers alone."""
     towers = tower_names(model) if isinstance(model, PreTrainedModel) else ()
-    return [layer for layer in _all_layers(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
-
-
-def _all_layers(model: nn.Module) -> list[str]:
     layers: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in layers):
             layers += [f"{name}.{child}" for child, _ in module.named_children()]
-    return layers
+    return [layer for layer in layers if any(layer.startswith(f"{tower}.") for tower in towers) is of_towers]
 
 
 def tower_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -206,7 +202,7 @@ class _Finder:
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
         self._towers = tower_names(model)
-        self._tower_layers = set(_all_layers(model)) - self._layers
+        self._tower_layers = layer_names(model, of_towers=True)
         plan: dict[str, str] = {}
         for part in planned_parts(model.config):
             # The class's, which is what certification looks at: configs may say something else about themselves.
@@ -218,7 +214,7 @@ class _Finder:
         ]
         self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
         self._ends[output_embeddings(model)] = "head"
-        self._norms = FormulasByKind()
+        self._formulas: dict[Any, NormFormula | None] = {}
 
     def blocks(self) -> dict[str, list[str]]:
         """The modules that need a role, by the name of the block that is computed as one."""
@@ -261,7 +257,8 @@ class _Finder:
         for end in range(layer.count(".") + 2, len(parts) + 1):
             block = ".".join(parts[:end])
             # A module list has no forward, so it is no block.
-            if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict) and not self._is_sublayer(block):
+            is_list = isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict)
+            if not is_list and not (parts[end - 1].isdigit() and self._is_sublayer(block)):
                 return block
         return layer
 
@@ -281,8 +278,6 @@ class _Finder:
 
     def _is_sublayer(self, name: str) -> bool:
         """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""
-        if not name.rpartition(".")[2].isdigit():
-            return False
         children = [module for module in self._modules[name].children() if _owns(module, inside=True)]
         blocks = [module for module in children if not may_normalize(module)]
         return len(children) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
@@ -426,7 +421,7 @@ class _Finder:
         form = expert_form(module, getattr(self._model.config.get_text_config(), "num_experts_per_tok", None))
         if form is not None:
             return Role("experts", experts=form) if self._inside_layers(name) else None
-        formula = self._norms.of(module)
+        formula = formula_once(module, self._formulas)
         if formula is None:
             return Role("per head") if is_block and self._has_per_head_parameters(module) else None
         if is_block or self._is_behind_down(name):

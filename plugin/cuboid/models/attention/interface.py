@@ -11,7 +11,7 @@ up. They leave a call alone unless its module has a record, or a sharded model's
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,14 +20,13 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.transformers_names import mask_function
 from cuboid.models.attention.forward_context import WHOLE_IMAGES, Lengths, fake_mask, forward_context, is_outside
 from cuboid.models.attention.kept_attention import ModelKernel, kept_attention
 from cuboid.models.attention.segment_call import Call, attend_in_graph, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
-from cuboid.models.attention.segments import AttentionRecord, find_record, hang_record
+from cuboid.models.attention.segments import AttentionRecord, find_record
 from cuboid.models.attention.whole_sequence import Masks
 from cuboid.models.batch.rank_cache import RankCache
 from cuboid.tensor3d.layers.dropout import own_random_numbers
@@ -35,24 +34,6 @@ from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _MaskFunction = Callable[..., Any]
-
-
-def use_sharded_attention(
-    implementations: frozenset[str],
-    modules: Iterable[nn.Module],
-    mesh: Mesh | None,
-    images: ImageSplit | None = None,
-) -> None:
-    """Make a model's attention modules work on a mesh's part of the heads.
-
-    Args:
-        implementations: what the model's configs name, which :func:`check_model_options` has accepted.
-        modules: the modules that may call the attention function.
-        mesh: the mesh that shards their heads; None if heads aren't sharded.
-        images: describes how positions were padded, in a model of images.
-    """
-    for module in modules:
-        hang_record(module, AttentionRecord(mesh, images=images, implementations=implementations))
 
 
 def check_model_options(config: PretrainedConfig) -> None:

@@ -85,9 +85,9 @@ class FormerParameters:
     They identify the parameters of an optimizer that was created before.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, tuple[weakref.ref[nn.Parameter], list[str]]] = {}
-        for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), (weakref.ref(parameter), []))[1].append(name)
 
     def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
@@ -174,8 +174,8 @@ class ModelState:
 
     #: The model after sharding, to detect what a script changes on it later; None until that is done.
     made: Any = None
-    #: The parameters that the model had before.
-    former: FormerParameters = field(default_factory=FormerParameters)
+    #: The parameters that the model had before; None of one that was loaded.
+    former: FormerParameters | None = None
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
     #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.

@@ -314,14 +314,6 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     vars(new)[_REPLACED_OPTIONS] = frozenset(vars(old).keys() - vars(new).keys())
 
 
-def carry_over_parameter_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a parameter's shard the parameter's hooks."""
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (old._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-        new.register_post_accumulate_grad_hook(hook)
-
-
 class GuardedHooks(OrderedDict[int, Any]):
     """A module's hooks of one kind. Registering one that would be given a part raises.
 

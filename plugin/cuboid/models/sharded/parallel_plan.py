@@ -125,18 +125,6 @@ class _Module:
     features: int
     inputs_first: bool
 
-    @classmethod
-    def of(cls, name: str, module: nn.Module, role: Role) -> _Module:
-        """A module of a model."""
-        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False))
-        features = 0
-        if role.experts is not None:
-            # The inputs of "down", since "up" may have a gate's features as well.
-            features = module.get_parameter(role.experts.down).shape[3 - role.experts.out_dim]
-        elif role.kind == "up" and role.heads is None:
-            features = out_features(module)
-        return cls(name, role, shapes, features, isinstance(module, Conv1D))
-
 
 @dataclass(frozen=True)
 class CutWeight:
@@ -160,7 +148,18 @@ def _cut_modules(model: PreTrainedModel, verdict: MeshVerdict) -> tuple[dict[str
     if model.config.is_encoder_decoder:
         _check_stacks(model)
     roles = find_roles(model, verdict.whole_blocks, splits_late=verdict.splits_late, head=verdict.head)
-    return roles, [_Module.of(name, model.get_submodule(name), role) for name, role in roles.items()]
+    modules = []
+    for name, role in roles.items():
+        module = model.get_submodule(name)
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False))
+        features = 0
+        if role.experts is not None:
+            # The inputs of "down", since "up" may have a gate's features as well.
+            features = module.get_parameter(role.experts.down).shape[3 - role.experts.out_dim]
+        elif role.kind == "up" and role.heads is None:
+            features = out_features(module)
+        modules.append(_Module(name, role, shapes, features, isinstance(module, Conv1D)))
+    return roles, modules
 
 
 def _distinct(modules: list[_Module]) -> list[_Module]:

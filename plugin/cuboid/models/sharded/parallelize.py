@@ -19,8 +19,9 @@ from cuboid.models.architectures.attention_heads import (
     plan_key_value_heads,
 )
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
+from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.registry import kind_of
-from cuboid.models.sharded.customizations import carry_over, carry_over_parameter_hooks
+from cuboid.models.sharded.customizations import carry_over
 from cuboid.models.sharded.fp8 import fp8_products
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.quantization import QuantizedLayers
@@ -30,10 +31,10 @@ from cuboid.tensor3d.experts.sharded_experts import ShardedExperts, ShardedScale
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
 from cuboid.tensor3d.layers.head_bias import HeadBias, PerHeadParameters
 from cuboid.tensor3d.layers.labels_head import LabelsHead
-from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, latent_product, up_product
+from cuboid.tensor3d.layers.linear import ShardedLinear, head_product, latent_product
 from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import HeadsRMSNorm, ShardedLayerNorm, ShardedRMSNorm
-from cuboid.tensor3d.layers.output_reduce import NoReduce, SelectHeads
+from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SelectHeads
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit, compute_whole, keep_whole
@@ -115,6 +116,9 @@ def parallelize_modules(
             new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)
         new.train(old.training)
         carry_over(old, new)
+        if isinstance(new, LabelsHead):
+            # All ranks have its logits whole, and of padding too.
+            new.register_forward_hook(without_padding)
         model.set_submodule(name, new)
     blocks = whole_blocks(parallel_plan)
     late = kind_of(type(model), model.config).split_of_activations(mesh, parallel_plan.verdict)
@@ -136,7 +140,8 @@ def parallelize_modules(
             runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
             runner.register_forward_pre_hook(ModelPrefetcher(runs))
     draws = seed_random_modules(model, parallel_plan, mesh, late)
-    set_gradient_reduce(model, config.gradient_reduce)
+    if config.gradient_reduce != "auto":
+        set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
     return late, draws
@@ -158,7 +163,10 @@ class _Shards:
             return self._shared[id(parameter)]
         with torch.no_grad():
             shard = nn.Parameter(self._shard_of(parameter, spec), requires_grad=parameter.requires_grad)
-        carry_over_parameter_hooks(parameter, shard)
+        for hook in (parameter._backward_hooks or {}).values():
+            shard.register_hook(hook)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            shard.register_post_accumulate_grad_hook(hook)
         if self._uses[id(parameter)] > 1:
             # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
             self._shared[id(parameter)] = shard
@@ -246,7 +254,8 @@ def _product(
     """A linear layer's product on the mesh, and the indices of the bias elements to add; None for all of them."""
     weight, mesh = linear.sharded_params["weight"], linear.mesh
     if role.kind == "down":
-        return down_product(weight, in_first=in_first), None
+        # Partial sums over `sequence`, reduce-scattered along the sequence.
+        return Product(weight, ScatterSequence(mesh.along("sequence")), in_first), None
     if role.kind == "head":
         return head_product(weight), None
     if role.kind == "latent":
@@ -260,7 +269,8 @@ def _product(
             output_reduce = SelectHeads(mesh.along("hidden"), dim, plan.heads, plan.keep)
             rows = (plan.first * dim, (plan.first + plan.heads) * dim)
             return Product(weight, output_reduce, in_first, rows=rows), _bias_rows(plan, dim)
-    return up_product(weight, in_first=in_first, parts=role.parts), None
+    # Of "up", partial sums over `hidden`, reduce-scattered along the features.
+    return Product(weight, ScatterFeatures(mesh.along("hidden"), (role.parts,)), in_first), None
 
 
 def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:

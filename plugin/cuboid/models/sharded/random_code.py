@@ -10,6 +10,8 @@ from __future__ import annotations
 import dis
 import random
 import types
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -31,99 +33,89 @@ _UNKNOWN = object()
 
 def libraries_drawn_from(cls: type[nn.Module]) -> frozenset[Library]:
     """The libraries from whose generators a module's forward may draw, except in its submodules' code."""
-    reader = _Reader(cls)
-    for base in cls.__mro__:
-        forward = vars(base).get("forward")
-        # Of torch's own modules, only dropouts and the like draw, in their forward itself.
-        if forward is not None and (base is cls or not _is_known(base)):
-            reader.read(forward)
-    return frozenset(reader.libraries)
+    libraries: set[Library] = set()
+    seen: set[types.FunctionType] = set()
+    # Of torch's own modules, only dropouts and the like draw, in their forward itself.
+    pending = [vars(base).get("forward") for base in cls.__mro__ if base is cls or not _is_known(base)]
+    while pending:
+        called = pending.pop()
+        if isinstance(called, staticmethod | classmethod | types.MethodType):
+            called = called.__func__
+        elif isinstance(called, property):
+            called = called.fget
+        elif isinstance(called, cached_property | partial):
+            called = called.func
+        # Functions that a decorator made share their code, but not what is in their cells.
+        if not isinstance(called, types.FunctionType) or called in seen:
+            continue
+        seen.add(called)
+        contents = {}
+        for name, cell in zip(called.__code__.co_freevars, called.__closure__ or (), strict=True):
+            with suppress(ValueError):  # empty
+                contents[name] = cell.cell_contents
+        # A decorator's function calls the one that it was given, which is in a cell.
+        pending += contents.values()
+        codes = [called.__code__]
+        for code in codes:
+            self_name = code.co_varnames[0] if code.co_argcount else None
+            for chain in _chains(code):
+                drawn, named = _follow(chain, cls, self_name, called.__globals__, contents)
+                libraries |= drawn
+                pending += named
+            # Functions inside the function.
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(libraries)
 
 
 def _is_known(x: Any) -> bool:
     return (getattr(x, "__module__", None) or "").partition(".")[0] in _KNOWN
 
 
-class _Reader:
-    """Reads functions and all that they call by name."""
+def _follow(
+    chain: tuple[str, ...], cls: type, self_name: str | None, names: Mapping[str, Any], cells: Mapping[str, Any]
+) -> tuple[set[Library], list[Any]]:
+    """Follow ``a.b.c``, whose first name has a prefix that tells where it is looked up, in a method of ``cls``.
 
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
-        self._seen: set[types.FunctionType] = set()
-        self.libraries: set[Library] = set()
-
-    def read(self, called: Any) -> None:
-        """Read a function, or what a decorator made of one."""
-        if isinstance(called, staticmethod | classmethod):
-            called = called.__func__
-        elif isinstance(called, property):
-            called = called.fget
-        elif isinstance(called, cached_property | partial):
-            called = called.func
-        elif isinstance(called, types.MethodType):
-            called = called.__func__
-        # Functions that a decorator made share their code, but not what is in their cells.
-        if not isinstance(called, types.FunctionType) or called in self._seen:
-            return
-        self._seen.add(called)
-        cells = dict(zip(called.__code__.co_freevars, called.__closure__ or (), strict=True))
-        codes = [called.__code__]
-        for code in codes:
-            self_name = code.co_varnames[0] if code.co_argcount else None
-            for chain in _chains(code):
-                self._follow(chain, self_name, called.__globals__, cells)
-            # Functions inside the function.
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        # A decorator's function calls the one that it was given, which is in a cell.
-        for cell in cells.values():
-            self.read(_content(cell))
-
-    def _follow(
-        self, chain: tuple[str, ...], self_name: str | None, names: dict[str, Any], cells: dict[str, Any]
-    ) -> None:
-        """Follow ``a.b.c``, whose first name has a prefix that tells where it is looked up."""
-        (scope, _, first), attributes = chain[0].partition(":"), chain[1:]
-        x: Any = _UNKNOWN
-        if first == _FALLBACK:
-            return
-        if scope == "global":
-            x = names.get(first, _UNKNOWN)
-        elif scope == "cell" and first in cells:
-            x = _content(cells[first])
-        elif scope == "local" and first == self_name and attributes:
-            name = attributes[0]
-            self.read(next((vars(base)[name] for base in self._cls.__mro__ if name in vars(base)), None))
-            if len(attributes) == 1:
-                # ``self.dropout`` is a submodule, a number or a method.
-                return
-        for attribute in attributes:
-            if x is not _UNKNOWN and not isinstance(x, types.ModuleType | type):
-                x = _UNKNOWN
-            if x is _UNKNOWN:
-                if attribute in _METHODS:
-                    self.libraries.add("torch")
-                continue
-            x = getattr(x, attribute, _UNKNOWN)
-        owner = getattr(x, "__self__", None)
-        if owner is random._inst:  # type: ignore[attr-defined]
-            self.libraries.add("random")
-        elif owner is np.random.mtrand._rand:
-            self.libraries.add("numpy")
-        elif callable(x) and _is_known(x):
-            if getattr(x, "__name__", None) in RANDOM_FUNCTIONS:
-                self.libraries.add("torch")
-        elif getattr(x, "__name__", None) in RANDOM_FUNCTIONS and owner is not None:
-            # Functions of C, such as ``torch.rand``, have no module.
-            self.libraries.add("torch")
-        else:
-            self.read(x)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return _UNKNOWN
+    Returns:
+        The libraries that it draws from, and what else it may call.
+    """
+    (scope, _, first), attributes = chain[0].partition(":"), chain[1:]
+    libraries: set[Library] = set()
+    called: list[Any] = []
+    x: Any = _UNKNOWN
+    if first == _FALLBACK:
+        return libraries, called
+    if scope == "global":
+        x = names.get(first, _UNKNOWN)
+    elif scope == "cell":
+        x = cells.get(first, _UNKNOWN)
+    elif scope == "local" and first == self_name and attributes:
+        # ``self.dropout`` may be a submodule, a number or a method.
+        called += [next((vars(base)[attributes[0]] for base in cls.__mro__ if attributes[0] in vars(base)), None)]
+        if len(attributes) == 1:
+            return libraries, called
+    for attribute in attributes:
+        if x is not _UNKNOWN and not isinstance(x, types.ModuleType | type):
+            x = _UNKNOWN
+        if x is _UNKNOWN:
+            if attribute in _METHODS:
+                libraries.add("torch")
+            continue
+        x = getattr(x, attribute, _UNKNOWN)
+    owner, is_random = getattr(x, "__self__", None), getattr(x, "__name__", None) in RANDOM_FUNCTIONS
+    if owner is random._inst:  # type: ignore[attr-defined]
+        libraries.add("random")
+    elif owner is np.random.mtrand._rand:
+        libraries.add("numpy")
+    elif callable(x) and _is_known(x):
+        if is_random:
+            libraries.add("torch")
+    elif is_random and owner is not None:
+        # Functions of C, such as ``torch.rand``, have no module.
+        libraries.add("torch")
+    else:
+        called.append(x)
+    return libraries, called
 
 
 # Byte code can't change, unlike what its names stand for; each load would read that of the same functions.

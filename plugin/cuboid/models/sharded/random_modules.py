@@ -35,10 +35,8 @@ class ModelDraws(RandomDraws):
         has_modules: whether some modules draw in code of their own.
     """
 
-    def __init__(self, mesh: Mesh, width: int) -> None:
-        super().__init__(mesh, width)
-        self.libraries: frozenset[Library] = frozenset({"torch"})
-        self.has_modules = False
+    libraries: frozenset[Library] = frozenset({"torch"})
+    has_modules = False
 
 
 def seed_random_modules(
@@ -54,16 +52,32 @@ def seed_random_modules(
     """
     config = model.config if hasattr(model.config, "hidden_size") else planned_parts(model.config)[0]
     width = getattr(config, "hidden_size", 0) // mesh.size("hidden")
-    draws, places = ModelDraws(mesh, width), _Places(model, parallel_plan, late)
+    draws = ModelDraws(mesh, width)
     if mesh.shape.size == 1:
         return draws
+    roles, verdict, layers = parallel_plan.roles, parallel_plan.verdict, layer_names(model)
+    lists = {name.rpartition(".")[0].rpartition(".")[0] for name in layers}
+    blocks = [name for name, role in roles.items() if role.kind == "whole"]
+    base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     by_class: dict[type[nn.Module], frozenset[Library]] = {}
     for name, module in list(model.named_modules()):
         cls = type(module)
         if isinstance(module, MeshDropout):
             continue
-        place = places.of(name, cls)
-        if cls is nn.Dropout and name and not places.is_in_block(name):
+        is_in_layer = any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+        block = next((block for block in blocks if not block or f"{name}.".startswith(f"{block}.")), None)
+        holding: Holding = "parts"
+        if block is not None:
+            holding = "all" if roles[block].everywhere else "rows"
+        elif name in roles and roles[name].kind == "router":
+            holding = "tokens"
+        elif verdict.head == "whole" and not f"{name}.".startswith(base):
+            holding = "all"
+        elif verdict.inputs == "pixels" and not is_in_layer:
+            # All ranks of sequence × hidden have the same images whole.
+            holding = "rows"
+        place = Place(name, cls.__name__, holding, None if is_in_layer else late, name in lists)
+        if cls is nn.Dropout and name and block is None:
             new = _dropout(module, place, mesh)
             carry_over(module, new)
             model.set_submodule(name, new.train(module.training))
@@ -85,41 +99,6 @@ def _dropout(module: Any, place: Place, mesh: Mesh) -> nn.Module:
     if place.holding == "rows":
         return ShardedDropout(module.p, mesh, ("batch",))
     return ShardedDropout(module.p, mesh, late=place.late)
-
-
-class _Places:
-    """Tells what a rank has of the activations in each module of a model."""
-
-    def __init__(self, model: PreTrainedModel, parallel_plan: ParallelPlan, late: MaybeWhole | None) -> None:
-        self._roles, self._verdict = parallel_plan.roles, parallel_plan.verdict
-        self._late = late
-        self._base = f"{model.base_model_prefix}." if model.base_model is not model else ""
-        self._layers = layer_names(model)
-        self._lists = {name.rpartition(".")[0].rpartition(".")[0] for name in self._layers}
-
-    def is_in_block(self, name: str) -> bool:
-        """Whether a module is in a block that is computed whole."""
-        return self._block_of(name) is not None
-
-    def of(self, name: str, cls: type[nn.Module]) -> Place:
-        """The place of a module of a class."""
-        is_in_layer = any(name == layer or name.startswith(f"{layer}.") for layer in self._layers)
-        block, is_in_base = self._block_of(name), f"{name}.".startswith(self._base)
-        holding: Holding = "parts"
-        if block is not None:
-            holding = "all" if self._roles[block].everywhere else "rows"
-        elif name in self._roles and self._roles[name].kind == "router":
-            holding = "tokens"
-        elif self._verdict.head == "whole" and not is_in_base:
-            holding = "all"
-        elif self._verdict.inputs == "pixels" and not is_in_layer:
-            # All ranks of sequence × hidden have the same images whole.
-            holding = "rows"
-        return Place(name, cls.__name__, holding, None if is_in_layer else self._late, name in self._lists)
-
-    def _block_of(self, name: str) -> str | None:
-        blocks = (key for key, role in self._roles.items() if role.kind == "whole")
-        return next((block for block in blocks if not block or name == block or name.startswith(f"{block}.")), None)
 
 
 @functools.cache

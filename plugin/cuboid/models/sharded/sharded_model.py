@@ -25,13 +25,11 @@ from cuboid.failures.rank_agreement import StepGuard
 from cuboid.models.architectures.refusals import compiling_refused, transforms_refused
 from cuboid.models.architectures.roles import layer_names, tower_names
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
-from cuboid.models.attention.interface import use_sharded_attention
-from cuboid.models.attention.segments import uses_interface
+from cuboid.models.attention.segments import AttentionRecord, hang_record, uses_interface
 from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
 from cuboid.models.kinds.images_with_text import AddsFeatures, ComputesFeatures, ImagesWithText
-from cuboid.models.kinds.label_heads import without_padding
 from cuboid.models.kinds.model_kind import counts_positions
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
@@ -42,7 +40,6 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.sharded.quantization import QuantizedLayers
 from cuboid.optim.taken_gradients import readable
-from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 from cuboid.tensor3d.running_forward import begin_forward, end_forward
 
@@ -173,13 +170,16 @@ def shard_modules(
     late, draws = parallelize_modules(model, parallel_plan, mesh, config, shard_of, quantized=quantized)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     # An encoder's and a decoder's configs may be copies of the model's.
-    named = [part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    named = frozenset(config._attn_implementation for config in configs)
     images = late if isinstance(late, ImageSplit) else None
-    use_sharded_attention(frozenset(named), attention.values(), mesh, images)
+    for module in attention.values():
+        hang_record(module, AttentionRecord(mesh, images=images, implementations=named))
     blocks = whole_blocks(parallel_plan)
     for name in blocks:
         # A block that is computed whole has all heads, and sets its own random number generator.
-        use_sharded_attention(frozenset(named), model.get_submodule(name).modules(), None)
+        for module in model.get_submodule(name).modules():
+            hang_record(module, AttentionRecord(implementations=named))
     base = type(model)
     callers = (*attention.values(), *map(model.get_submodule, blocks))
     model.cuboid = Sharding(
@@ -207,7 +207,6 @@ def shard_modules(
                 cls: Any = type(module)
                 module.__class__ = _with_mixin(cls, ShardedTextModel)
     is_cut = mesh.shape.size > 1
-    hook_heads(model)
     early = next(iter((*attention, *blocks)), None)
     if early is not None:
         around = next((name for name in layer_names(model) if early.startswith(f"{name}.")), early)
@@ -221,13 +220,6 @@ def shard_modules(
         guard_hooks(model, runs_whole=True)
     model.cuboid.state.made = AsSharded(model, is_cut=is_cut)
     return model
-
-
-def hook_heads(model: PreTrainedModel) -> None:
-    """Make heads with few outputs, whose logits all ranks have whole, drop padding rows and positions."""
-    for module in model.modules():
-        if isinstance(module, LabelsHead):
-            module.register_forward_hook(without_padding)
 
 
 def first_position(model: PreTrainedModel) -> int:

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.architectures.norm_formula import EPS_NAMES, FormulasByKind, NormFormula
+from cuboid.models.architectures.norm_formula import EPS_NAMES, NormFormula, formula_once
 from cuboid.tensor3d.layers.norm import rms_norm
 
 
 def rms_norms(model: nn.Module) -> dict[str, NormFormula]:
     """The formulas of a model's RMSNorms that have a weight and no bias, by name; running them shows what they are."""
-    formulas, norms = FormulasByKind(), {}
+    known: dict[Any, NormFormula | None] = {}
+    norms = {}
     for name, module in model.named_modules():
         if "forward" not in vars(module) and [parameter for parameter, _ in module.named_parameters()] == ["weight"]:
-            formula = formulas.of(module)
+            formula = formula_once(module, known)
             if formula is not None and formula.kind == "rms":
                 norms[name] = formula
     return norms

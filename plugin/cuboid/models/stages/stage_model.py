@@ -32,7 +32,6 @@ from cuboid.models.sharded.sharded_model import (
     ShardedModel,
     derived_class,
     first_position,
-    hook_heads,
     keep_track_of,
 )
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
@@ -340,7 +339,6 @@ def finish_stage(
         late=late,
         draws=draws,
     )
-    hook_heads(model)
     if plan.config.tensor_parallel.compile:
         compile_layers(model, list(local_layers.values()), staging.slot)
     model.staging = staging

@@ -16,7 +16,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.fp8 import rowwise
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
-from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterFeatures, ScatterSequence, SumFeatures
+from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterSequence, SumFeatures
 from cuboid.tensor3d.running_forward import check_called_inside, forward_runs
 from cuboid.tensor3d.sharding.fp8_blocks import Fp8Blocks
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
@@ -199,16 +199,6 @@ def take_results(x: torch.Tensor) -> dict[int, torch.Tensor]:
     """Remove the results that are attached to ``x``, and return them by their layers' ids."""
     results: dict[int, torch.Tensor] = x.__dict__.pop("cuboid_results")
     return results
-
-
-def up_product(weight: ShardedParam, *, in_first: bool = False, parts: int = 1) -> Product:
-    """Multiplication of an "up" projection: partial sums over `hidden`, reduce-scattered along the features."""
-    return Product(weight, ScatterFeatures(weight.mesh.along("hidden"), (parts,)), in_first)
-
-
-def down_product(weight: ShardedParam, *, in_first: bool = False) -> Product:
-    """Multiplication of a "down" projection: partial sums over `sequence`, reduce-scattered along the sequence."""
-    return Product(weight, ScatterSequence(weight.mesh.along("sequence")), in_first)
 
 
 def head_product(weight: ShardedParam) -> Product:
