@@ -7,6 +7,7 @@ import functools
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers.utils import is_peft_available
 
 from cuboid.errors import UnsupportedModelError
@@ -36,7 +37,7 @@ def _inject_adapter(original: Any) -> Any:
     return inject_adapter
 
 
-def _changes_structure(original: Any) -> Any:
+def _unload(original: Any) -> Any:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.model, ShardedModel):
@@ -44,14 +45,25 @@ def _changes_structure(original: Any) -> Any:
         from cuboid.integrations.peft.adapters import structure_changes
         from cuboid.integrations.peft.modules_to_save import check_unloaded
 
-        deletes = original.__name__ == "delete_adapter"
-        if not deletes:
-            check_unloaded(self, self.model)
-        # After the last adapter is deleted, or all are unloaded, there are none.
-        with structure_changes(self.model, lambda: deletes and bool(self.peft_config)):
+        check_unloaded(self, self.model)
+        with structure_changes(self.model, lambda: False):
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _delete_adapter(original: Any) -> Any:
+    @functools.wraps(original)
+    def delete_adapter(model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, ShardedModel):
+            return original(model, adapter_name, *args, **kwargs)
+        from cuboid.integrations.peft.adapters import structure_changes
+
+        # After the last adapter is deleted, there are none; PEFT forgets its config before, transformers afterwards.
+        with structure_changes(model, lambda: bool(model.peft_config.keys() - {adapter_name})):
+            return original(model, adapter_name, *args, **kwargs)
+
+    return delete_adapter
 
 
 def _add_weighted_adapter(original: Any) -> Any:
@@ -123,6 +135,11 @@ def _init(original: Any) -> Any:
             from cuboid.integrations.peft.adapters import check_adapter
 
             check_adapter(peft_config)
+        elif isinstance(unwrap(model), ShardedModel):
+            raise UnsupportedModelError(
+                f"{type(self).__name__} is put around a {type(model).__name__} around a sharded model, whose own "
+                "methods have rules: call its add_adapter(name, config), or give get_peft_model the model itself"
+            )
         original(self, model, peft_config, *args, **kwargs)
 
     return init
@@ -181,10 +198,19 @@ def _from_pretrained(original: Any) -> Any:
             return original.__func__(cls, model, *args, **kwargs)
         from cuboid.integrations.peft.adapters import loading
 
+        _check_sizes(kwargs)
         with loading():
             return original.__func__(cls, model, *args, **kwargs)
 
     return classmethod(from_pretrained)
+
+
+def _check_sizes(options: dict[str, Any]) -> None:
+    if options.get("ignore_mismatched_sizes"):
+        raise UnsupportedModelError(
+            "ignore_mismatched_sizes=True compares whole tensors of the file with a sharded model's parts, and would "
+            "leave all of them out; leave it out"
+        )
 
 
 def _load_adapter(original: Any) -> Any:
@@ -194,6 +220,7 @@ def _load_adapter(original: Any) -> Any:
             return original(self, *args, **kwargs)
         from cuboid.integrations.peft.adapters import loading
 
+        _check_sizes(kwargs)
         with loading():
             return original(self, *args, **kwargs)
 
@@ -217,17 +244,20 @@ def _save_pretrained(original: Any) -> Any:
     return save_pretrained
 
 
-def _hotswap_adapter(original: Any) -> Any:
-    @functools.wraps(original)
-    def hotswap_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(unwrap(model), ShardedModel):
-            raise UnsupportedModelError(
-                "hotswap_adapter puts whole factors in the place of a sharded model's parts; load the other adapter "
-                "beside it with load_adapter(folder, name), call set_adapter(name), and delete_adapter for the former"
-            )
-        return original(model, *args, **kwargs)
+def _refused(name: str, why: str) -> Any:
+    """What replaces a function of PEFT that computes with whole weights or factors of its first argument, a model."""
 
-    return hotswap_adapter
+    def replace(original: Any) -> Any:
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            models = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+            if any(isinstance(unwrap(model), ShardedModel) for model in models):
+                raise UnsupportedModelError(f"{name} {why}")
+            return original(*args, **kwargs)
+
+        return function
+
+    return replace
 
 
 def _layer_status(original: Any) -> Any:
@@ -270,8 +300,37 @@ def _count_parameters(original: Any) -> Any:
     return get_nb_trainable_parameters
 
 
-#: Methods of PEFT's tuners that replace modules of the model, beside the one that puts adapters in.
-_STRUCTURE = ("_unload_and_optionally_merge", "delete_adapter")
+_IN_PLAIN = "save the adapter, and call it on a plain model with that"
+_ELEMENTWISE = (
+    "of which a rank of a sharded model has a part; take an optimizer that treats each element by itself, such as "
+    "torch's AdamW or PEFT's LoRA+ (create_loraplus_optimizer)"
+)
+#: Functions of PEFT that take shards for whole tensors, what they would do, and what works; with the first version that
+#: has them. Where another module may have got hold of one before, it is one that this calls.
+_OF_WHOLE_TENSORS = (
+    (
+        *("hotswap_adapter", "peft.utils.hotswap:hotswap_adapter", None),
+        "puts whole factors in the place of a sharded model's parts; load the other adapter beside it with "
+        "load_adapter(folder, name), call set_adapter(name), and delete_adapter for the former",
+    ),
+    (
+        *("reduce_intruder_dimension", "peft.tuners.lora.intruders:reduce_intruder_dimension", None),
+        f"decomposes whole weights, of which a rank of a sharded model has parts; {_IN_PLAIN}",
+    ),
+    (
+        *("find_kappa_target_modules", "peft.helpers:KappaTuneSelector.__init__", None),
+        "takes the singular values of whole weights, of which a rank of a sharded model has parts; call it on a plain "
+        "model, and give LoraConfig the names",
+    ),
+    (
+        *("create_lorafa_optimizer", "peft.optimizers.lorafa:create_lorafa_optimizer", None),
+        f"steps B with the whole A, {_ELEMENTWISE}",
+    ),
+    (
+        *("create_riemannian_optimizer", "peft.optimizers.riemannian:_collect_lora_pairs", None),
+        f"steps each factor with the whole other one, {_ELEMENTWISE}",
+    ),
+)
 _PATCHES = [
     Patch(
         target="peft.tuners.tuners_utils:BaseTuner.inject_adapter",
@@ -280,15 +339,19 @@ _PATCHES = [
         parameters=("model", "adapter_name"),
         replace=_inject_adapter,
     ),
-    *(
-        Patch(
-            target=f"peft.tuners.tuners_utils:BaseTuner.{name}",
-            package="peft",
-            reason="know which modules of a sharded model adapters have left",
-            parameters=(),
-            replace=_changes_structure,
-        )
-        for name in _STRUCTURE
+    Patch(
+        target="peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge",
+        package="peft",
+        reason="know that adapters have left the modules of a sharded model",
+        parameters=(),
+        replace=_unload,
+    ),
+    Patch(
+        target="peft.tuners.tuners_utils:delete_adapter",
+        package="peft",
+        reason="know which modules of a sharded model adapters have left",
+        parameters=("model", "adapter_name"),
+        replace=_delete_adapter,
     ),
     Patch(
         target="peft.tuners.lora.model:LoraModel.add_weighted_adapter",
@@ -360,12 +423,16 @@ _PATCHES = [
         parameters=("model_id", "adapter_name"),
         replace=_load_adapter,
     ),
-    Patch(
-        target="peft.utils.hotswap:hotswap_adapter",
-        package="peft",
-        reason="say how another adapter is loaded into a sharded model",
-        parameters=("model", "model_name_or_path", "adapter_name"),
-        replace=_hotswap_adapter,
+    *(
+        Patch(
+            target=target,
+            package="peft",
+            reason="say what works in place of a function that takes shards for whole tensors",
+            parameters=(),
+            replace=_refused(name, why),
+            since=since,
+        )
+        for name, target, since, why in _OF_WHOLE_TENSORS
     ),
     Patch(
         target="peft.peft_model:PeftModel.save_pretrained",

@@ -18,7 +18,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.integrations.trainer_classes import is_cuboid_trainer, trainer_of_trl
+from cuboid.integrations.trainer_classes import is_cuboid_trainer, name_in_trl, trainer_of_trl
 from cuboid.integrations.trainer_engine import (
     GivenOptimizer,
     check_has_engine,
@@ -120,6 +120,10 @@ def _trainer(original: Any) -> Any:
 def _uses_given_optimizer(original: Any) -> Any:
     @functools.wraps(original)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _config_kept_alive()
+        if config is not None and config.ranks > 1:
+            # PPOTrainer, for one, doesn't call ``Trainer.__init__``, which would have refused it.
+            _check_trl(type(self))
         GivenOptimizer.put_back(self)
         return original(self, *args, **kwargs)
 
@@ -162,14 +166,15 @@ def _check_trl(trainer: type[Any], *arguments: Any) -> None:
     of_trl = trainer_of_trl(trainer)
     if of_trl is None:
         return
-    if of_trl.__name__ in _TRL:
+    name_of_trainer = name_in_trl(of_trl)
+    if name_of_trainer in _TRL:
         options = [one for one in arguments if isinstance(one, sys.modules["transformers.trainer"].TrainingArguments)]
         for name, reason in _REFUSED_OF_TRL.items():
             if any(getattr(one, name, False) for one in options):
                 raise ConfigError(f"{name} can't be combined with tensor_parallel.mode 3d_tensor: {reason}")
         return
     raise UnsupportedModelError(
-        f"TRL's {of_trl.__name__} has no rule where several ranks hold one model: it deals prompts, completions or "
+        f"TRL's {name_of_trainer} has no rule where several ranks hold one model: it deals prompts, completions or "
         f"rewards out to ranks by itself, or wasn't compared yet; {', '.join(_TRL[:-1])} and {_TRL[-1]} were"
     )
 

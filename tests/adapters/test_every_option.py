@@ -2,22 +2,31 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_lora import DENSE, Adapted, adapted, assert_step, batch, built, in_both
 from test_lora_ends import ended
 from test_lora_stages import Staged
+from transformers import AutoModelForCausalLM
 
+import cuboid
+from conftest import TIMEOUT_S
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.sharded_model import unwrap
 from threaded import Threaded
 
 pytest.importorskip("peft", reason="PEFT isn't installed")
+import peft
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.optimizers import create_lorafa_optimizer, create_riemannian_optimizer
 from peft.tuners.ia3 import IA3Layer
+from peft.tuners.lora.intruders import reduce_intruder_dimension
+from peft.utils.hotswap import hotswap_adapter
 
 #: Kinds that have rules, each with tests of its own.
 CUT = {"LORA", "IA3", "PROMPT_TUNING", "P_TUNING"}
@@ -179,13 +188,51 @@ def test_less_common_calls_are_as_in_plain_peft(model, tmp_path):
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=call.__name__)
 
 
-def test_adapters_arent_swapped_in_place(model, tmp_path):
-    from peft.utils.hotswap import hotswap_adapter
+OF_WHOLE_TENSORS = [
+    (lambda model: hotswap_adapter(model, "folder", "default"), "hotswap_adapter .* load_adapter"),
+    (lambda model: peft.convert_to_lora(model, rank=2), "convert_to_lora decomposes"),
+    (lambda model: reduce_intruder_dimension(peft_model=model), "reduce_intruder_dimension decomposes"),
+    (lambda model: peft.find_kappa_target_modules(model.get_base_model()), "find_kappa_target_modules takes"),
+    (lambda model: create_lorafa_optimizer(model, r=3, lora_alpha=6, lr=0.1), "create_lorafa_optimizer steps B"),
+    (
+        lambda model: create_riemannian_optimizer(model, torch.optim.AdamW, lr=0.1),
+        r"create_riemannian_optimizer steps each factor .* LoRA\+",
+    ),
+    (lambda model: get_peft_model(model.unload(), LoraConfig(), mixed=True), "PeftMixedModel .* without mixed"),
+    (lambda model: get_peft_model(model, LoraConfig()), "PeftModel is put around a PeftModel .* add_adapter"),
+    (lambda model: model.load_adapter("folder", "b", ignore_mismatched_sizes=True), "ignore_mismatched_sizes=True "),
+]
 
-    adapted(copy.deepcopy(model)).save_pretrained(tmp_path)
-    rank_model = Adapted(model, "1x2x1").models[0]
-    with pytest.raises(UnsupportedModelError, match=r"hotswap_adapter .* load_adapter"):
-        hotswap_adapter(rank_model, str(tmp_path), adapter_name="default")
+
+@pytest.mark.parametrize(("call", "said"), OF_WHOLE_TENSORS, ids=[said.split()[0] for _, said in OF_WHOLE_TENSORS])
+def test_what_computes_with_whole_tensors_is_refused_by_name(model, call, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        call(Adapted(model, "1x2x1").models[0])
+
+
+def biased(start, shard):
+    model = shard(AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64))
+    peft_model = adapted(model, bias="lora_only", target_modules=["q_proj"])
+    peft_model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    return peft_model
+
+
+def saved_by_ranks(start, folder):
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}}
+    biased(start, lambda model: cuboid.shard(model, config)).save_pretrained(folder)
+
+
+def test_a_folder_has_the_biases_that_its_adapter_trains(pool, tmp_path):
+    built("qwen2").save_pretrained(tmp_path / "start")
+    pool.run(2, saved_by_ranks, tmp_path / "start", tmp_path / "saved", timeout_s=TIMEOUT_S)
+    biased(tmp_path / "start", lambda model: model).save_pretrained(tmp_path / "plain")
+    for name in ("adapter_model.safetensors", "other/adapter_model.safetensors"):
+        saved, expected = load_file(tmp_path / "saved" / name), load_file(tmp_path / "plain" / name)
+        assert saved.keys() == expected.keys()
+        assert any(key.endswith(".bias") for key in saved) == (name == "adapter_model.safetensors")
+        configs = (tmp_path / out / name.replace("model.safetensors", "config.json") for out in ("saved", "plain"))
+        saved, expected = (json.loads(path.read_text())["auto_mapping"] for path in configs)
+        assert saved == expected
 
 
 COMBINED_CASES = [

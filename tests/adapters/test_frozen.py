@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.errors import ConfigError
+from cuboid.integrations.callbacks.utilization import computed_share
 from cuboid.models.pipeline.training_pipeline import Pipeline
 from cuboid.verify import SmallModel
 from training import _batches, ranks_of, settings, train
@@ -173,6 +174,28 @@ def test_a_frozen_stage_in_bfloat16(pool, checkpoint, tmp_path, data):
     assert norm == pytest.approx(plain_norm, rel=5e-2)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(weight, untouched[name]) != _trains("first stage", name) for name, weight in state.items())
+
+
+def _adapted(model):
+    pytest.importorskip("peft", reason="PEFT isn't installed")
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]))
+
+
+def _computed_shares(path, config):
+    model = cuboid.from_pretrained(path, config)
+    return computed_share(model), computed_share(_adapted(model))
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x2x1", None), ("1x1x1", 2)], ids=["mesh", "stages"])
+def test_a_utilization_has_no_gradients_of_what_is_frozen(pool, checkpoint, mesh, stages):
+    plain = _adapted(AutoModelForCausalLM.from_pretrained(checkpoint(SMALL)))
+    counts = [plain.num_parameters(exclude_embeddings=True, only_trainable=trained) for trained in (True, False)]
+    expected = 2 / 3 + counts[0] / (3 * counts[1])
+    for full, adapted in pool.run(2, _computed_shares, checkpoint(SMALL), settings(mesh, stages), timeout_s=TIMEOUT_S):
+        assert full == 1.0
+        assert adapted == pytest.approx(expected)
 
 
 def _refused(path, tied, config):

@@ -418,7 +418,10 @@ def test_transformers_own_add_adapter_is_the_same():
     for either in (plain, *threaded.models):
         torch.manual_seed(7)
         either.add_adapter(LoraConfig(r=3, init_lora_weights=False, target_modules=DENSE))
-    assert_losses(plain, threaded)
+        either.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=DENSE[:2]), "other")
+    both = in_both(plain, threaded)
+    assert both(lambda model: model.set_adapter("other")) != both(lambda model: model.delete_adapter("other"))
+    both(lambda model: model.delete_adapter("default"))
 
 
 @pytest.mark.parametrize(

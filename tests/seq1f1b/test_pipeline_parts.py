@@ -81,6 +81,7 @@ def test_a_micro_batch_has_many_forms(batch):
         ({"input_ids": IDS, "position_ids": IDS[:, :5]}, "position_ids is"),
         ({"input_ids": IDS, "labels": IDS.float()}, "labels holds torch.float32; give torch.int64"),
         ({"input_ids": IDS, "token_type_ids": IDS}, "token_type_ids has no rule"),
+        ({"input_ids": IDS, "adapter_names": ["one", "two"]}, "adapter_names has no rule in .* mesh without stages"),
         ({"input_ids": IDS, "labels": [[0, 1], [2]]}, "labels can't be made a tensor: .*rows are equally long"),
     ],
 )

@@ -258,7 +258,21 @@ def test_hooks_and_replaced_steps_are_rejected_if_they_would_see_pieces():
     hooked.register_step_pre_hook(lambda *_: None)
     replaced = torch.optim.AdamW(parameters())
     replaced.step = types.MethodType(lambda self, closure=None: None, replaced)
-    for optimizer, words in ((hooked, "step hook"), (replaced, "replaced on the object")):
+    others = {"pairs": [tuple(parameters())]}
+
+    class Knowing(torch.optim.SGD):
+        def step(self, closure=None):
+            for first, second in others["pairs"]:
+                if first.grad is not None:
+                    first.grad *= second.norm()
+            return super().step(closure)
+
+    knowing = Knowing(parameters(), lr=0.1)
+    for optimizer, words in (
+        (hooked, "step hook"),
+        (replaced, "replaced on the object"),
+        (knowing, r"Knowing\.step uses tensors"),
+    ):
         check_optimizer(optimizer, WHOLE)
         with pytest.raises(OptimizerError, match=words):
             check_optimizer(optimizer, CUT)

@@ -133,6 +133,20 @@ def test_axolotls_command_trains_on_a_mesh_as_in_one_process(folder, environment
 
 
 @pytest.mark.parametrize(
+    ("recipe", "said"),
+    [(LORA, "LoRA of rank 4 on all-linear"), (QLORA, "LoRA of rank 4 on all-linear, the rest frozen in 4 bits")],
+    ids=["lora", "qlora"],
+)
+def test_an_automatic_mesh_is_decided_for_the_recipe(folder, environment, recipe, said):
+    sections = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": 2}, "cluster": "1x2xH100-80GB"}
+    status, output = train(folder, environment, "automatic", 2, {**recipe, "max_steps": 1}, **sections)
+    assert status == 0, output
+    assert "for micro-batches of 2 rows of 64 tokens on" in output
+    assert said in output
+    assert "was decided for" not in output
+
+
+@pytest.mark.parametrize(
     ("recipe", "section", "message"),
     [
         (

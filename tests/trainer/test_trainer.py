@@ -190,7 +190,15 @@ def made_by(module, name, base=Trainer):
         (made_by("trl.trainer.distillation_trainer", "DistillationTrainer"), "DistillationTrainer"),
         (made_by("mine", "Mine", made_by("trl.trainer.rloo_trainer", "RLOOTrainer")), "RLOOTrainer"),
         # Derived from one that works.
-        (made_by("trl.experimental.gold", "GOLDTrainer", made_by("trl", "SFTTrainer")), "GOLDTrainer"),
+        (
+            made_by("trl.experimental.gold", "GOLDTrainer", made_by("trl", "SFTTrainer")),
+            "trl.experimental.gold.GOLDTrainer",
+        ),
+        # It has the name of one that works.
+        (
+            made_by("trl.experimental.bema", "DPOTrainer", made_by("trl", "DPOTrainer")),
+            "trl.experimental.bema.DPOTrainer",
+        ),
         (made_by("mine", "Mine", made_by("trl.trainer.sft_trainer", "SFTTrainer")), None),
         (made_by("trl.trainer.grpo_trainer", "GRPOTrainer"), None),
         (made_by("trlx", "PPOTrainer"), None),

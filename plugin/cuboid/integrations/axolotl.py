@@ -8,7 +8,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from transformers import TrainerCallback, set_seed
 
-from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.config.schema import CuboidConfig, LoraSection, split_config
 from cuboid.errors import ConfigError
 from cuboid.weights.api import scope
 
@@ -19,6 +19,7 @@ _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_em
 class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
     """Shards the model as axolotl loads it, before it gets adapters, by Cuboid's sections of its DeepSpeed config.
 
+    What the YAML says of sequences, micro-batches and LoRA, ``"auto"`` values of these sections are decided for.
     Nothing changes without such sections.
     """
 
@@ -49,7 +50,7 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
             )
         # The Trainer's seed comes after adapters are made, of which each rank makes its own shards.
         set_seed(cfg.seed or 42)
-        self._loading.enter_context(scope(config))
+        self._loading.enter_context(scope(_with_recipe(config, cfg)))
 
     def add_callbacks_post_trainer(self, cfg: Any, _: Any) -> list[TrainerCallback]:
         """What the Trainer tells when it has trained."""
@@ -62,6 +63,23 @@ class AxolotlPlugin(BasePlugin):  # type: ignore[misc]
 
 def _config_of(cfg: Any) -> CuboidConfig | None:
     return split_config(cfg.deepspeed)[0] if cfg.deepspeed else None
+
+
+def _with_recipe(config: CuboidConfig, cfg: Any) -> CuboidConfig:
+    """A config with what axolotl's YAML says of the training, where the JSON leaves it open."""
+    known: dict[str, Any] = {"sequence_length": config.sequence_length or cfg.sequence_len}
+    numbers = config.framework
+    if numbers.batch is None:
+        given = {"micro_batch": cfg.micro_batch_size, "accumulation": cfg.gradient_accumulation_steps}
+        missing = {name: value for name, value in given.items() if getattr(numbers, name) is None}
+        known["framework"] = numbers.model_copy(update=missing)
+    # Loading knows of 4 bits by itself. Without a rank, the adapter is one that axolotl reads from a folder.
+    if config.lora is None and cfg.adapter in ("lora", "qlora") and cfg.lora_r:
+        section: dict[str, Any] = {"r": cfg.lora_r}
+        if cfg.lora_target_modules and not cfg.lora_target_linear:
+            section["target_modules"] = cfg.lora_target_modules
+        known["lora"] = LoraSection.model_validate(section)
+    return config.model_copy(update=known)
 
 
 class _SaveTogether(TrainerCallback):

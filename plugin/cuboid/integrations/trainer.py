@@ -24,7 +24,7 @@ from cuboid.integrations.callbacks.progress import RunProgressCallback
 from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
-from cuboid.integrations.trainer_classes import trainer_of_trl
+from cuboid.integrations.trainer_classes import name_in_trl, trainer_of_trl
 from cuboid.integrations.trainer_engine import config_in_plugin, config_of_trainer
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
 from cuboid.models.architectures.liger import why_refused
@@ -225,7 +225,7 @@ class CuboidTrainer(Trainer):
         if self.trains_compute_loss is not None:
             return self.trains_compute_loss
         of_trl = trainer_of_trl(type(self))
-        return of_trl is not None and of_trl.__name__ in _GIVEN_LOSS
+        return of_trl is not None and name_in_trl(of_trl) in _GIVEN_LOSS
 
     def evaluation_loop(
         self,
@@ -468,10 +468,10 @@ class CuboidTrainer(Trainer):
     def _reject_other_losses(self) -> None:
         """Refuse what is known to train another loss than the model's own; the rest is compared in each step."""
         name, of_trl = type(self).__name__, trainer_of_trl(type(self))
-        if of_trl is not None and of_trl.__name__ not in _OWN_LOSS:
+        if of_trl is not None and name_in_trl(of_trl) not in _OWN_LOSS:
             raise ConfigError(
-                f"{name}: TRL's {of_trl.__name__} trains a loss of its own, and a pipeline computes the model's, on "
-                "the last stage and in pieces; use it on a mesh without stages"
+                f"{name}: TRL's {name_in_trl(of_trl)} trains a loss of its own, and a pipeline computes the model's, "
+                "on the last stage and in pieces; use it on a mesh without stages"
             )
         if type(self).compute_loss is Trainer.compute_loss:
             return

@@ -11,8 +11,9 @@ import inspect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 from weakref import WeakSet
 
@@ -194,6 +195,30 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards, *, wraps: 
             f"the step of this {kind} was replaced on the object, so that it isn't known whether it is right on "
             f"pieces, which it would be given: {owned.reason}; override it in a class of its own, which is tried out"
         )
+    if _holds_tensors(type(optimizer).step):
+        raise OptimizerError(
+            f"{kind}.step uses tensors or modules of the function that its class is made in, which it would see pieces "
+            f"of: {owned.reason}; give them to it as parameters, so that it can be tried out, or take {_WORKING}"
+        )
+
+
+def _holds_tensors(value: Any, depth: int = 6) -> bool:
+    """Whether a function, through the variables of those around it, can reach a tensor or a module."""
+    if isinstance(value, torch.Tensor | nn.Module):
+        return True
+    if depth == 0 or isinstance(value, type | str):
+        return False
+    inside: Iterable[Any]
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    elif callable(value) and hasattr(value, "__closure__"):
+        # An empty cell has a variable that isn't set yet.
+        inside = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    else:
+        inside = getattr(value, "__dict__", {}).values()
+    return any(_holds_tensors(x, depth - 1) for x in inside)
 
 
 def _needs_whole(name: str, what: str, owned: OwnedShards) -> OptimizerError:

@@ -12,7 +12,7 @@ from cuboid.errors import CheckpointError
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, evaluation_losses
 from cuboid.integrations.callbacks.step_times import StepTimes, TimedCallback
 from cuboid.integrations.callbacks.training_engine import mesh_if_sharded
-from cuboid.integrations.callbacks.utilization import peak_of_all_ranks
+from cuboid.integrations.callbacks.utilization import computed_share, peak_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class MetricsCallback(TimedCallback):
         self._file: MetricsFile | None = None
         #: FLOP/s of all devices together; None if that isn't known.
         self._peak_flops: float | None = None
+        #: Of the operations that the Trainer counts, those that a step computes.
+        self._computed_share = 1.0
         #: What the Trainer had counted at the last line.
         self._tokens, self._flops = 0, 0.0
 
@@ -47,12 +49,15 @@ class MetricsCallback(TimedCallback):
         self._file = MetricsFile(path, logger.warning, mesh_if_sharded(model), is_written=state.is_world_process_zero)
         self._file.begin(state.global_step)
         self._peak_flops = None if model is None else peak_of_all_ranks(args.device, next(model.parameters()).dtype)
+        if model is not None and self._peak_flops is not None:
+            self._computed_share = computed_share(model)
         self._times = StepTimes()
         self._tokens, self._flops = state.num_input_tokens_seen, state.total_flos
 
     def rates(self, state: TrainerState) -> dict[str, float]:
         """The rates since the last line, which this ends: seconds of a step, tokens per second, memory, and others."""
-        tokens, flops = int(state.num_input_tokens_seen) - self._tokens, state.total_flos - self._flops
+        tokens = int(state.num_input_tokens_seen) - self._tokens
+        flops = self._computed_share * (state.total_flos - self._flops)
         self._tokens, self._flops = int(state.num_input_tokens_seen), state.total_flos
         left = state.max_steps - state.global_step
         return self._times.rates(left, tokens=tokens, flops=flops, peak_flops=self._peak_flops)

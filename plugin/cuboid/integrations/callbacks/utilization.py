@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import CuboidError
+from cuboid.failures.rank_agreement import gather_objects
+from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.model_costs import sizes_of
+from cuboid.models.stages.stage_model import StageModel
 
 #: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets. The first match counts, so a name
 #: comes before its own prefix.
@@ -43,3 +50,20 @@ def step_flops(full_model: PreTrainedModel, length: int, rows: int) -> float | N
     except CuboidError:
         return None
     return 3.0 * rows * (sum(sizes.layer_flops(length)) + sizes.head_flops(length))
+
+
+def computed_share(model: nn.Module) -> float:
+    """The part that a step computes of 6 operations for each parameter and token: of a frozen one it is 4.
+
+    Collective over the ranks of a pipeline, each of which knows what it trains. Embeddings aren't counted, as in
+    ``PreTrainedModel.floating_point_ops``.
+    """
+    inner: Any = unwrap(model)
+    if not isinstance(inner, PreTrainedModel):
+        return 1.0
+    is_stage = isinstance(inner, StageModel)
+    count = functools.partial(PreTrainedModel.num_parameters, inner) if is_stage else inner.num_parameters
+    counts = tuple(count(exclude_embeddings=True, only_trainable=only_trained) for only_trained in (True, False))
+    of_ranks = gather_objects(counts, inner.cuboid.mesh, what="counting parameters") if is_stage else [counts]
+    trained, total = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
+    return (4 * total + 2 * trained) / (6 * total) if total else 1.0

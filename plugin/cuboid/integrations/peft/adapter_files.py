@@ -49,7 +49,7 @@ class AdapterFiles:
     def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole tensors of all adapters, by their names in PEFT's model, on the first rank; collective."""
         inner: Any = unwrap(model)
-        kept = {id(parameter) for _, _, parameter in _parameters(inner)}
+        kept = {id(parameter) for _, parameter in _parameters(inner, inner.peft_config)}
 
         def value(parameter: torch.Tensor) -> torch.Tensor | None:
             return parameter.detach() if id(parameter) in kept else None
@@ -80,7 +80,7 @@ class AdapterFiles:
             target = folder_of(folder, name)
             target.mkdir(exist_ok=True)
             # Not by PEFT's own function, which asks the Hub about the model's vocabulary.
-            tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _adapter_of(key) in (name, None)}
+            tensors = {_saved_name(key): x.contiguous() for key, x in state.items() if _is_in_files(key, name, config)}
             save_file(tensors, target / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
             saved = copy.copy(config)
             saved.target_modules = _targets(config, tensors, inner.cuboid.whole_model.parameters)
@@ -99,9 +99,7 @@ class AdapterFiles:
             source = folder_of(folder, adapter)
             check_same(config, source)
             with TensorFile(source / SAFETENSORS_WEIGHTS_NAME) as file:
-                for adapter_of_parameter, name, parameter in _parameters(inner):
-                    if adapter_of_parameter not in (adapter, None):
-                        continue
+                for name, parameter in _parameters(inner, {adapter: config}):
                     key = _saved_name(f"{PREFIX}{name}")
                     sharding, spec = shardings.get(name), file.specs.get(key)
                     shape = tuple(parameter.shape) if sharding is None else sharding.shape
@@ -178,13 +176,21 @@ def _is_whole(model: Any, state: Mapping[str, torch.Tensor], prefix: str) -> boo
     return all(tuple(x.shape) == shapes.get(name, tuple(x.shape)) for name, x in state.items())
 
 
-def _parameters(inner: Any) -> Iterator[tuple[str | None, str, nn.Parameter]]:
-    """What adapters' files hold: the adapter (None for trained biases of the model), the name and the parameter."""
-    trains_biases = any(getattr(config, "bias", "none") != "none" for config in inner.peft_config.values())
+def _parameters(inner: Any, configs: Mapping[str, PeftConfig]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that the files of adapters hold, by their names in the model."""
     for name, parameter in inner.named_parameters():
-        adapter = _adapter_of(name)
-        if adapter is not None or (trains_biases and name.endswith(".bias")):
-            yield adapter, name, parameter
+        if any(_is_in_files(name, adapter, config) for adapter, config in configs.items()):
+            yield name, parameter
+
+
+def _is_in_files(name: str, adapter: str, config: Any) -> bool:
+    """Whether an adapter's files hold a parameter: one of its own, or a bias of the model that it trains."""
+    owner = _adapter_of(name)
+    if owner is not None or not name.endswith(".bias"):
+        return owner == adapter
+    trained = getattr(config, "bias", "none")
+    # Of "lora_only", the biases of the layers that have adapters.
+    return trained == "all" or (trained.endswith("_only") and name.endswith(".base_layer.bias"))
 
 
 def _adapter_of(name: str) -> str | None:
@@ -245,7 +251,12 @@ def write_config(config: PeftConfig, inner: Any, folder: Path) -> None:
     """Write a copy of an adapter's config, as PEFT does: of its base model, for inference. The copy is changed."""
     config.base_model_name_or_path = config.base_model_name_or_path or inner.config._name_or_path or None
     config.inference_mode = True
-    config.save_pretrained(str(folder))
+    auto_mapping = None
+    if config.task_type is None:
+        # By which PEFT finds the class of the base model.
+        base = inner.cuboid.base
+        auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
 
 
 def check_same(config: PeftConfig, folder: Path, options: Sequence[str] = _IDENTITY) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.ia3 import IA3Config, IA3Model
 from peft.tuners.lora import LoraConfig
+from peft.tuners.mixed import MixedModel
 from peft.tuners.p_tuning import PromptEncoderConfig
 from peft.tuners.prompt_tuning import PromptTuningConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
@@ -87,6 +88,11 @@ def inject(tuner: BaseTuner, model: ShardedModel, adapter_name: str, action: Cal
             the adapter for which the mesh was chosen.
     """
     config = tuner.peft_config[adapter_name]
+    if isinstance(tuner, MixedModel):
+        raise UnsupportedModelError(
+            "PeftMixedModel (mixed=True) has no rule for a sharded model, and PEFT can't save it; put adapters of one "
+            "kind in, by get_peft_model(model, config) without mixed and add_adapter"
+        )
     check_adapter(config)
     if isinstance(config.target_modules, str):
         asked_targets(tuner)[adapter_name] = config.target_modules

@@ -325,7 +325,7 @@ class Prompts:
         prompted, peft_model = dict(batch), self._peft_model
         if peft_model._adapters_disabled:
             return prompted
-        for key in ("inputs_embeds", "shift_labels", "task_ids"):
+        for key in ("inputs_embeds", "shift_labels", "task_ids", "adapter_names"):
             if prompted.get(key) is not None:
                 raise UnsupportedModelError(f"{key} has no rule beside virtual tokens; give input_ids and labels")
         name = peft_model.active_adapter

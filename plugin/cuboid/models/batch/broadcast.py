@@ -33,6 +33,11 @@ _DTYPES = (torch.int64, torch.float32, torch.float64)
 #: What kernels for padding-free rows are given by collators, beside positions.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
+#: What works in place of an entry that has rules elsewhere.
+_INSTEAD = {
+    "adapter_names": "its rows have the same adapters; take a mesh without stages, where they may have different ones"
+}
+
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
 #: Numbers in a header: the status, the call, its micro-batches, and how many numbers follow.
 _HEADER = 7
@@ -63,8 +68,8 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
     unknown = [name for name in entries if name not in limits.names]
     if unknown:
         raise CuboidError(
-            f"{unknown[0]} has no rule in a pipeline's micro-batch for {limits.kind.words}; known: "
-            + ", ".join(limits.names)
+            f"{unknown[0]} has no rule in a pipeline's micro-batch for {limits.kind.words}; "
+            + _INSTEAD.get(unknown[0], f"known: {', '.join(limits.names)}")
         )
     if "input_ids" not in entries:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")

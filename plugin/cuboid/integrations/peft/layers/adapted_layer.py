@@ -84,6 +84,17 @@ class AdaptedLayer:
             self.unmerge()
         return bool(self.disable_adapters or self.merged)
 
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """What ``convert_to_lora`` asks first.
+
+        Raises:
+            UnsupportedModelError: always, since a rank would decompose a part of the update.
+        """
+        raise UnsupportedModelError(
+            f"convert_to_lora decomposes whole updates of {adapter_name!r}, of which a rank of a sharded model has "
+            "parts; save the adapter, and call it on a plain model with that"
+        )
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's method.
 
