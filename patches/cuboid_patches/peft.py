@@ -59,8 +59,9 @@ def _delete_adapter(original: Any) -> Any:
             return original(model, adapter_name, *args, **kwargs)
         from cuboid.integrations.peft.adapters import structure_changes
 
+        configs: dict[str, Any] = vars(model)["peft_config"]
         # After the last adapter is deleted, there are none; PEFT forgets its config before, transformers afterwards.
-        with structure_changes(model, lambda: bool(model.peft_config.keys() - {adapter_name})):
+        with structure_changes(model, lambda: bool(configs.keys() - {adapter_name})):
             return original(model, adapter_name, *args, **kwargs)
 
     return delete_adapter
