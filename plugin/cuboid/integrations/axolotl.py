@@ -70,8 +70,8 @@ def _with_recipe(config: CuboidConfig, cfg: Any) -> CuboidConfig:
     known: dict[str, Any] = {"sequence_length": config.sequence_length or cfg.sequence_len}
     numbers = config.framework
     if numbers.batch is None:
-        given = {"micro_batch": cfg.micro_batch_size, "accumulation": cfg.gradient_accumulation_steps}
-        missing = {name: value for name, value in given.items() if getattr(numbers, name) is None}
+        of_yaml = {"micro_batch": cfg.micro_batch_size, "accumulation": cfg.gradient_accumulation_steps}
+        missing = {name: value for name, value in of_yaml.items() if getattr(numbers, name) is None}
         known["framework"] = numbers.model_copy(update=missing)
     # Loading knows of 4 bits by itself. Without a rank, the adapter is one that axolotl reads from a folder.
     if config.lora is None and cfg.adapter in ("lora", "qlora") and cfg.lora_r:
