@@ -27,7 +27,7 @@ from cuboid.data import tokens as tokens_module
 from cuboid.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
 from cuboid.data.corpus import Corpus, python_sources, read_corpus, split_files
 from cuboid.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
-from cuboid.data.tokens import TokenFolder, TokensMeta, check_size, fingerprint, tokenize
+from cuboid.data.tokens import TokenFolder, TokensMeta, check_size, fingerprint, remove_leftovers, tokenize
 from cuboid.failures import launched_world, rank_agreement, startup
 from cuboid.failures.launched_world import World, run_at_length
 from cuboid.failures.rendezvous import MAIN_LANE
@@ -36,6 +36,7 @@ from cuboid.integrations.run_report.curve import draw, smooth
 from cuboid.integrations.run_report.figures import pipeline_figures
 from cuboid.integrations.run_report.schema import HeldoutPoint, Losses, MeshSizes, RankFigures, Speed, TrainReport
 from cuboid.train.job import TrainOptions, plan
+from cuboid.train.prepare import prepare
 from launching import free_port
 from tiny_text import TEXTS
 
@@ -206,6 +207,45 @@ def test_rejected_tokens_leave_the_existing_ones_unchanged(tokenizer, tmp_path):
         tokenize(Corpus("other", ("c",), ("d",)), tokenizer, tmp_path, refuse)
     assert TokenFolder.open(tmp_path) == kept
     assert tokenizer.decode(kept.stream("train")) == "a" + tokenizer.eos_token
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_stays(tokenizer, tmp_path):
+    folder = tmp_path / "tokens" / "named"
+    tokenize(Corpus("test", ("a",), ("b",)), tokenizer, folder)
+    (folder / ".mine.npy").touch()
+    kept = sorted(folder.iterdir())
+    for name in ("train.npy", "heldout.npy", "tokens.json"):
+        (folder / f".{'0' * 32}.{name}").touch()
+    with tokens_module._replacing(folder / "train.npy") as file:
+        remove_leftovers(tmp_path / "tokens")
+        (written,) = {*folder.iterdir()} - {*kept}
+        file.write(b"new")
+    assert written.name.endswith(".train.npy")
+    assert sorted(folder.iterdir()) == kept
+    assert (folder / "train.npy").read_bytes() == b"new"
+    with pytest.raises(OSError, match="No space"), tokens_module._replacing(folder / "train.npy"):
+        raise OSError("No space left on device")
+    assert sorted(folder.iterdir()) == kept
+
+
+def test_prepare_removes_what_an_earlier_one_left(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "text" / f"{number:02}.txt").write_text(text)
+    leftover = tmp_path / "out" / "tokens" / f".{'0' * 32}.train.npy"
+    leftover.parent.mkdir(parents=True)
+    leftover.touch()
+    prepare(
+        tmp_path / "out",
+        model=None,
+        tokenizer_folder=tmp_path / "tokenizer",
+        data=tmp_path / "text",
+        vocabulary=300,
+        seed=0,
+        say=str,
+    )
+    assert not leftover.exists()
 
 
 def test_malformed_tokens_are_rejected(tokenizer, tmp_path):

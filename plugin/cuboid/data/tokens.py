@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -27,6 +31,8 @@ TOKENS = "tokens"
 _META = "tokens.json"
 #: Parts of a Rust tokenizer's description that decide the ids of a text.
 _RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+#: Names of files that aren't whole yet, or never will be since their process was killed.
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.((train|heldout)\.npy|tokens\.json)")
 #: Longer documents (in characters) are tokenized in pieces of full lines, to bound memory.
 _PIECE = 1 << 20
 
@@ -136,13 +142,52 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     # The description last: a folder without it doesn't count as tokens.
     for split, stream in streams.items():
-        partial = folder / f".{split}.{uuid4().hex}.npy"
-        np.save(partial, stream, allow_pickle=False)
-        partial.replace(folder / f"{split}.npy")
-    partial = folder / f".{uuid4().hex}.{_META}"
-    partial.write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
-    partial.replace(folder / _META)
+        with _replacing(folder / f"{split}.npy") as file:
+            np.save(file, stream, allow_pickle=False)
+    with _replacing(folder / _META) as file:
+        file.write((meta.model_dump_json(indent=2, exclude_defaults=True) + "\n").encode())
     return TokenFolder(folder, meta)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left unfinished in a folder of tokens and those in it; errors are ignored.
+
+    Files that a process is writing stay, except where the file system has locks for one host alone: call it where no
+    other run writes.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.rglob(".*"):
+            if _PARTIAL.fullmatch(path.name):
+                with contextlib.suppress(OSError), open(path, "rb+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of another one when it is whole."""
+    partial = path.with_name(f".{uuid4().hex}.{path.name}")
+    try:
+        with _locked(partial) as file:
+            yield file
+            file.flush()
+            partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _locked(path: Path) -> BinaryIO:
+    """A new file, which is locked for as long as it is open, so that :func:`remove_leftovers` leaves it alone."""
+    while True:
+        file = open(path, "wb")  # noqa: SIM115  the caller closes it
+        # Some network file systems have no locks; there, leftovers stay.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # It may have been removed before it was locked.
+        if path.exists():
+            return file
+        file.close()
 
 
 def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> TokensMeta:

@@ -13,7 +13,7 @@ from cuboid.checkpoint.run_lock import held
 from cuboid.data.corpus import read_corpus
 from cuboid.data.initial_model import check_replaceable_model, train_tokenizer, write_llama
 from cuboid.data.tokenizer_files import load_tokenizer, tokenizer_in
-from cuboid.data.tokens import TOKENS, TokenFolder, tokenize
+from cuboid.data.tokens import TOKENS, TokenFolder, remove_leftovers, tokenize
 from cuboid.train.resume import reject_other_run
 
 #: Folder of the new model in that of a run.
@@ -58,6 +58,7 @@ def prepare(
         raise CuboidError("give --model or --tokenizer: a model has its own tokenizer")
     with held(out, "cuboid prepare", say):
         reject_other_run(out)
+        remove_leftovers(out / TOKENS)
         for name in (START, TOKENS):
             if os.path.lexists(out / name):
                 check_output(out / name)

@@ -19,7 +19,7 @@ import cuboid
 from cuboid import CuboidError, UnsupportedModelError
 from cuboid.checkpoint.run_lock import RunLock, held
 from cuboid.data.batches import Share
-from cuboid.data.tokens import check_size
+from cuboid.data.tokens import TOKENS, check_size, remove_leftovers
 from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause
 from cuboid.failures.launched_world import World, gather
 from cuboid.failures.rank_agreement import run_on_all_ranks
@@ -67,6 +67,9 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> TrainRep
         with ExitStack() as stack:
             # Before it is decided what to resume, so that nobody writes there from then on.
             lock = stack.enter_context(held(options.out, "cuboid train", logger.warning)) if world.is_first else None
+            if lock is not None:
+                # Before any rank of this run may write tokens.
+                remove_leftovers(options.out / TOKENS)
             return _run(options, world, interrupts, lock)
 
     return run_on_all_ranks(locked, what="cuboid train")
