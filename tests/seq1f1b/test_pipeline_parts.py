@@ -424,6 +424,35 @@ def test_the_first_label_counts_where_labels_are_not_shifted(pool, tmp_path):
     assert answer.startswith("labels[0, 0] of micro-batch 0 is 72, but the model's vocabulary has 67 entries")
 
 
+def _unlabelled(path, config):
+    """The loss of a step without any label, and the largest gradient."""
+    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
+    model = AutoModelForCausalLM.from_pretrained(path) if config is None else from_pretrained(path, config)
+    if config is not None and "pipeline" in config:
+        pipeline = Pipeline(model)
+        loss, evaluated = pipeline.train(iter([batch, batch]), 2), pipeline.evaluate(iter([batch]), 1)
+        assert evaluated.isnan()
+        assert all(part.isnan() for part in pipeline.loss_parts)
+    else:
+        loss = model(**batch).loss
+        loss.backward()
+    gradients = [p.grad.abs().max() for p in model.parameters() if p.grad is not None]
+    assert gradients
+    return loss.item(), torch.stack(gradients).max().item()
+
+
+def test_a_step_without_any_label_is_nan_and_changes_nothing_as_in_plain_transformers(pool, checkpoint):
+    path = checkpoint(SmallModel("llama"))
+    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2}
+    sections = [None, {"pipeline": pipeline}, {"pipeline": {**pipeline, "schedule": "zero_bubble", "head": "spread"}}]
+    for axis in ("batch", "sequence", "hidden"):
+        sections.append({"tensor_parallel": {"mode": "3d_tensor", "mesh": {axis: 2}}})
+    for config in sections:
+        for loss, gradient in pool.run(2, _unlabelled, path, config, timeout_s=TIMEOUT_S):
+            assert math.isnan(loss), config
+            assert gradient == 0, config
+
+
 def _warnings_beyond(path, length):
     ids = torch.zeros((1, length), dtype=torch.int64)
     with warnings.catch_warnings(record=True) as caught:

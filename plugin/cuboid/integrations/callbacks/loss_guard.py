@@ -135,10 +135,11 @@ class LossGuardCallback(TrainerCallback, ExportableState):
         text = f"the loss is {loss:.6g} at step {step}{problem}"
         if self._policy == "stop" or is_last_skip:
             skips = f", and {self._skips_in_a_row} updates before it were skipped" if is_last_skip else ""
+            unlabelled = "; the mean over no label at all is NaN, too" if math.isnan(loss) else ""
 
             def stop() -> None:
                 raise CuboidError(
-                    f"{text}{skips}; a lower learning rate, a longer warm-up, or gradient clipping may help"
+                    f"{text}{skips}; a lower learning rate, a longer warm-up, or gradient clipping may help{unlabelled}"
                 )
 
             run_on_all_ranks(stop, mesh, what="a check of the loss")

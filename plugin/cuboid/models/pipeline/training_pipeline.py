@@ -212,8 +212,7 @@ class Pipeline:
         if replicas.total_lost_boundaries and self.mesh.rank == 0:  # they may be another replica's
             self.limits.warn_of_lost_boundaries(self.mesh)
         items = self.given_items if training and self.given_items is not None else replicas.total_items
-        # Without any label tokens, divide by 1 so that the loss is 0.
-        return dataclasses.replace(step, items=max(items, 1))
+        return dataclasses.replace(step, items=items)
 
     def _prepare_own(self, shared: list[MicroBatch], *, training: bool) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its number of label tokens."""
@@ -333,6 +332,8 @@ class Pipeline:
         if self._staging.gradient_sync is not None:
             self._staging.gradient_sync.clear()
         runners: dict[int, StageRunner] = {}
+        # Without any item, gradients are 0.
+        scale = gradient_scale / max(step.items, 1)
         recorder = None if self.observe_outputs is None else self._recorder()
         if step.shape.head_ranks and (recorder is not None or (training and self.given_losses is not None)):
             raise ConfigError(
@@ -346,7 +347,7 @@ class Pipeline:
                 chunk,
                 step.batches,
                 stores,
-                scale=gradient_scale / step.items,
+                scale=scale,
                 micro_batch_scale=gradient_scale / self._micro_batches(step),
                 training=training,
                 splits=splits,
@@ -355,7 +356,7 @@ class Pipeline:
         store = self._model.cuboid.state.host_store if training else None
         observe = observer_of(program, lambda unit: step.lengths[unit.micro_batch][unit.segment], store, profiler)
         rows = HeadRows(self._model, self._device, self._collectives) if step.shape.head_ranks else None
-        share = None if rows is None else VocabularyShare(self._model, rows, step.batches, gradient_scale / step.items)
+        share = None if rows is None else VocabularyShare(self._model, rows, step.batches, scale)
         head = None if share is None else SpreadHead(share, self._collectives)
         interpreter = Interpreter(runners, self._channels, observe, head)
         draws = (
@@ -383,7 +384,12 @@ class Pipeline:
         last = runners.get(step.shape.stages - 1)
         parts = {} if last is None else last.loss_parts
         self.loss_parts = [parts[number] / gradient_scale for number in sorted(parts)]
-        return None if last is None else last.loss if share is None else share.total()
+        loss = None if last is None else last.loss if share is None else share.total()
+        if step.items or self.given_losses is not None:
+            return loss
+        # As plain cross_entropy has it: the mean over no item is NaN.
+        self.loss_parts = [part * math.nan for part in self.loss_parts]
+        return None if loss is None else loss * math.nan
 
     def _recorder(self) -> Recorder | None:
         kind = self._stages.outline.kind
