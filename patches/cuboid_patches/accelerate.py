@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from cuboid.config.schema import CuboidConfig, own_config
 from cuboid.distributed.mesh import current_rank, current_world_size
 from cuboid.distributed.topology import AXES
 from cuboid.errors import ConfigError, CuboidError, OptimizerError
+from cuboid.failures.rank_agreement import naming_lost_ranks
 from cuboid.integrations.handoff import check_schedule
 from cuboid_patches.base import Patch
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
@@ -332,6 +334,11 @@ def _one_of_each_copy(gathered: torch.Tensor, *, config: CuboidConfig) -> torch.
     return gathered.unflatten(0, (current_world_size(), -1))[firsts].flatten(0, 1)
 
 
+def _guarded(name: str, replace: Callable[[Any], Any] = lambda original: original) -> Callable[[Any], Any]:
+    """The replacement of a collective, which says why a rank was lost in it."""
+    return lambda original: naming_lost_ranks(replace(original), f"accelerate's {name}")
+
+
 PATCHES = [
     Patch(
         target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
@@ -366,14 +373,14 @@ PATCHES = [
         package="accelerate",
         reason="add up what the replicas have, not what each of their ranks has again",
         parameters=("tensor", "reduction", "scale"),
-        replace=_reduce,
+        replace=_guarded("reduce", _reduce),
     ),
     Patch(
         target="accelerate.accelerator:Accelerator.check_trigger",
         package="accelerate",
         reason="let any rank of a replica set it, though sums count replicas",
         parameters=(),
-        replace=_check_trigger,
+        replace=_guarded("check_trigger", _check_trigger),
     ),
     Patch(
         target="accelerate.accelerator:Accelerator.num_processes",
@@ -401,21 +408,21 @@ PATCHES = [
         package="accelerate",
         reason="count the rows that the ranks of a copy of the model share once",
         parameters=("tensor",),
-        replace=_gather,
+        replace=_guarded("gather", _gather),
     ),
     Patch(
         target="accelerate.utils.operations:_gpu_gather_object",
         package="accelerate",
         reason="count the objects that the ranks of a copy of the model share once",
         parameters=("object",),
-        replace=_gather_object,
+        replace=_guarded("gather_object", _gather_object),
     ),
     Patch(
         target="accelerate.utils.operations:_gpu_broadcast",
         package="accelerate",
         reason="send from the first rank of the replica that is named",
         parameters=("data", "src"),
-        replace=_broadcast,
+        replace=_guarded("broadcast", _broadcast),
     ),
     *(
         Patch(
@@ -423,9 +430,26 @@ PATCHES = [
             package="accelerate",
             reason="send from the first rank of the replica that is named",
             parameters=("object_list", "from_process"),
-            replace=_broadcast,
+            replace=_guarded("broadcast_object_list", _broadcast),
         )
         for module in ("accelerate.utils.operations", "accelerate.utils")
+    ),
+    *(
+        Patch(
+            target=f"{module}:reduce",
+            package="accelerate",
+            reason="say why a rank was lost",
+            parameters=("tensor", "reduction", "scale"),
+            replace=_guarded("reduce"),
+        )
+        for module in ("accelerate.utils.operations", "accelerate.utils")
+    ),
+    Patch(
+        target="accelerate.state:PartialState.wait_for_everyone",
+        package="accelerate",
+        reason="say why a rank was lost",
+        parameters=("self",),
+        replace=_guarded("wait_for_everyone"),
     ),
     *(
         Patch(

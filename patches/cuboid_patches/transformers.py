@@ -18,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.distributed.mesh import current_world_size
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.failures.rank_agreement import naming_lost_ranks, run_on_all_ranks
 from cuboid.integrations.trainer_classes import is_cuboid_trainer, name_in_trl, trainer_of_trl
 from cuboid.integrations.trainer_engine import (
     GivenOptimizer,
@@ -140,6 +141,21 @@ def _evaluation_loop(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return evaluation_loop
+
+
+def _finalize_training(original: Any) -> Any:
+    @functools.wraps(original)
+    def finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if config_of_trainer(self) is not None:
+            # A rank may stop earlier than the others, whose next collective would take its next one for theirs.
+            run_on_all_ranks(lambda: None, what="the end of training")
+        return original(self, *args, **kwargs)
+
+    return finalize_training
+
+
+def _naming_lost_ranks(original: Any) -> Any:
+    return naming_lost_ranks(original, "the Trainer's gather")
 
 
 def _check_runs_pipeline(trainer: type[Any], own_steps: Any) -> None:
@@ -359,6 +375,20 @@ PATCHES = [
         reason="evaluate a sharded model before training, where the Trainer would make an engine and demand ZeRO 3",
         parameters=("self",),
         replace=_evaluation_loop,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer._finalize_training",
+        package="transformers",
+        reason="say on all ranks that one has stopped training before the others",
+        parameters=("self",),
+        replace=_finalize_training,
+    ),
+    Patch(
+        target="transformers.trainer_pt_utils:distributed_concat",
+        package="transformers",
+        reason="say why a rank was lost in a gather of losses",
+        parameters=("tensor",),
+        replace=_naming_lost_ranks,
     ),
     Patch(
         target="transformers.trainer:Trainer.get_tp_size",

@@ -5,12 +5,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from transformers.trainer_pt_utils import distributed_concat
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import PeerLostError
 from cuboid.failures import rendezvous, waiting_call, whereabouts
 from cuboid.failures.rank_agreement import StepGuard, run_on_all_ranks
 from cuboid.verify import SmallModel
@@ -24,7 +28,7 @@ LOOKS = 3
 
 def _quick():
     """Waits of tenths of a second in place of seconds, and a process group and a mesh of all ranks."""
-    whereabouts.STILL_S, whereabouts._TRANSFER_S, rendezvous._LOOK_AROUND_S = 0.3, 1.0, 0.5
+    whereabouts.STILL_S, rendezvous._LOOK_AROUND_S = 0.3, 0.5
     for owner, name in LOOKING.values():
         setattr(owner, name, _telling(name, getattr(owner, name)))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
@@ -144,7 +148,7 @@ _SCRIPT = """
     import cuboid
     from cuboid.failures import whereabouts
 
-    whereabouts.STILL_S, whereabouts._TRANSFER_S = 0.3, 1.0
+    whereabouts.STILL_S = 0.3
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
     model = cuboid.from_pretrained(sys.argv[1], config).eval()
@@ -179,18 +183,61 @@ def test_what_one_rank_calls_ends_with_its_place_where_nothing_can_interrupt_it(
 ):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT).replace("ALONE", alone).replace("THEN", then))
-    (status, output), (other_status, _) = as_ranks(2, script, checkpoint(SmallModel("llama")), timeout_s=TIMEOUT_S / 2)
+    (status, output), (other_status, other_output) = as_ranks(
+        2, script, checkpoint(SmallModel("llama")), timeout_s=TIMEOUT_S / 2
+    )
     assert status == 1
     assert other_status != 0
     lines = script.read_text().splitlines()
     line, waiting = (max(n for n, line in enumerate(lines, 1) if line.strip() == text) for text in (alone, then))
     what += "" if what == "forward" else f" ({script}:{line})"
-    assert (
-        f"cuboid: rank 0: RankError: rank 0 is in {what}, and rank 1 waits for it in torch.distributed.{call} "
-        f"({script}:{waiting}): all ranks must make the same calls in the same order, and not one alone, as under "
-        f"`if rank == 0` ({script}:{line})"
-    ) in output
+    why = (
+        f"RankError: rank 0 is in {what}, and rank 1 waits for it in torch.distributed.{call} ({script}:{waiting}): "
+        "all ranks must make the same calls in the same order, and not one alone, as under `if rank == 0`"
+    )
+    assert f"cuboid: rank 0: {why} ({script}:{line})" in output
     assert "so far" in output
+    # Where it loses the connection, in place of the backend's words.
+    assert f"cuboid: rank 1, for rank 0: {why}\n" in other_output
+    assert "Traceback" not in other_output
+
+
+def _accelerate_alone():
+    """What each collective of accelerate raises on a rank that has lost the other one."""
+    # Rank 0 waits twice as long after each failure.
+    rendezvous._LISTEN_S = 0.05
+    mesh = _quick()
+    PartialState(cpu=True)
+    accelerator = Accelerator(cpu=True)
+    if mesh.rank == 1:
+        return None
+    calls = [
+        lambda: accelerator.gather(torch.ones(1)),
+        lambda: accelerator.gather_for_metrics(["an object"], use_gather_object=True),
+        lambda: accelerator.reduce(torch.ones(1)),
+        lambda: accelerate.utils.reduce(torch.ones(1)),
+        lambda: accelerate.utils.broadcast(torch.ones(1), from_process=1),
+        lambda: accelerate.utils.broadcast_object_list([None], from_process=1),
+        lambda: accelerator.check_trigger(),
+        accelerator.wait_for_everyone,
+        lambda: distributed_concat(torch.ones(1)),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(PeerLostError) as caught:
+            call()
+        assert caught.value.rank == 1
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.ci
+def test_a_collective_of_accelerate_says_which_rank_was_lost():
+    ending, _ = endings_of(2, _accelerate_alone, timeout_s=TIMEOUT_S / 2)
+    assert ending.kind is None, ending
+    assert ending.text[0].startswith(f"rank 1 ended while rank 0 waited for it in accelerate's gather ({__file__}:")
+    # The others find that it is known already.
+    assert set(ending.text) == {ending.text[0]}
 
 
 def _slow(where):

@@ -111,6 +111,17 @@ INTERRUPT = """
     report([str(stop.stopped_by), trainer.state.global_step])
     torch.distributed.destroy_process_group()
 """
+ALONE = """
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2 and torch.distributed.get_rank() == 1:
+                control.should_training_stop = True
+
+    try:
+        trainer_of(plan["out"], list(range(16)), [], [Stop()]).train()
+    except cuboid.CuboidError as error:
+        report([type(error).__name__, str(error), error.rank])
+"""
 
 
 def config_of(kind):
@@ -138,7 +149,7 @@ def root(tmp_path_factory):
         with torch.no_grad():
             model.model.embed_tokens.weight[POISON] = math.nan
         model.save_pretrained(path / name)
-    for name, body in (("judge", JUDGE), ("interrupt", INTERRUPT)):
+    for name, body in (("judge", JUDGE), ("interrupt", INTERRUPT), ("alone", ALONE)):
         (path / f"{name}.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(body))
     return path
 
@@ -167,6 +178,18 @@ def test_a_bad_loss_is_named_and_its_update_skipped_to_the_last_bit(root, kind):
         [],
         [where.format(2, "training goes on").replace("2 of", "1 of")],
     ]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["mesh", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_rank_that_stops_training_alone_is_told_so_on_all(root, kind):
+    status, output = world(2, root / "alone.py", plan_of(root, f"alone-{kind}", kind, "start"))
+    assert status == 0, output
+    # Where the Trainer sums up tokens.
+    why = "rank 1 is in the end of training, and rank 0 waits for it in torch.distributed.all_gather ("
+    for result in results_of(output):
+        assert (result[0], result[1][: len(why)], result[2]) == ("RankError", why, 1)
+    assert len(results_of(output)) == 2, output
 
 
 @pytest.mark.ci

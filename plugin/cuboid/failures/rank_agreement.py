@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from traceback import walk_stack
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,7 +19,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
-from cuboid.failures.rank_failure import described
+from cuboid.failures.exit_messages import place_in_script
+from cuboid.failures.rank_failure import described, is_lost
 from cuboid.failures.rendezvous import MAIN_LANE, Peers
 from cuboid.failures.startup import report_early_failure
 
@@ -133,6 +137,44 @@ class StepGuard:
             raise raised from error
 
 
+def lost_rank_error(error: BaseException, what: str) -> BaseException:
+    """What to raise for an exception of a collective ``what`` that no guard surrounds: why a rank was lost, if one was.
+
+    That is what the lost rank reported, or that it ended; any other exception is returned as it is. Waits a few
+    seconds, and reports the loss to the other ranks.
+    """
+    peers = _known_peers()
+    if peers is None or not isinstance(error, Exception) or hasattr(error, "cuboid_told") or not is_lost(error):
+        return error
+    raised = peers.failed_in_step(what, error)
+    raised.cuboid_told = True  # type: ignore[attr-defined]
+    return raised
+
+
+def naming_lost_ranks(function: Callable[..., T], what: str) -> Callable[..., T]:
+    """A function that calls collectives of another package; ``what`` names it in messages.
+
+    Of a rank that is lost meanwhile it raises what :class:`StepGuard` would.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            raised = lost_rank_error(error, f"{what}{place_in_script(walk_stack(sys._getframe()))}")
+            if raised is error:
+                raise
+            raise raised from error
+        peers = _known_peers()
+        if peers is not None and peers.aborted_for is not None:
+            # The result may be that of an aborted collective.
+            raise peers.aborted_for.error()
+        return result
+
+    return call
+
+
 def report_before_group(error: Exception, what: str) -> None:
     """Report a failure to the other ranks if there is no process group yet; once for each exception.
 
@@ -194,6 +236,12 @@ def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
 #: By default process group; an entry lives as long as its group.
 _peers_by_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 _peers_lock = threading.Lock()
+
+
+def _known_peers() -> Peers | None:
+    """The ranks that this one has met already."""
+    group = dist.group.WORLD
+    return None if group is None else _peers_by_group.get(group)
 
 
 def _peers(mesh: Mesh | None) -> Peers | None:

@@ -32,8 +32,6 @@ _SYMMETRIC = frozenset(
         "reduce_scatter_tensor",
     }
 )
-#: Those among them that move no data, so that nothing but a rank can keep them waiting.
-_BARRIERS = frozenset({"barrier", "monitored_barrier"})
 #: Functions that return on other ranks once the rank ``src`` has called them, and there once all have; over NCCL it may
 #: return before.
 _FROM_ONE = frozenset({"broadcast", "broadcast_object_list"})
@@ -49,7 +47,6 @@ class WaitingCall:
         name: of the function, with the place in the script.
         ranks: the ranks of the world for which it waits, perhaps this one too.
         group: the name of its process group.
-        moves_data: whether it may be at work, rather than wait.
         is_of_cuboid: whether Cuboid has made it, and not the script.
         frame, instruction, number: of the call, by which it is told from others.
     """
@@ -57,7 +54,6 @@ class WaitingCall:
     name: str
     ranks: tuple[int, ...]
     group: str
-    moves_data: bool
     is_of_cuboid: bool
     frame: int
     instruction: int
@@ -95,7 +91,6 @@ def waiting_call(thread: int) -> WaitingCall | None:
         f"torch.distributed.{name}{place_in_script(stack[calls[-1] :])}",
         tuple(ranks),
         group_name,
-        name not in _BARRIERS,
         is_of_cuboid(stack[calls[-1] :]),
         id(call),
         call.f_lasti,

@@ -32,8 +32,6 @@ from cuboid.failures.waiting_call import BegunCollectives, WaitingCall, begun_co
 
 #: After how long in one place a rank's position is written.
 STILL_S = 3.0
-#: After how long that a rank waits in a collective which moves data: some ranks have their part earlier than others.
-_TRANSFER_S = 20.0
 #: Intervals at which a rank that is still in a step, or waits in a meeting, reads the positions of others, at most; and
 #: after it has read one that is to be confirmed.
 _LONGEST_LOOK_S, CONFIRMED_S = 30.0, 2.0
@@ -157,14 +155,13 @@ class Whereabouts:
         still_s, here = time.monotonic() - self._since, doing[0]
         if still_s < STILL_S:
             return None
-        waits = call is not None and still_s > (_TRANSFER_S if call.moves_data else STILL_S)
         if still_s >= self._next_write:
-            self._write(here, call if waits else None)
+            self._write(here, call)
             # All ranks but one may wait for minutes, and one process has the store.
             again_s = min(still_s * _REWRITES, still_s + _LONGEST_LOOK_S)
-            self._next_write = again_s if waits else math.inf if call is None else _TRANSFER_S
+            self._next_write = math.inf if call is None else again_s
         # Over NCCL, the host may have left the step's code.
-        is_alone = is_inside or waits_for_lost_ranks() if call is None else waits and call.is_of_cuboid
+        is_alone = is_inside or waits_for_lost_ranks() if call is None else call.is_of_cuboid
         if still_s < self._next_look or not is_alone:
             return None
         text = self._alone(here, call)
