@@ -340,6 +340,57 @@ def test_compile_of_a_sharded_model_compiles_its_layers(path):
     assert "forward" in vars(model.base_model.layers[0])
 
 
+MESH_OF_ONE = {"mode": "3d_tensor", "mesh": {}}
+SEGMENTS = {"engine": "seq1f1b", "stages": 1, "segments": 2, "certification": "verified"}
+
+
+def run_whole(model):
+    model(input_ids=tokens(), labels=tokens())
+
+
+def run_segments(model):
+    cuboid.Pipeline(model).train(iter([{"input_ids": tokens(), "labels": tokens()}]), 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "config", "run", "message"),
+    [
+        # Compiled twice, weights' gradients would not be numbers on a mesh with `batch`.
+        (
+            "layers.0",
+            {"tensor_parallel": {**MESH_OF_ONE, "compile": True}},
+            run_whole,
+            r"compiles LlamaDecoderLayer, or",
+        ),
+        ("", {"tensor_parallel": MESH_OF_ONE}, run_whole, "torch.compile can't compile LlamaModel as a whole"),
+        ("layers.0", {"pipeline": SEGMENTS}, run_segments, "compiles the layer of LlamaAttention, whose segments keep"),
+    ],
+    ids=["layer of the key", "base model", "layer of a stage"],
+)
+def test_what_a_script_compiles_itself_and_cannot_is_named(path, what, config, run, message):
+    torch._dynamo.reset()
+    model = cuboid.shard(AutoModelForCausalLM.from_pretrained(path), config).train()
+    model.base_model.get_submodule(what).compile(backend="eager")
+    with pytest.raises(Exception, match=message):
+        run(model)
+
+
+def test_a_model_that_is_compiled_before_it_is_sharded_is_refused(path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.compile()
+    with pytest.raises(UnsupportedModelError, match="can't compile LlamaForCausalLM as a whole"):
+        cuboid.shard(model, {"tensor_parallel": MESH_OF_ONE})
+
+
+def test_layers_run_uncompiled_where_torchs_compiler_is_switched_off(path, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.warns(UserWarning, match=r"run uncompiled.*switched off \(TORCH_COMPILE_DISABLE=1"):
+        model = cuboid.shard(
+            AutoModelForCausalLM.from_pretrained(path), {"tensor_parallel": {**MESH_OF_ONE, "compile": True}}
+        )
+    assert step(model.train(), tokens()) > 0
+
+
 @pytest.mark.filterwarnings("ignore:compiling was asked for")
 def test_graphs_keep_only_torchs_own_attention(path):
     section = {"mode": "3d_tensor", "mesh": {}, "compile": True}

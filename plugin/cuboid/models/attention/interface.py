@@ -112,6 +112,8 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
     # A graph that looked at the unit would be one of this unit alone.
     unit = None if record.slot is None or (is_compiling and record.is_in_graph) else record.unit
     if record.slot is not None and unit is not None:
+        if is_compiling:
+            _refuse_compiling(module)
         check_call(call, unit, module)
         # A module may call attention more than once, as differential attention does for each half of its values.
         layer = (record.number, record.slot.next_call(record.number))
@@ -130,6 +132,15 @@ def _attend(name: str, kernel: ModelKernel, record: AttentionRecord, module: nn.
         else:
             output, weights = kept.attend(kernel, module, call)
     return output if record.images is None else record.images.filled_up(output, dim=1), weights
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_compiling(module: nn.Module) -> None:
+    # torch.compile calls such functions while it traces, so that a script sees this error.
+    raise UnsupportedModelError(
+        f"a script compiles the layer of {type(module).__name__}, whose segments keep keys and values that no graph of "
+        'torch.compile has; write "compile": true under tensor_parallel, which compiles the layers of stages'
+    )
 
 
 def _attend_with_cache(

@@ -144,6 +144,8 @@ def check_model(model: Any, *, stages: bool = False) -> None:
     check_unadapted(model)
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise compiling_refused(model._orig_mod)
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise compiling_refused(model)
     check_class(type(model), stages=stages)
     if kind_of_class(type(model)).is_language_model and model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings; a language model has")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,9 @@ def compile_layers(
     """
     if torch.__version__ < torch.torch_version.TorchVersion(_TORCH):
         raise UnsupportedModelError(f"compiled layers need torch {_TORCH}, and this is {torch.__version__}")
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        stay_uncompiled(model, "torch.compile is switched off (TORCH_COMPILE_DISABLE=1 or TORCHDYNAMO_DISABLE=1)")
+        return
     kind = model.cuboid.kind
     if type(kind) is not Causal:
         compared = f"graphs were compared with plain transformers for {Causal.words}"

@@ -364,6 +364,8 @@ def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _reject_compiling(self)
         if is_in_forward():
             return base.forward(self, *args, **kwargs)
         if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:

@@ -177,6 +177,8 @@ class CompiledLayers:
 
     def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
         layer, prefetcher = self._layers[number], self._prefetchers[number]
+        if torch.compiler.is_compiling():
+            _refuse_compiling(layer)
         if self._mesh is not None and not forward_runs():
             check_called_inside(layer, self._mesh)
         if number == 0:
@@ -261,7 +263,7 @@ class CompiledLayers:
                 or (module._forward_pre_hooks and not all(map(has_form, module._forward_pre_hooks.values())))
                 or (module._forward_hooks and not all(map(has_form, module._forward_hooks.values())))
             ):
-                return f"a {type(module).__name__} has a hook, which a graph would leave out"
+                return f"a {type(module).__name__} has a hook{_whose(module)}, which a graph would leave out"
         return None
 
     def give_up(self, reason: str) -> None:
@@ -304,6 +306,15 @@ class CompiledLayers:
         return run if completed is None else completed(run)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_compiling(layer: nn.Module) -> None:
+    # torch.compile calls such functions while it traces, so that a script sees this error.
+    raise CuboidError(
+        f"a script compiles {type(layer).__name__}, or what it is in, which tensor_parallel.compile compiles already: "
+        "leave out either that key or layer.compile(), torch.compile and accelerate's regional compilation"
+    )
+
+
 def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     """Compile a graph of aten's operations by Inductor."""
     # Four seconds to import; nothing but compiling needs it.
@@ -342,6 +353,15 @@ def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     end = next((number for number, line in enumerate(lines) if line.startswith("Hint:")), len(lines))
     return " ".join(line for line in lines[:end] if line) or type(error).__name__
+
+
+def _whose(module: nn.Module) -> str:
+    """Says where a module's hooks come from, if not from a script."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    sources = {str(getattr(hook, "__module__", None)) for hooks in kinds for hook in hooks.values()}
+    if any(source == "transformers.utils.output_capturing" for source in sources):
+        return " of transformers, as all modules do whose outputs it can return (output_hidden_states and such)"
+    return ""
 
 
 def _modules(layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
