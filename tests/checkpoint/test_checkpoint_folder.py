@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from cuboid import CheckpointError, ConfigError, Mesh, MeshShape
+from cuboid.checkpoint import saver as saver_module
 from cuboid.checkpoint.format.folder import (
     INCOMPLETE,
     LATEST,
@@ -36,6 +37,7 @@ from cuboid.checkpoint.metadata import ShardedTensor, ShardRange
 from cuboid.checkpoint.save_plan import SavePlan, WriteItem
 from cuboid.checkpoint.saver import Saver
 from cuboid.config.schema import CheckpointConfig
+from cuboid.errors import PeerLostError
 
 KEPT, TAGS = 2, 4
 #: Exit status of a child that crashes on purpose.
@@ -400,6 +402,17 @@ def test_a_saver_removes_nothing_of_other_runs_in_a_folder_that_they_share(tmp_p
     for step in (1, 2):
         assert saver.save(tmp_path, f"own{step}", plan(step, rows=1), latest=False)
         assert {path.name for path in tmp_path.iterdir()} == {*others, f"own{step}"}
+
+
+def test_a_save_in_which_a_rank_is_lost_says_nothing_of_the_disk(tmp_path, monkeypatch):
+    def lose(*_, **__):
+        raise PeerLostError("rank 1 ended")
+
+    monkeypatch.setattr(saver_module, "write_items", lose)
+    saver = Saver(Mesh(MeshShape(1, 1, 1), rank=0, world_size=1), CheckpointConfig())
+    with pytest.raises(CheckpointError, match="first wasn't written: rank 1 ended"):
+        saver.save(tmp_path, "first", plan(1, rows=1))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers.modeling_utils
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,9 @@ from cuboid.failures.rank_agreement import run_on_all_ranks
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.verify.small_models import SmallModel
+from fresh_ranks import endings_of
 from launching import as_ranks
+from two_hosts import ADDRESSES, INTERFACE, switch_of
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=8)
 
@@ -229,6 +232,37 @@ def test_a_file_that_cant_be_read_is_an_error_on_all_ranks(pool, tmp_path):
     save_file({"x": torch.ones(4)}, tmp_path / "model.safetensors")
     errors = pool.run(4, unreadable, str(tmp_path))
     assert all("the disk is gone" in error for error in errors), errors
+
+
+# --- on several hosts ------------------------------------------------------------------------------------------------
+
+
+def _read_on_a_host(hub, hosts, path, folder):
+    """Bytes that the only rank of a host reads of a model and of a checkpoint, which all hosts see."""
+    from network.networks import Shaped
+
+    Shaped(hosts, hub).enter(int(os.environ["RANK"]))
+    os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=INTERFACE)
+    dist.init_process_group("gloo")
+    read = loaded(path, "1x1x1", 1)[0], resumed(folder, "1x1x1", False, 64 << 20)
+    dist.barrier()
+    dist.destroy_process_group()
+    return read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+def test_more_hosts_read_no_more_bytes(checkpoint, tmp_path, hosts):
+    path = checkpoint(LLAMA)
+    save_file(
+        {name: torch.randn(() if spec is None else spec.shape) for name, spec in SHARDINGS.items()},
+        tmp_path / "model.safetensors",
+    )
+    with switch_of(hosts) as hub:
+        endings = endings_of(hosts, _read_on_a_host, hub, hosts, path, str(tmp_path))
+    assert {ending.kind for ending in endings} == {None}, endings
+    model, trained = (sum(read) for read in zip(*(ending.text for ending in endings), strict=True))
+    assert (model, trained) == (stored_bytes(path), stored_bytes(tmp_path))
 
 
 # --- before there is a process group --------------------------------------------------------------------------------

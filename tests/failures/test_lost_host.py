@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import textwrap
 import threading
 import time
@@ -25,7 +24,7 @@ from cuboid.failures.startup import Launch, await_all_ranks
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import finish, start
-from two_hosts import hosts_in_namespaces  # noqa: F401  the fixture two_hosts
+from two_hosts import cut_link, hosts_in_namespaces  # noqa: F401  the fixture two_hosts
 from warm_python import warm_python
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
@@ -33,11 +32,6 @@ SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 GROUP_TIMEOUT_S, SPARE_S = 5.0, 30.0
 #: Less than torch's own client waits, which is five minutes, and far more than any machine takes.
 HANG_S = 200.0
-
-
-def cut_link(hub, rank):
-    """Pull the plug of a host out of the switch."""
-    subprocess.run(["nsenter", f"--net=/proc/{hub}/ns/net", "ip", "link", "set", f"p{rank}", "down"], check=True)
 
 
 # --- two hosts -----------------------------------------------------------------------------------------------------

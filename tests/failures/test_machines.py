@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from cuboid.train.resume import find_run
 from launching import BIN, ROOT, end, finish, run, start
 from tiny_text import write_model_and_text
-from two_hosts import ADDRESSES, INTERFACE, hosts_in_namespaces  # noqa: F401  the fixture two_hosts
+from two_hosts import ADDRESSES, INTERFACE, cut_link, hosts_in_namespaces, take_away  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,10 @@ def deepspeed(host, folder):
     return (BIN / "deepspeed", *options, *meeting, "--module", "cuboid.cli")
 
 
+#: Of runs that are disturbed, which have to last until they are.
+LONG = 60
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """A tiny checkpoint, text and a config, and the losses of a run on one host."""
@@ -75,11 +80,31 @@ def losses_of(out):
     return json.loads((out / "report.json").read_text())["train_losses"]
 
 
-def start_on_both(way, hub, job, out, **variables):
-    return [
-        start(*HOST, host, hub, *way(host, out.parent), *train(job, out), GLOO_SOCKET_IFNAME=INTERFACE, **variables)
-        for host in range(2)
-    ]
+@pytest.fixture(scope="module")
+def losses_of_a_long_run(job):
+    """On one host, without a disturbance."""
+    out = job / "long"
+    status, output = run(
+        BIN / "torchrun", "--standalone", "--nproc-per-node", 4, "-m", "cuboid.cli", *train(job, out, LONG)
+    )
+    assert status == 0, output
+    return losses_of(out)
+
+
+def start_on(host, way, hub, job, out, steps=6, **variables):
+    command = (*way(host, out.parent), *train(job, out, steps))
+    return start(*HOST, host, hub, *command, GLOO_SOCKET_IFNAME=INTERFACE, **variables)
+
+
+def start_on_both(way, hub, job, out, steps=6, **variables):
+    return [start_on(host, way, hub, job, out, steps, **variables) for host in range(2)]
+
+
+def await_checkpoint(out):
+    deadline = time.monotonic() + 240
+    while not (out / "checkpoints" / "latest").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("way", [torchrun, rendezvous, accelerate, deepspeed])
@@ -96,10 +121,7 @@ def test_all_ranks_start_again_where_one_was_killed(two_hosts, job, tmp_path):
     out = tmp_path / "out"
     hosts = start_on_both(rendezvous, two_hosts, job, out, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
-        deadline = time.monotonic() + 240
-        while not (out / "checkpoints" / "latest").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        await_checkpoint(out)
         os.kill(max(ranks_of(hosts[1])), signal.SIGKILL)
         endings = [finish(host, timeout_s=300) for host in hosts]
     finally:
@@ -108,6 +130,31 @@ def test_all_ranks_start_again_where_one_was_killed(two_hosts, job, tmp_path):
     assert [status for status, _ in endings] == [0, 0], endings
     assert find_run(out).state.resumed_after
     assert losses_of(out) == losses_of(job / "alone")
+
+
+@pytest.mark.parametrize("way", ["killed", "cut off"])
+def test_where_a_host_is_lost_both_end_and_the_same_lines_go_on(two_hosts, job, losses_of_a_long_run, tmp_path, way):
+    out = tmp_path / "out"
+    hosts = start_on_both(torchrun, two_hosts, job, out, LONG, DEEPSPEED_TIMEOUT="1")
+    try:
+        await_checkpoint(out)
+        end(hosts[1]) if way == "killed" else cut_link(two_hosts, 1)
+        endings = [finish(host, timeout_s=300) for host in hosts]
+    finally:
+        for number, host in enumerate(hosts):
+            end(host)
+            take_away(two_hosts, number)
+    for status, output in endings if way == "cut off" else endings[:1]:
+        assert status == 1, output
+        # It may be lost in a step or in a save.
+        told = r"^cuboid: .*(waited for it in|didn't come to|the process group doesn't answer)"
+        assert re.search(told, output, re.MULTILINE), output
+    assert not (out / "report.json").exists()
+    hosts = start_on_both(torchrun, two_hosts, job, out, LONG, DEEPSPEED_TIMEOUT="1")
+    endings = [finish(host, timeout_s=300) for host in hosts]
+    assert [status for status, _ in endings] == [0, 0], endings
+    assert find_run(out).state.resumed_after
+    assert losses_of(out) == losses_of_a_long_run
 
 
 def ranks_of(launcher):

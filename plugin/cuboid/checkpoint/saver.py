@@ -23,7 +23,7 @@ from cuboid.checkpoint.snapshot import snapshot
 from cuboid.checkpoint.writer import WriteResult, write_indices, write_items
 from cuboid.config.schema import CheckpointConfig
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import CheckpointError, CuboidError
+from cuboid.errors import CheckpointError, CuboidError, PeerLostError
 from cuboid.failures.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,9 @@ class Saver:
             return error
         except Exception as error:
             # All exceptions, such as a lost connection to another rank: raised in a thread, one would go unnoticed.
-            failure = CheckpointError(f"{root / tag} can't be written: {error}")
+            # A rank that is lost says nothing of the disk.
+            how = "wasn't" if isinstance(error, PeerLostError) else "can't be"
+            failure = CheckpointError(f"{root / tag} {how} written: {error}")
             failure.__cause__ = error
             if isinstance(error, CuboidError):
                 # All ranks have agreed on this error already; keep the rank that raised it.
