@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
 from cuboid.weights.from_scratch import make_sharded
 from cuboid.weights.load import LoadingModel, load_sharded
-from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
+from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, read_config
 from cuboid_patches.accelerate import own_copy, shared_config
 from cuboid_patches.base import Patch
 
@@ -84,7 +85,7 @@ def _config_from_pretrained(original: Any) -> Any:
         # Without an answer, transformers would ask on the terminal of each rank whether to run a model's own code.
         kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
         folder = folder_of(args, kwargs)
-        if folder is None or not has_config(folder):
+        if folder is None or not os.path.lexists(folder / CONFIG):
             return original.__func__(cls, *args, **kwargs)
         # Rejects implausible counts first: for a billion layers, transformers would build a list of their types.
         read_config(folder / CONFIG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from cuboid.convert.per_rank.source import rank_file_faults
 from cuboid.convert.sources import CheckpointKind, DetectedCheckpoint
 from cuboid.convert.target import progress
 from cuboid.errors import CheckpointError
-from cuboid.weights.model_folder import check_model_folder, has_config
+from cuboid.weights.model_folder import CONFIG, check_model_folder
 from cuboid.weights.rank_folder import RankFolder
 
 
@@ -92,7 +93,7 @@ def inspect_checkpoint(checkpoint: DetectedCheckpoint, *, verify: bool) -> Inspe
         _check_ranks(inspection, checkpoint.folder, verify)
     elif checkpoint.kind is CheckpointKind.HUGGING_FACE:
         _check_index(inspection, checkpoint.folder)
-    if checkpoint.kind is not CheckpointKind.DEEPSPEED and has_config(checkpoint.folder):
+    if checkpoint.kind is not CheckpointKind.DEEPSPEED and os.path.lexists(checkpoint.folder / CONFIG):
         inspection.faults += _faults(lambda: check_model_folder(checkpoint.folder, weights=False))
     else:
         inspection.faults += _faults(lambda: reject_outward_links(checkpoint.folder))

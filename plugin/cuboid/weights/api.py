@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from cuboid.models.kinds.sharding import FormerParameters
 from cuboid.models.sharded.customizations import check_as_made, check_hooks, made_anew
 from cuboid.models.sharded.sharded_model import ShardedModel, sharding_of, unwrap
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
-from cuboid.weights.model_folder import CONFIG, folder_of, has_config, read_config, without_own_code
+from cuboid.weights.model_folder import CONFIG, folder_of, read_config, without_own_code
 from cuboid.weights.resolve import resolve
 from cuboid.weights.save import save_sharded
 
@@ -109,7 +110,7 @@ def from_pretrained(
 
 def _architectures_of(path: str | Path, kwargs: dict[str, Any]) -> list[str] | None:
     config, folder = kwargs.get("config"), folder_of((path,), kwargs)
-    if config is None and folder is not None and has_config(folder):
+    if config is None and folder is not None and os.path.lexists(folder / CONFIG):
         named = read_config(folder / CONFIG).get("architectures")
         # Of anything else, transformers says what is wrong with it.
         return named if isinstance(named, list) and all(isinstance(name, str) for name in named) else None

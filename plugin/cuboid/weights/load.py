@@ -43,7 +43,6 @@ from cuboid.weights.model_folder import (
     check_loaded,
     check_model_folder,
     folder_of,
-    has_config,
     model_config,
     read_config,
     stored_alike,
@@ -118,7 +117,9 @@ def _load_sharded(
     check_checkpoint(args, kwargs)
     folder = folder_of(args, kwargs)
     rank_folder = folder if folder is not None and (folder / SHARDS).is_file() else None
-    in_4_bits = _stored_quantization(cls, folder, kwargs)
+    # Beside weights without one, the caller passes the config.
+    config_file = folder / CONFIG if folder is not None and os.path.lexists(folder / CONFIG) else None
+    in_4_bits = _stored_quantization(cls, config_file, kwargs)
     if in_4_bits is not None:
         if rank_folder is not None:
             check_unquantized(read_config(rank_folder / CONFIG), str(rank_folder / CONFIG))
@@ -141,7 +142,7 @@ def _load_sharded(
         loading, args, kwargs = from_rank_file(loading, config, quantization, rank_folder, args, kwargs)
     elif folder is not None:
         # Damaged files are reported before transformers reads them; see :mod:`cuboid.weights.model_folder`.
-        if has_config(folder):
+        if config_file is not None:
             safetensors = kwargs.get("use_safetensors") is not False
             check_model_folder(folder, variant=kwargs.get("variant"), weights=safetensors)
         if config.checkpoint.verify:
@@ -152,8 +153,7 @@ def _load_sharded(
         # With ``ignore_mismatched_sizes``, transformers lists tensors of another shape, and we raise the error.
         asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = from_pretrained(loading, *args, **asked)
-    has_layers = folder is not None and rank_folder is None and has_config(folder)
-    check_loaded(model, info, folder if has_layers else None)
+    check_loaded(model, info, folder if config_file is not None and rank_folder is None else None)
     model.finish_loading()
     if device is not None:
         model.to(device)
@@ -161,21 +161,23 @@ def _load_sharded(
 
 
 def _stored_quantization(
-    cls: type[PreTrainedModel], folder: Path | None, kwargs: dict[str, Any]
+    cls: type[PreTrainedModel], config_file: Path | None, kwargs: dict[str, Any]
 ) -> Quantization | None:
     """How the weights that a call of ``from_pretrained`` reads are stored in 4 bits; None if they aren't quantised."""
-    stored, where = None, f"the config given to {cls.__name__}.from_pretrained"
-    has_file = folder is not None and has_config(folder)
-    if folder is not None and has_file:
-        stored = stored_quantization(read_config(folder / CONFIG), str(folder / CONFIG))
+    in_file = None if config_file is None else read_config(config_file).get("quantization_config")
+    stored = stored_quantization(in_file, str(config_file)) if in_file else None
     # Auto classes give a config that they have read.
-    settings = kwargs.get("config")
-    asked = stored_quantization(settings, where) if isinstance(settings, PretrainedConfig) else None
-    if has_file and asked not in (None, stored):
+    settings, where = kwargs.get("config"), f"the config given to {cls.__name__}.from_pretrained"
+    in_config = vars(settings).get("quantization_config") if isinstance(settings, PretrainedConfig) else None
+    asked = stored_quantization(in_config, where) if in_config else None
+    if config_file is None:
+        return asked
+    if asked not in (None, stored):
         raise UnsupportedModelError(
-            f"{where} has another quantization_config than the {CONFIG} of {folder}, which says how weights are stored"
+            f"{where} has another quantization_config than the {CONFIG} of {config_file.parent}, which says how "
+            "weights are stored"
         )
-    return stored if has_file else asked
+    return stored
 
 
 def own_device(device_map: Any) -> torch.device | None:

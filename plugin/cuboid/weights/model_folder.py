@@ -68,11 +68,6 @@ def check_exists(path: Path) -> None:
     raise CheckpointError(f"{path}: does not exist{hint if could_be_on_hub else ''}")
 
 
-def has_config(folder: Path) -> bool:
-    """Whether a folder has a config; if not, the caller of ``from_pretrained`` passes one."""
-    return os.path.lexists(folder / CONFIG)
-
-
 def check_model_folder(folder: Path, *, variant: str | None = None, weights: bool = True) -> None:
     """Check a model's files as far as possible without reading all of the weights.
 

@@ -78,15 +78,15 @@ def reject_outward_links(folder: Path, *, within: Path | None = None) -> None:
     Raises:
         CheckpointError: names the first link that does, and where it leads.
     """
-    roots, waiting = _roots(folder, within), [os.fspath(folder)] if folder.is_dir() else []
+    waiting = [os.fspath(folder)] if folder.is_dir() else []
     while waiting:
         with os.scandir(waiting.pop()) as entries:
             for entry in sorted(entries, key=lambda one: one.name):
-                # All at once: links to links, and targets with ``..``.
-                if entry.is_symlink() and not _is_inside(target := os.path.realpath(entry.path), roots):
+                if entry.is_symlink() and not _stays_inside(entry.path, folder, within):
                     raise CheckpointError(
-                        f"{entry.path}: is a link that leads out of the checkpoint, to {target}, and isn't followed; "
-                        "if that file belongs to the checkpoint, put it there in place of the link"
+                        f"{entry.path}: is a link that leads out of the checkpoint, to "
+                        f"{os.path.realpath(entry.path)}, and isn't followed; if that file belongs to the checkpoint, "
+                        "put it there in place of the link"
                     )
                 if entry.is_dir(follow_symlinks=False) and os.access(entry.path, os.R_OK | os.X_OK):
                     waiting.append(entry.path)
@@ -94,19 +94,17 @@ def reject_outward_links(folder: Path, *, within: Path | None = None) -> None:
 
 def leads_outward(path: Path) -> bool:
     """Whether a file of a checkpoint's folder is a link that leads out of that folder, as above."""
-    return not _is_inside(os.path.realpath(path), _roots(path.parent, None))
+    return not _stays_inside(path, path.parent)
 
 
-def _roots(folder: Path, within: Path | None) -> list[Path]:
-    """Where links may lead to; of ``blobs``, to files directly in it."""
+def _stays_inside(link: str | Path, folder: Path, within: Path | None = None) -> bool:
+    """Whether a link leads into its folder, into ``within``, or into the ``blobs`` of a cache around the folder."""
     root = Path(os.path.realpath(folder))
     roots = [root, *([] if within is None else [Path(os.path.realpath(within))])]
     roots += [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
-    return roots
-
-
-def _is_inside(target: str, roots: list[Path]) -> bool:
-    return any(Path(target).is_relative_to(root) for root in roots)
+    # All at once: links to links, and targets with ``..``.
+    target = Path(os.path.realpath(link))
+    return any(target.is_relative_to(root) for root in roots)
 
 
 def write_json(path: Path, content: object) -> None:

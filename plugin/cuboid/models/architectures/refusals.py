@@ -39,7 +39,7 @@ def check_unquantized(config: Mapping[str, Any] | PretrainedConfig, where: str) 
     Raises:
         UnsupportedModelError: it has a ``quantization_config``.
     """
-    section = quantization_section(config)
+    section = (config if isinstance(config, Mapping) else vars(config)).get("quantization_config")
     if not section:
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else getattr(section, "quant_method", None)
@@ -51,12 +51,6 @@ def check_unquantized(config: Mapping[str, Any] | PretrainedConfig, where: str) 
         "quantization_config=BitsAndBytesConfig(load_in_4bit=True, …), and those that bitsandbytes has stored in 4 "
         "bits; plain transformers' model.dequantize() and save_pretrained make one of 16 bits"
     )
-
-
-def quantization_section(config: Mapping[str, Any] | PretrainedConfig) -> Any:
-    """The ``quantization_config`` of a model's config, or of what is in its file; None if it has none."""
-    values = config if isinstance(config, Mapping) else vars(config)
-    return values.get("quantization_config")
 
 
 def check_plain_weights(model: nn.Module) -> None:

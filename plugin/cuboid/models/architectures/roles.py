@@ -245,7 +245,8 @@ class _Finder:
         layer = next((prefix for prefix in prefixes if prefix in self._layers), None)
         if layer is None:
             # Outside of layers it is the module itself or, if it has no rule, as in a pooler, its parent.
-            if self._is_behind_base(name) or self._role(name, is_block=True) is not None:
+            is_of_head = self._head != "split" and self._is_behind_base(name)
+            if is_of_head or self._role(name, is_block=True) is not None:
                 return name
             parent = name.rpartition(".")[0]
             inner = set(self._modules[parent].modules())
@@ -283,9 +284,9 @@ class _Finder:
         return len(children) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
     def _is_behind_base(self, name: str) -> bool:
-        """Whether a module comes after the base model and isn't split like the rest."""
+        """Whether a module comes after the base model."""
         prefix = self._model.base_model_prefix
-        return self._head != "split" and name != prefix and not name.startswith(f"{prefix}.")
+        return name != prefix and not name.startswith(f"{prefix}.")
 
     def inside_of_layer(self, block: str) -> str:
         """A block's name inside its layer, with ``*`` for numbers."""
@@ -298,16 +299,17 @@ class _Finder:
             return {**dict.fromkeys(members, Role("inside")), block: Role("whole", tower=True)}
         if self._towers and self._modules[block] is self._model.base_model:
             return {block: Role("beside tower")}
-        if self._is_behind_base(block):
+        if self._head != "split" and self._is_behind_base(block):
             return {name: self._head_role(name) for name in members}
         if self._is_around_head(block):
             return {block: Role("tied")}
         is_late = self._splits_late and not self._inside_layers(block) and block not in self._layers
         if is_late and self._modules[block] not in self._ends:
             return {**dict.fromkeys(members, Role("inside")), block: Role("whole", late=True)}
-        if block not in self._layers and not (
-            self._inside_layers(block) and self.inside_of_layer(block) in self._whole_blocks
-        ):
+        is_whole = block in self._layers
+        if self._whole_blocks and self._inside_layers(block):
+            is_whole |= self.inside_of_layer(block) in self._whole_blocks
+        if not is_whole:
             roles = {name: self._role(name, is_block=name == block) for name in members}
             if any(role is not None and role.kind == "experts" for role in roles.values()):
                 roles = self._with_routers(block, roles)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -23,7 +23,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
-from cuboid.models.architectures.refusals import check_unquantized, quantization_section
+from cuboid.models.architectures.refusals import check_unquantized
 from cuboid.models.architectures.roles import Role
 from cuboid.models.sharded.parallel_plan import MeshRules, ParallelPlan
 from cuboid.requirements import check_version
@@ -299,24 +299,21 @@ def quantization_of(value: Any) -> Quantization:
     )
 
 
-def stored_quantization(config: Mapping[str, Any] | PretrainedConfig, where: str) -> Quantization | None:
-    """How the weights of a checkpoint are stored in 4 bits; None if they aren't quantised.
+def stored_quantization(section: Any, where: str) -> Quantization:
+    """How the weights of a checkpoint are stored in 4 bits.
 
     Args:
-        config: of transformers, or what is in its file.
-        where: what has the config, for the error.
+        section: the ``quantization_config`` of its config: a mapping, or an object of transformers.
+        where: what has it, for the error.
 
     Raises:
         UnsupportedModelError: they are quantised otherwise.
         ImportError: bitsandbytes is missing or too old.
     """
-    section = quantization_section(config)
-    if not section:
-        return None
     values = dict(section) if isinstance(section, Mapping) else section.to_dict()
     is_ours = values.get("quant_method", "bitsandbytes") == "bitsandbytes"
     if not is_ours or not (values.get("load_in_4bit") or values.get("_load_in_4bit")):
-        check_unquantized(config, where)
+        check_unquantized({_KEY: section}, where)
     return replace(quantization_of(values), stored=True)
 
 

@@ -86,7 +86,6 @@ class RandomDraws:
         self._mesh, self._width = mesh, width
         self._rows, self._lengths, self._decisions = 0, frozenset[int](), 0
         self._place: Place | None = None
-        self._mode = _Calls(self)
 
     def begin(self, rows: int, lengths: Iterable[int]) -> None:
         """Begin a forward on this rank's rows, of sequences of which it has these numbers of positions."""
@@ -98,7 +97,7 @@ class RandomDraws:
         outer, self._place = self._place, place
         try:
             if outer is None:
-                with self._mode:
+                with _Calls(self):
                     yield
             else:
                 yield

@@ -68,16 +68,13 @@ class ShardingSpec:
 
     def block_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Shape of the block, the same on every rank."""
-        return tuple(parts * self._piece(dim, mesh) for dim, parts in enumerate(self.parts))
-
-    def _piece(self, dim: int, mesh: MeshShape) -> int:
-        """Length of the block's slice of one part of ``dim``."""
-        size, pieces = self.shape[dim] // self.parts[dim], mesh.of(*self.tp_axes[dim])
-        if self.ragged and dim == 0:
+        dims = zip(self.shape, self.tp_axes, self.parts, strict=True)
+        shape = [size // parts // mesh.of(*axes) * parts for size, axes, parts in dims]
+        if self.ragged:
             # Whole shards of a weight, so that the padding is all at the end of the last blocks.
             shards = mesh.of(*(axis for axis in self.fsdp_axes if axis != "hidden"))
-            return math.ceil(size / (pieces * shards)) * shards
-        return size // pieces
+            shape[0] = math.ceil(self.shape[0] / (mesh.of(*self.tp_axes[0]) * shards)) * shards
+        return tuple(shape)
 
     def shard_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Shape of the shard, the same on every rank."""
@@ -86,9 +83,10 @@ class ShardingSpec:
 
     def block_intervals(self, mesh: MeshShape, at: Coordinate) -> list[list[Interval]]:
         """For each dim, the intervals of the unsplit tensor that make up the block, in order."""
-        intervals = []
-        for dim, (size, axes, parts) in enumerate(zip(self.shape, self.tp_axes, self.parts, strict=True)):
-            part, piece = size // parts, self._piece(dim, mesh)
+        intervals, block = [], self.block_shape(mesh)
+        for size, block_size, axes, parts in zip(self.shape, block, self.tp_axes, self.parts, strict=True):
+            # The block has a piece of each part.
+            part, piece = size // parts, block_size // parts
             start = min(at.index(axes, mesh) * piece, part)
             stop = min(start + piece, part)
             intervals.append([(number * part + start, number * part + stop) for number in range(parts)])
