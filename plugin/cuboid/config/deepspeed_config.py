@@ -81,7 +81,6 @@ class DeepSpeedPart:
         fp16_masters: whether its master weights are in float16 too.
         offloads: keys of ``zero_optimization`` that enable offloading, with the device.
         counts_micro_steps: whether DeepSpeed decides by its count of micro-batches when a step ends.
-        optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
 
     def __init__(self, config: dict[str, Any], *, is_complete: bool) -> None:
@@ -114,9 +113,9 @@ class DeepSpeedPart:
             device = "none" if section is None else str(getattr(section.device, "value", section.device))
             if device != "none":
                 self.offloads[name] = device
-        self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
         if config.get("optimizer") is not None:
-            _check_optimizer(config["optimizer"], self.optimizer, on_cpu="offload_optimizer" in self.offloads)
+            made = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
+            _check_optimizer(config["optimizer"], made, on_cpu="offload_optimizer" in self.offloads)
         if config.get("scheduler") is not None:
             _check_scheduler(config["scheduler"])
 

@@ -15,7 +15,7 @@ from cuboid.checkpoint.format.bounded_files import leads_outward, reject_outward
 from cuboid.checkpoint.format.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
 from cuboid.checkpoint.format.state_document import check_document
 from cuboid.checkpoint.format.state_file import STATE, read_state
-from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.checkpoint.format.tensor_file import read_specs
 from cuboid.checkpoint.format.weight_index import SINGLE
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
 from cuboid.convert.per_rank.source import rank_file_faults
@@ -102,8 +102,7 @@ def inspect_checkpoint(checkpoint: DetectedCheckpoint, *, verify: bool) -> Inspe
 
 def _add_tensors(inspection: Inspection, folder: Path, name: str) -> None:
     try:
-        with TensorFile(folder / name) as file:
-            specs = file.specs
+        specs = read_specs(folder / name)
     except CheckpointError as error:
         inspection.faults.append(str(error))
         return

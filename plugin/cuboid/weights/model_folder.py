@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from cuboid.checkpoint.format.bounded_files import open_regular, read_object, reject_outward_links
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, reject_lost_manifest
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec, read_specs
 from cuboid.checkpoint.format.weight_index import INDEX_SUFFIX, SINGLE, read_index
 from cuboid.checkpoint.save_plan import OPTIMIZER
 from cuboid.checkpoint.save_planner import assign
@@ -237,13 +237,11 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
     """The tensors of each safetensors file, after checking its header; nothing if the folder has none."""
     single, index = _weight_files(folder, variant)
     if os.path.lexists(single):
-        with TensorFile(single) as file:
-            yield file.specs
+        yield read_specs(single)
         return
     weight_map = read_index(index) if os.path.lexists(index) else {}
     for name in dict.fromkeys(weight_map.values()):
-        with TensorFile(folder / name) as file:
-            specs = file.specs
+        specs = read_specs(folder / name)
         missing = next((tensor for tensor, place in weight_map.items() if place == name and tensor not in specs), None)
         if missing is not None:
             raise CheckpointError(f"{folder / name}: has no tensor {missing}, though {index.name} says so")

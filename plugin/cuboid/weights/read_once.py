@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
-from cuboid.checkpoint.format.tensor_file import TensorFile, TensorSpec, file_identity
+from cuboid.checkpoint.format.tensor_file import TensorSpec, file_identity, read_specs
 from cuboid.distributed.mesh import Mesh, current_rank, current_world_size, group_timeout
 from cuboid.errors import PeerLostError
 from cuboid.failures.bounded_store import BoundedStore
@@ -182,7 +182,7 @@ class _Readers:
 
     def receive(self, model: Any, files: Sequence[str], read: Callable[[dict[str, Any]], T]) -> T:
         """Make room for the tensors of the files, and receive their values."""
-        loaded = read({name: _Unread(spec) for file in files for name, spec in _specs(file).items()})
+        loaded = read({name: _Unread(spec) for file in files for name, spec in read_specs(file).items()})
         length = torch.zeros(1, dtype=torch.int64)
         self._broadcast(length)
         failure = torch.empty(int(length), dtype=torch.uint8)
@@ -234,11 +234,6 @@ class _Unread:
         shape = torch.empty(self._spec.shape, device="meta")[index].shape
         # Zeros, not uninitialized memory: transformers compares tied weights before the values are there.
         return torch.zeros(shape, dtype=self._spec.dtype, device="cpu")
-
-
-def _specs(file: str) -> dict[str, TensorSpec]:
-    with TensorFile(file) as opened:
-        return opened.specs
 
 
 def _values(model: Any) -> Iterator[torch.Tensor]:

@@ -271,6 +271,16 @@ def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
     return len(text).to_bytes(8, "little") + text
 
 
+def read_specs(path: str | Path) -> dict[str, TensorSpec]:
+    """Dtypes and shapes of a file's tensors, in the order of the file; raises as :class:`TensorFile`."""
+    path = Path(path)
+    try:
+        with open(open_regular(path), "rb") as file:
+            return read_header(file.fileno(), path)[0]
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be opened: {error.strerror}") from error
+
+
 def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
     """Read and validate an open file's header; ``path`` is for messages.
 

@@ -199,7 +199,7 @@ class _Finder:
         head: HeadPlan = "split",
     ) -> None:
         self._model, self._whole_blocks, self._splits_late, self._head = model, whole_blocks, splits_late, head
-        self._modules = dict(model.named_modules())
+        self._modules, self._heads = dict(model.named_modules()), HeadCounts.of(model.config)
         self._layers = set(layer_names(model))
         self._towers = tower_names(model)
         self._tower_layers = layer_names(model, of_towers=True)
@@ -348,7 +348,7 @@ class _Finder:
 
         In some architectures these two are in consecutive blocks of a layer.
         """
-        counts, into, out = HeadCounts.of(self._model.config), dict[str, int](), dict[str, dict[str, int]]()
+        counts, into, out = self._heads, dict[str, int](), dict[str, dict[str, int]]()
         for name, role in known.items():
             (parent, _, leaf), module = name.rpartition("."), self._modules[name]
             if role.kind == "down":
@@ -414,9 +414,7 @@ class _Finder:
         if isinstance(module, nn.Embedding):
             if not self._inside_layers(name):
                 return Role("embedding")
-            is_of_heads = (
-                type(module) is nn.Embedding and module.embedding_dim == HeadCounts.of(self._model.config).query
-            )
+            is_of_heads = type(module) is nn.Embedding and module.embedding_dim == self._heads.query
             return Role("bias of heads") if is_of_heads else None
         if type(module) in (nn.Linear, Conv1D):
             return self._linear(name, leaf, alone=is_block) if self._inside_layers(name) else None
@@ -465,7 +463,7 @@ class _Finder:
         """
         sizes = [len(parameter) for parameter in self._modules[name].parameters()]
         beside = self._modules[name.rpartition(".")[0]].named_children()
-        return {*sizes} == {HeadCounts.of(self._model.config).dim} or any(
+        return {*sizes} == {self._heads.dim} or any(
             isinstance(other, nn.Linear) and sizes == [other.in_features]
             for child, other in beside
             if LATENT.get(child) == "from_latent"
@@ -473,7 +471,7 @@ class _Finder:
 
     def _has_per_head_parameters(self, module: nn.Module) -> bool:
         """Whether an attention module has parameters of its own, all with one number for each head."""
-        heads = HeadCounts.of(self._model.config).query
+        heads = self._heads.query
         shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
         has_queries = any(HEADS.get(name) == "query" for name, _ in module.named_children())
         return has_queries and set(shapes) == {(heads,)}
@@ -484,7 +482,7 @@ class _Finder:
         They are those of a projection whose name has the same initial, as ``q_norm`` and ``q_proj``.
         """
         parent, _, leaf = name.rpartition(".")
-        counts = HeadCounts.of(self._model.config)
+        counts = self._heads
         sizes: dict[Heads, int] = {"query": counts.query * counts.dim, "key_value": counts.key_value * counts.dim}
         beside = [child for child, _ in self._modules[parent].named_children() if child[0] == leaf[0]]
         projected = {HEADS.get(child) for child in beside}
