@@ -73,7 +73,7 @@ train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=
 		$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)"))
 	@# The launcher is shielded from Ctrl-C, which the ranks answer with a checkpoint.
-	@exec $(BIN)/python -P plugin/cuboid/train/launch.py \
+	@exec $(BIN)/python -P plugin/cuboid/failures/shielded_launcher.py \
 		$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \

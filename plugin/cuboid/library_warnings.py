@@ -24,7 +24,7 @@ def progress_bars_of(*, shown: bool) -> Iterator[None]:
 
 
 def quiet(speaks: bool = True) -> None:
-    """Make DeepSpeed, transformers and torch report errors only. Global state, so only for processes of a command.
+    """Make the libraries below report errors only. Global state, so only for processes of a command.
 
     Args:
         speaks: whether this process prints Cuboid's own warnings, which are the same on all ranks.
@@ -33,5 +33,6 @@ def quiet(speaks: bool = True) -> None:
         logging.getLogger("cuboid").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    for library in ("DeepSpeed", "accelerate"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

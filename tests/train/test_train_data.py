@@ -410,6 +410,38 @@ def test_a_config_without_the_keys_of_the_job_is_rejected(options, tmp_path, con
         plan(options(config=path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 3}, "has max_steps, which it doesn't decide; give --steps"),
+        ({"max_grad_norm": 3}, "has max_grad_norm, .*; write gradient_clipping into the config"),
+        ({"dataloader_num_workers": 3}, "dataloader_num_workers, which has no meaning .* cuboid.CuboidTrainer in a"),
+        ({"lr_scheduler_type": "cosine"}, "has lr_scheduler_type, but the config has a section scheduler"),
+        ({"learning_rate": 1e-3}, "has learning_rate, but the config has a section optimizer"),
+        ({"report_to": "tensorbored"}, "--report-to tensorbored: tensorbored is not supported"),
+    ],
+)
+def test_arguments_of_the_trainer_that_something_else_decides_are_refused(options, tmp_path, arguments, message):
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps(arguments))
+    with pytest.raises(CuboidError, match=message):
+        plan(options(trainer_args=path))
+
+
+def test_arguments_of_the_trainer_replace_sections_of_the_config(options, tmp_path):
+    config, path = tmp_path / "config.json", tmp_path / "arguments.json"
+    config.write_text(json.dumps({"tensor_parallel": OURS["tensor_parallel"], "train_micro_batch_size_per_gpu": 2}))
+    arguments = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    path.write_text(json.dumps(arguments))
+    assert plan(options(config=config, trainer_args=path, steps=4)).trainer_args == arguments
+    path.write_text(json.dumps({**arguments, "lr_scheduler_type": "greedy"}))
+    with pytest.raises(CuboidError, match="lr_scheduler_type is 'greedy'; it is one of linear, cosine"):
+        plan(options(config=config, trainer_args=path, steps=4))
+    path.write_text(json.dumps({"lr_scheduler_type": "cosine"}))
+    with pytest.raises(ConfigError, match="optimizer is missing"):
+        plan(options(config=config, trainer_args=path, steps=4))
+
+
 def test_a_tokenizer_larger_than_the_model_is_rejected(options, checkpoint, tmp_path):
     LlamaForCausalLM(
         LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

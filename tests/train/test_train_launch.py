@@ -46,7 +46,7 @@ CONFIGS = {
     "long": {**CONFIG, "gradient_accumulation_steps": 250, "tensor_parallel": {"mode": "3d_tensor", "mesh": {}}},
 }
 DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free_port()]
-SHIELD = [sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py"]
+SHIELD = [sys.executable, "-P", ROOT / "plugin" / "cuboid" / "failures" / "shielded_launcher.py"]
 LAUNCHERS = {
     "none": [sys.executable, "-m"],
     "shielded": [*SHIELD, *DEEPSPEED, "--num_accelerators", RANKS, "--module"],
@@ -326,6 +326,42 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
     assert [line["loss"] for line in figures] == report.train_losses
     evaluated = [(line["step"], line["heldout_loss"]) for line in figures_of(tmp_path) if line["loss"] is None]
     assert evaluated == [(point.step, point.loss) for point in report.heldout_losses]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("has_optimizer", [True, False], ids=["schedule", "schedule and optimizer"])
+def test_a_schedule_of_the_trainers_is_resumed_to_the_last_bit(job, tmp_path, has_optimizer):
+    arguments = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+    config = dict(CONFIGS["alone"])
+    if not has_optimizer:
+        arguments |= {"optim": "adamw_torch", "learning_rate": 1e-2}
+        del config["optimizer"]
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = (f"--config={tmp_path / 'config.json'}", f"--model={job / 'dropping'}", "--steps=5", "--resume=auto")
+    named = (*options, f"--trainer-args={tmp_path / 'arguments.json'}")
+
+    def train(name, *more):
+        ((status, output),) = as_ranks(1, BIN / "cuboid", *train_arguments(job, tmp_path / name, "alone", *more)[1:])
+        return status, output
+
+    assert train("whole", *named)[0] == 0
+    status, output = train("parts", *named, "--max-time=0.1s")
+    assert status == 124, output
+    assert "--max-time after step 1 of 5" in output
+    status, output = train("parts", *(options if has_optimizer else named[:-1]))
+    assert status == 1
+    assert ("--trainer-args with " if has_optimizer else "optimizer is missing") in output, output
+    status, output = train("parts", *named)
+    assert status == 0, output
+    figures = figures_of(tmp_path / "whole")
+    assert figures_of(tmp_path / "parts") == figures
+    rates = [line["learning_rate"] for line in figures if line["loss"] is not None]
+    # That of the next step: two of warm-up, and a quarter of a period.
+    expected = [5e-3, 1e-2, 7.5e-3, 2.5e-3, 0.0]
+    assert rates == pytest.approx(expected, abs=1e-12)
+    for path in (tmp_path / "whole" / "model").iterdir():
+        assert (tmp_path / "parts" / "model" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.slow

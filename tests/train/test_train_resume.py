@@ -32,16 +32,17 @@ from cuboid.cli.limits import duration, named_path
 from cuboid.failures.interrupts import Interrupts
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
-from cuboid.integrations.deepspeed.training_step import evaluate, train_step
+from cuboid.integrations.deepspeed.training_step import train_step
+from cuboid.integrations.loss_mean import LossMean
 from cuboid.integrations.run_report.schema import HeldoutPoint
+from cuboid.train.checkpoints import RunLength
 from cuboid.train.job import TrainOptions, plan
-from cuboid.train.loop import History, RunLength
 from cuboid.train.prepare import prepare
 from cuboid.train.resume import RunState, find_run, reject_other_run
 from launching import ROOT, end, finish, start
 from tiny_text import write_model_and_text
 
-SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py")
+SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "failures" / "shielded_launcher.py")
 
 
 # --- the run to resume ---------------------------------------------------------------------------------------------
@@ -580,7 +581,7 @@ def test_keep_last_is_set_in_the_config(options, job, tmp_path):
 
 @given(steps=st.integers(1, 60), evaluations=st.integers(1, 70), save_every=st.integers(0, 70))
 def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
-    goal = RunLength(steps, evaluations, save_every, lambda _: None)
+    goal = RunLength(steps, evaluations, save_every)
     evaluated = [step for step in range(steps + 1) if goal.evaluates_after(step)]
     assert evaluated[0] == 0
     assert evaluated[-1] == steps
@@ -590,11 +591,11 @@ def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
 
 
 def test_a_run_is_finished_when_its_last_step_is_evaluated():
-    goal = RunLength(2, 1, 0, lambda _: None)
+    goal = RunLength(2, 1, 0)
     first, last = (HeldoutPoint(step=step, loss=1.0) for step in (0, 2))
-    assert not goal.is_reached(History([1.0], [first]))
-    assert not goal.is_reached(History([1.0, 1.0], [first]))
-    assert goal.is_reached(History([1.0, 1.0], [first, last]))
+    assert not goal.is_reached(1, [first])
+    assert not goal.is_reached(2, [first])
+    assert goal.is_reached(2, [first, last])
 
 
 def timed(monkeypatch, seconds, **arguments):
@@ -683,7 +684,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 
 @pytest.fixture
 def shielded(tmp_path):
-    """Starts a launcher under ``launch.py``, and returns it when that many processes have reported to be ready."""
+    """Starts a launcher that is shielded, and returns it when that many processes have reported to be ready."""
 
     def launch(kind, ranks, ready):
         (tmp_path / "rank.py").write_text(RANK)
@@ -742,7 +743,7 @@ class _Engine(torch.nn.Module):
 
     def forward(self, input_ids, labels):
         self.modes.append(self.training)
-        return SimpleNamespace(loss=input_ids[0, 0].double() / (labels[0, 0] != -100))
+        return SimpleNamespace(loss=input_ids[0, 0].double() + labels[0, 0])
 
     def backward(self, loss):
         """Nothing to compute."""
@@ -751,22 +752,18 @@ class _Engine(torch.nn.Module):
         """Nothing to update."""
 
 
-def rows_of(first, label=0):
-    return {"input_ids": torch.full((1, 4), first), "labels": torch.full((1, 4), label)}
-
-
-def test_a_run_that_is_resumed_trains_with_dropout_though_no_evaluation_comes_before_its_first_step():
-    engine, rows = _Engine().eval(), rows_of(0)
-    train_step(engine, iter([rows] * 3))
-    evaluate(engine, [(rows, 3)])
-    train_step(engine, iter([rows] * 2))
-    assert engine.modes == [True, True, False, True, True]
+def test_a_step_is_one_of_training_though_models_are_loaded_for_evaluation():
+    engine, rows = _Engine().eval(), {"input_ids": torch.full((1, 4), 3), "labels": torch.full((1, 4), 1)}
+    assert train_step(engine, iter([rows] * 3)) == 4
+    assert engine.modes == [True, True]
 
 
 def test_an_evaluation_is_the_mean_over_tokens_and_batches_without_any_count_for_nothing():
-    mean = evaluate(_Engine(), [(rows_of(6), 1), (rows_of(2), 3), (rows_of(5, label=-100), 0)])
+    mean = LossMean(torch.device("cpu"))
+    for loss, tokens in ((6.0, 1), (2.0, 3), (math.nan, 0)):
+        mean.add(torch.tensor(loss), tokens)
     assert mean.over_ranks([4.0]) == (3.0, [4.0])
-    nothing, _ = evaluate(_Engine(), []).over_ranks()
+    nothing, _ = LossMean(torch.device("cpu")).over_ranks()
     assert math.isnan(nothing)
 
 

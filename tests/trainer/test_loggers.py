@@ -194,6 +194,30 @@ def test_cuboid_train(job, tmp_path, search_path):
             assert_logged(figures, f"Train/Samples/{name}", expected)
 
 
+def test_cuboid_train_by_the_trainers_loggers(job, tmp_path, search_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    files = ("--model", job / "model", "--data", job / "text", "--config", tmp_path / "config.json")
+    options = ("--sequence-length", 16, "--steps", 3, "--heldout-blocks", 2, "--eval", f"code={job / 'read.py'}")
+    loggers = ("tensorboard", "wandb", "mlflow")
+    reporting = [part for logger in loggers for part in ("--report-to", logger)]
+    arguments = ("-m", "cuboid.cli", "train", *files, *options, *reporting, "--out", tmp_path / "out")
+    status, output = torchrun(*arguments, **variables_of(tmp_path, search_path))
+    assert status == 0, output
+    runs = logged(job, tmp_path, search_path)
+    assert {logger: len(figures) for logger, figures in runs.items()} == dict.fromkeys(loggers, 1)
+    lines = lines_of(tmp_path / "out")
+    for logger, (figures,) in runs.items():
+        for name in ("loss", "learning_rate", "grad_norm", "tokens_per_s", "heldout_loss", "code_loss"):
+            is_evaluated = name in ("heldout_loss", "code_loss")
+            key = f"eval/{name}" if is_evaluated else f"train/{name}"
+            if logger == "mlflow":
+                key = f"eval_{name}" if is_evaluated else name
+            expected = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            assert expected, name
+            assert key in figures, (logger, key, sorted(figures))
+            assert_logged(figures, key, expected)
+
+
 def test_the_trainer(job, tmp_path, search_path):
     variables = variables_of(tmp_path, search_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

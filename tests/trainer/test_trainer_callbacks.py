@@ -316,7 +316,8 @@ def test_without_an_engine_of_cuboids_a_guard_is_refused_and_metrics_are_written
     state = SimpleNamespace(
         is_world_process_zero=True, global_step=0, max_steps=4, num_input_tokens_seen=0, total_flos=0.0
     )
-    args, model = SimpleNamespace(output_dir=tmp_path / "out", device=torch.device("cpu")), torch.nn.Linear(1, 1)
+    args = SimpleNamespace(output_dir=tmp_path / "out", device=torch.device("cpu"), eval_on_start=False)
+    model = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="an engine of Cuboid's"):
         LossGuardCallback().on_train_begin(args, state, None, model=model)
     metrics = MetricsCallback()

@@ -180,6 +180,24 @@ def train(
             rich_help_panel=_WATCHING,
         ),
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LOGGER",
+            help="Logger of transformers that gets the figures of each step, such as tensorboard, wandb or mlflow; may "
+            "be given several times.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    trainer_args: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON or YAML with arguments of the Hugging Face Trainer, such as lr_scheduler_type and warmup_steps, "
+            "or learning_rate and optim, where CONFIG has no scheduler or optimizer.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Load or make a model sharded over stages and mesh, train it, and save it as plain transformers opens it.
@@ -226,6 +244,8 @@ def train(
             log_every_s=log_every,
             on_bad_loss=on_bad_loss,
             loss_spike=loss_spike,
+            trainer_args=trainer_args,
+            report_to=tuple(report_to or ()),
         )
         result = run(options, world, interrupts)
         if world.is_first:

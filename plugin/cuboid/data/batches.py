@@ -117,6 +117,11 @@ class Mixture:
         blocks = [self.block(position) for position in share.positions(micro_step)]
         return torch.from_numpy(np.stack([self.texts[text].row(index) for text, index in blocks]).astype(np.int64))
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of all texts."""
+        return sum(map(len, self.texts))
+
     def block(self, position: int) -> tuple[int, int]:
         """Numbers of the text, and of the block in it, that is trained on after ``position`` others."""
         text, before = self._text_at(position) if self.shares else (0, position)

@@ -55,7 +55,8 @@ send it 4,000 requests per second together, however many they are, and what many
 ``exit_messages``: what a process that ends leaves for the user and the launcher. Imports nothing but the standard
 library, since Ctrl-C may come during the imports.
 
-``interrupts``: Ctrl-C and SIGTERM, on which all ranks agree at the end of a step.
+``interrupts``: Ctrl-C and SIGTERM, on which all ranks agree at the end of a step. ``shielded_launcher``: a program that
+runs a launcher so that they reach the ranks alone.
 
 ``launched_world``: a command's ranks, from the launcher's variables to the end of their process group, and meetings
 beside work that may take longer than T.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -363,15 +363,18 @@ class CuboidTrainer(Trainer):
         if not self._checkpoints_engine:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        # The Trainer pickles a schedule that the engine hasn't.
-        client_state = {}
-        if not self._has_engines_schedule:
-            groups = [list(names) for names in self.model_wrapped.checkpointing.groups]
-            client_state = {_SCHEDULE: self.lr_scheduler.state_dict(), _GROUPS: groups}
+        client_state = self._schedule_state()
         has_adapters = sharding_of(self.model).state.adapters is not None
         self.model_wrapped.save_checkpoint(
             output_dir, client_state=client_state, exclude_frozen_parameters=has_adapters
         )
+
+    def _schedule_state(self) -> dict[str, Any]:
+        """Of a schedule that the engine hasn't, which the Trainer pickles: what goes into the client state."""
+        if self._has_engines_schedule:
+            return {}
+        groups = [list(names) for names in self.model_wrapped.checkpointing.groups]
+        return {_SCHEDULE: self.lr_scheduler.state_dict(), _GROUPS: groups}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         loaded = self.model_wrapped.loaded if self._checkpoints_engine else None
@@ -383,10 +386,14 @@ class CuboidTrainer(Trainer):
             # Checkpoints of the plain Trainer, and of earlier versions, have the pickle.
             super()._load_optimizer_and_scheduler(checkpoint)
             state = self.lr_scheduler.state_dict()
+        self._load_schedule(self.model_wrapped, loaded, state)
+
+    def _load_schedule(self, engine: CheckpointedEngine, loaded: CheckpointMetadata, state: Mapping[str, Any]) -> None:
+        """Restore the schedule that the engine hasn't."""
         groups = loaded.document["client"].get(_GROUPS) or _groups_of_optimizer(loaded)
         if groups:
             # Its lists have the order of the parameter groups, which may be another one on other stages.
-            state = self.model_wrapped.checkpointing.schedule_in_order(loaded, state, groups, self.lr_scheduler)
+            state = engine.checkpointing.schedule_in_order(loaded, state, groups, self.lr_scheduler)
         self.lr_scheduler.load_state_dict(state)
 
     @property

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from cuboid.train.settings import (
     run_length,
     weights_dtype,
 )
+from cuboid.train.trainer_args import names_optimizer, read_trainer_args, trained_by
 from cuboid.weights.model_folder import (
     CONFIG,
     as_damage_of,
@@ -84,6 +86,8 @@ class TrainOptions:
         on_bad_loss: what happens in a step whose loss isn't finite, or jumps up.
         loss_spike: standard deviations of the last losses above their mean from which one is bad; None: only what
             isn't finite.
+        trainer_args: JSON or YAML with arguments of the Trainer's.
+        report_to: names of loggers of transformers.
     """
 
     model: Path | None
@@ -109,6 +113,8 @@ class TrainOptions:
     mixed: tuple[tuple[str, Path, Fraction], ...] = ()
     on_bad_loss: Policy = "stop"
     loss_spike: float | None = None
+    trainer_args: Path | None = None
+    report_to: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> Path:
@@ -148,14 +154,19 @@ class TrainJob:
     tokens: TokenFolder | None
     #: The run to resume, if any.
     resumed: Resumed | None
+    #: The Trainer's arguments that the user gives.
+    trainer_args: Mapping[str, Any] = field(default_factory=dict)
 
     def global_batch(self, replicas: int) -> int:
         """Sequences per optimizer step with this number of replicas of the mesh."""
         return self.micro_batch * self.accumulation * replicas
 
 
-def check_options(options: TrainOptions) -> dict[str, Any]:
-    """Check what can be checked without writing anything, or loading the tokenizer; returns the config.
+def check_options(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check what can be checked without writing anything, or loading the tokenizer.
+
+    Returns:
+        The config, and the Trainer's arguments that the user gives.
 
     Raises:
         CuboidError, ConfigError: as :func:`plan`.
@@ -164,10 +175,11 @@ def check_options(options: TrainOptions) -> dict[str, Any]:
         at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
     at_least(options.save_every or 0, "--save-every", 0)
     config = load_config(options.config)
-    check_config(config, is_complete=False)
+    trainer_args = read_trainer_args(options.trainer_args, options.report_to, config)
+    check_config(config, is_complete=False, has_optimizer=names_optimizer(trainer_args))
     _check_source(options)
     _check_named(options)
-    return config
+    return config, trainer_args
 
 
 def plan(options: TrainOptions) -> TrainJob:
@@ -178,7 +190,7 @@ def plan(options: TrainOptions) -> TrainJob:
         ConfigError: a key of the config that this job needs is missing or malformed.
         CheckpointError: there is no run to resume, or another one's checkpoints or result are in ``out``.
     """
-    config = check_options(options)
+    config, trainer_args = check_options(options)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
     settings = model_config(options.architecture, trust_remote_code=options.trust_remote_code)
@@ -197,7 +209,7 @@ def plan(options: TrainOptions) -> TrainJob:
         )
     trace = place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
     keep_checkpoints(config, options.keep_last)
-    check_config(config, is_complete=True)
+    check_config(config, is_complete=True, has_optimizer=names_optimizer(trainer_args))
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     dtype = weights_dtype(config)
@@ -216,7 +228,8 @@ def plan(options: TrainOptions) -> TrainJob:
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
         data = {} if tokens is None or options.mixed else {"data_fingerprint": tokens.meta.data_sha256}
-        resumed.reject_differences(**fixed, model_sha256=model_sha256, **data)
+        trained = trained_by(trainer_args)
+        resumed.reject_differences(**fixed, model_sha256=model_sha256, **data, trainer_args=trained)
     return TrainJob(
         options=options,
         config=config,
@@ -230,6 +243,7 @@ def plan(options: TrainOptions) -> TrainJob:
         model_sha256=model_sha256,
         tokens=tokens,
         resumed=resumed,
+        trainer_args=trainer_args,
     )
 
 

@@ -30,6 +30,7 @@ _DIFFERENCES = {
     "global_batch": "{was} sequences of all ranks in a step, not {now}",
     "model_sha256": "another model (another config.json)",
     "data_fingerprint": "other data (other tokens)",
+    "trainer_args": "--trainer-args with {was}, not {now}",
 }
 
 
@@ -53,6 +54,9 @@ class RunState(BaseModel):
         step_s: mean seconds of a step.
         wall_s: seconds so far, including earlier processes.
         resumed_after: steps after which the run was resumed.
+        trainer_args: of the arguments of the Trainer's, as JSON, those that say what is trained.
+        trainer_schedule: state of a schedule of the learning rate that the engine doesn't have.
+        trainer_schedule_groups: names of the parameters in each of its groups.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,6 +77,9 @@ class RunState(BaseModel):
     step_s: float
     wall_s: float
     resumed_after: list[int]
+    trainer_args: str = "{}"
+    trainer_schedule: dict[str, Any] | None = None
+    trainer_schedule_groups: list[list[str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,14 +19,15 @@ from cuboid import CuboidError, UnsupportedModelError
 from cuboid.checkpoint.run_lock import RunLock, held
 from cuboid.data.batches import Share
 from cuboid.data.tokens import TOKENS, check_size, remove_leftovers
-from cuboid.failures.interrupts import STOPPING, Interrupts, StopCause
+from cuboid.data.training_data import TrainingData, training_data
+from cuboid.failures.interrupts import Interrupts, StopCause
 from cuboid.failures.launched_world import World, gather
 from cuboid.failures.rank_agreement import run_on_all_ranks
+from cuboid.integrations.callbacks.interrupt import InterruptCallback
 from cuboid.integrations.callbacks.loss_guard import LossGuardCallback
-from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile
-from cuboid.integrations.callbacks.progress import TrainProgress
-from cuboid.integrations.callbacks.utilization import peak_of_all_ranks, step_flops
-from cuboid.integrations.deepspeed.engine import CuboidEngine
+from cuboid.integrations.callbacks.metrics import MetricsCallback
+from cuboid.integrations.callbacks.progress import RunProgressCallback
+from cuboid.integrations.callbacks.utilization import step_flops
 from cuboid.integrations.run_report.figures import make_report
 from cuboid.integrations.run_report.schema import CURVE, REPORT, TrainReport
 from cuboid.models.sharded.sharded_model import sharding_of
@@ -35,9 +35,8 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.planner.description.meta_model import meta_model
 from cuboid.train.checkpoints import RunCheckpoints
 from cuboid.train.job import TrainJob, TrainOptions, check_options, plan
-from cuboid.train.loop import History, Loop, RunLength
 from cuboid.train.run_folder import BLOCKS, CHECKPOINTS, MODEL, WRITING
-from cuboid.train.training_data import TrainingData, training_data
+from cuboid.train.trainer import EVALUATED, RunTrainer, training_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -88,43 +87,37 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
     _check_resumed_alike(job, world)
-    data = training_data(job, global_batch, world)
+    data = training_data(
+        options.data,
+        mixed=options.mixed,
+        evaluated=options.eval_data,
+        sequence_length=options.sequence_length,
+        heldout_blocks=options.heldout_blocks,
+        global_batch=global_batch,
+        seed=options.seed,
+        tokenizer=job.tokenizer,
+        vocabulary=job.vocabulary,
+        out=options.out,
+        world=world,
+    )
+    if job.resumed is not None:
+        job.resumed.reject_differences(data_fingerprint=data.fingerprint)
     _check_counts(model, data)
     if world.is_first:
         options.out.mkdir(parents=True, exist_ok=True)
         # If this run fails, an earlier one's report must not be taken for its own.
         (options.out / REPORT).unlink(missing_ok=True)
+    trainer, checkpoints, say = _trainer(job, model, data, share, device, started, lock, interrupts)
     # The ranks of a mesh need the same seed (its dropout layers derive different masks from it); replicas and stages
-    # need different ones.
+    # need different ones. The trainer has set another one when it was made.
     torch.manual_seed(options.seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data)
-    engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
-    done = 0 if job.resumed is None else job.resumed.state.step
-    with TrainProgress(job.steps, world.is_first, options.log_every_s, done) as progress:
-        metrics = MetricsFile(options.out / METRICS, progress.say, mesh, is_written=world.is_first)
-        loop = _loop(job, engine, interrupts, data, share, device, metrics)
-        _say_hosts(mesh, progress)
-        guard = LossGuardCallback(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
-        guard.watch(engine)
-        checkpoints, history = RunCheckpoints(
-            engine=engine,
-            job=job,
-            data=data,
-            global_batch=global_batch,
-            started=started,
-            progress=progress,
-            metrics=metrics,
-            lock=lock,
-            guard=guard,
-        ).begin()
-        if world.is_first and options.max_time_s is not None:
-            interrupts.is_late = functools.partial(history.times.is_late, options.max_time_s)
-        interrupts.defer(lambda: progress.say(STOPPING))
-        run_length = RunLength(job.steps, options.evaluations, options.save_every or 0, checkpoints.save)
-        loop.run(run_length, history, progress)
-        if interrupts.stop is not None and not run_length.is_reached(history):
-            return _stop(interrupts.stop, checkpoints, history)
-        interrupts.defer(lambda: progress.say("saving the result; Ctrl-C once more ends it at once"))
-        engine.wait_for_checkpoint()
+    trainer.train()
+    engine = trainer.model_wrapped
+    if interrupts.stop is not None and not checkpoints.is_finished:
+        is_written = engine.wait_for_checkpoint()
+        return Stopped(interrupts.stop, checkpoints.step, job.steps, checkpoints.latest if is_written else None)
+    interrupts.defer(lambda: say("saving the result; Ctrl-C once more ends it at once"))
+    engine.wait_for_checkpoint()
     checkpoints.check_lock()
     if world.is_first:
         (options.out / WRITING).touch()
@@ -138,12 +131,13 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
         resumed_after=checkpoints.resumed_after,
         seed=options.seed,
         sequence_length=options.sequence_length,
-        train_losses=history.losses,
-        heldout=history.heldout,
-        tokens_per_step=loop.tokens_per_step,
-        times=history.times,
+        train_losses=checkpoints.losses,
+        heldout=checkpoints.heldout,
+        tokens_per_step=global_batch * options.sequence_length,
+        times=checkpoints.times,
         wall_s=checkpoints.wall_s,
-        sent_bytes=history.sent_bytes,
+        sent_bytes=checkpoints.sent_bytes,
+        trainer_args=job.trainer_args,
     )
     if world.is_first:
         # Imported here, because matplotlib takes a second and only rank 0 needs it.
@@ -157,7 +151,17 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts, lock: RunL
     return report
 
 
-def _say_hosts(mesh: cuboid.Mesh, progress: TrainProgress) -> None:
+class RunProgress(RunProgressCallback):
+    """Names the held-out loss."""
+
+    def evaluation_text(self, step: int, losses: Mapping[str, float]) -> str:
+        """The line of an evaluation."""
+        (_, loss), *others = losses.items()
+        more = "".join(f", {name.removeprefix(EVALUATED).removesuffix('_loss')} {other:.4f}" for name, other in others)
+        return f"held-out loss after {step} steps: {loss:.4f}{more}"
+
+
+def _say_hosts(mesh: cuboid.Mesh, progress: RunProgressCallback) -> None:
     """Say on which axes bytes leave the hosts, if there are several."""
     count = len(set(mesh.nodes))
     if count > 1:
@@ -188,17 +192,6 @@ def _model(job: TrainJob) -> PreTrainedModel:
     return cuboid.from_config(job.model_config, job.config, **options)
 
 
-def _stop(by: StopCause, checkpoints: RunCheckpoints, history: History) -> Stopped:
-    """Write a checkpoint, unless the run was resumed from one of this step; collective."""
-    resumed = checkpoints.job.resumed
-    checkpoint = None if resumed is None else resumed.path
-    if history.step > (0 if resumed is None else resumed.state.step):
-        checkpoint = checkpoints.save(history)
-        if not checkpoints.engine.wait_for_checkpoint():
-            checkpoint = None
-    return Stopped(by, history.step, checkpoints.job.steps, checkpoint)
-
-
 def _check_counts(model: PreTrainedModel, data: TrainingData) -> None:
     """Check that every label can count alike.
 
@@ -214,27 +207,43 @@ def _check_counts(model: PreTrainedModel, data: TrainingData) -> None:
         )
 
 
-def _loop(
+def _trainer(
     job: TrainJob,
-    engine: CuboidEngine,
-    interrupts: Interrupts,
+    model: PreTrainedModel,
     data: TrainingData,
     share: Share,
     device: torch.device,
-    metrics: MetricsFile,
-) -> Loop:
-    peak = peak_of_all_ranks(device, job.dtype) if metrics.is_written else None
-    return Loop(
-        engine=engine,
-        interrupts=interrupts,
-        data=data,
-        share=share,
-        accumulation=job.accumulation,
-        metrics=metrics,
-        # Describing the model takes a while, and only an MFU needs it.
-        step_flops=None if peak is None else _step_flops(job, share.replicas),
-        peak_flops=peak,
+    started: float,
+    lock: RunLock | None,
+    interrupts: Interrupts,
+) -> tuple[RunTrainer, RunCheckpoints, Callable[[str], None]]:
+    """The trainer of a run and its record, and what prints a line; collective."""
+    options, global_batch, mesh = job.options, job.global_batch(share.replicas), cuboid.mesh_of(model)
+    tokens = global_batch * options.sequence_length
+    progress = RunProgress(options.log_every_s, tokens_per_step=tokens, shown=mesh.rank == 0)
+    metrics = MetricsCallback(
+        tokens_per_step=tokens,
+        step_flops=functools.partial(_step_flops, job, share.replicas),
+        prefix=EVALUATED,
+        say=progress.say,
     )
+    guard = LossGuardCallback(options.on_bad_loss, spike=options.loss_spike, say=progress.say)
+    interrupt = InterruptCallback(options.max_time_s, exits=False, saves=False, interrupts=interrupts, say=progress.say)
+    checkpoints = RunCheckpoints(
+        job, data, global_batch, started, lock, progress=progress, metrics=metrics, guard=guard, interrupt=interrupt
+    )
+    _say_hosts(mesh, progress)
+    trainer = RunTrainer(
+        model,
+        training_arguments(job, device, use_cache=bool(getattr(model.config, "use_cache", False))),
+        data,
+        share,
+        run=checkpoints,
+        interrupt=interrupt,
+        guard=guard,
+        others=[metrics, progress],
+    )
+    return trainer, checkpoints, progress.say
 
 
 def _step_flops(job: TrainJob, replicas: int) -> float | None:

@@ -14,11 +14,11 @@ from cuboid.distributed.mesh import current_world_size
 from cuboid.train.run_folder import TRACE
 
 
-def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
+def check_config(config: dict[str, Any], *, is_complete: bool, has_optimizer: bool = False) -> None:
     """Reject a config with which this job or DeepSpeed would fail later.
 
     It is complete if it will be passed to DeepSpeed so; as the user wrote it, ``"auto"`` may stand for values of the
-    command line.
+    command line. ``has_optimizer``: whether that gives the optimizer, where the config has none.
 
     Raises:
         ConfigError: names the key.
@@ -31,7 +31,7 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
             "lora says that only an adapter is trained, and this command trains all parameters; leave it out, or train "
             "in a script with PEFT's get_peft_model"
         )
-    if framework_config.get("optimizer") is None:
+    if framework_config.get("optimizer") is None and not has_optimizer:
         raise ConfigError(
             'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": '
             "true}} to train with"

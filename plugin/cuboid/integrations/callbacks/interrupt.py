@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -31,15 +32,27 @@ class InterruptCallback(TimedCallback):
         max_time_s: seconds from the start of the process. Training stops after the last step that leaves time for one
             more step and one more checkpoint, as long as the longest so far; at least one step is made.
         exits: whether the processes end. If not, ``train`` returns, and :attr:`stopped_by` says why.
+        saves: whether the Trainer is asked for a checkpoint; else another callback writes one.
+        interrupts: the signals, if the caller has taken them over already, and gives them back.
+        say: called on the first rank with what the first signal's effect is; by default it is printed to stderr.
 
     Attributes:
         stopped_by: the signal, ``"--max-time"``, or None.
     """
 
-    def __init__(self, max_time_s: float | None = None, *, exits: bool = True) -> None:
+    def __init__(
+        self,
+        max_time_s: float | None = None,
+        *,
+        exits: bool = True,
+        saves: bool = True,
+        interrupts: Interrupts | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
         super().__init__()
         self.stopped_by: StopCause | None = None
-        self._max_time_s, self._exits = max_time_s, exits
+        self._max_time_s, self._exits, self._saves = max_time_s, exits, saves
+        self._given, self._say = interrupts, _print if say is None else say
         self._interrupts: Interrupts | None = None
         self._last_event = time.perf_counter()
 
@@ -47,17 +60,21 @@ class InterruptCallback(TimedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take over the signals."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._given is None and threading.current_thread() is not threading.main_thread():
             raise ConfigError("InterruptCallback: signals come to the main thread alone; call train() there")
         self.stopped_by = None
         longest_save_s, self._times = self._times.longest_save_s, StepTimes()
         self._times.longest_save_s = longest_save_s
-        self._interrupts = Interrupts()
-        self._interrupts.__enter__()
+        self._interrupts = Interrupts().__enter__() if self._given is None else self._given
         if state.is_world_process_zero and self._max_time_s is not None:
             self._interrupts.is_late = partial(self._times.is_late, self._max_time_s)
         is_first = state.is_world_process_zero
-        self._interrupts.defer(lambda: print(STOPPING, file=sys.stderr, flush=True) if is_first else None)
+
+        def say() -> None:
+            if is_first:
+                self._say(STOPPING)
+
+        self._interrupts.defer(say)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -80,7 +97,19 @@ class InterruptCallback(TimedCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save takes."""
-        self._times.saved(self._last_event)
+        self.saved(self._last_event)
+
+    def saved(self, began: float) -> None:
+        """A save ends that another callback began at this ``time.perf_counter()``."""
+        self._times.saved(began)
+
+    def agree(self, args: TrainingArguments) -> bool:
+        """Whether the ranks agree to stop, or have done so; collective."""
+        interrupts = self._interrupts
+        if interrupts is not None and self.stopped_by is None:
+            interrupts.agree(sum_over_ranks(interrupts.own(), args.device))
+            self.stopped_by = interrupts.stop
+        return self.stopped_by is not None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -113,17 +142,16 @@ class InterruptCallback(TimedCallback):
     ) -> None:
         """Give the signals back; with the exception that ended training, if one did."""
         interrupts, self._interrupts = self._interrupts, None
-        if interrupts is not None:
+        if interrupts is not None and interrupts is not self._given:
             interrupts.__exit__(kind, error, trace)
 
     def _stop_if_asked(self, args: TrainingArguments, control: TrainerControl) -> TrainerControl:
-        interrupts = self._interrupts
-        if interrupts is None or self.stopped_by is not None:
-            return control
-        interrupts.agree(sum_over_ranks(interrupts.own(), args.device))
-        self.stopped_by = interrupts.stop
-        if self.stopped_by is not None:
+        if self._interrupts is not None and self.stopped_by is None and self.agree(args):
             # An evaluation that is due now can wait for the resumed run, the checkpoint can't.
             control.should_evaluate = False
-            control.should_save = control.should_training_stop = True
+            control.should_save, control.should_training_stop = self._saves, True
         return control
+
+
+def _print(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -33,8 +33,8 @@ class LossGuardCallback(TrainerCallback, ExportableState):
     """Names the step, replica, ranks and micro-batch of a bad loss, and decides what happens to the step's update.
 
     A loss is bad if it isn't a finite number, or (``spike``) if it is far above those of the last steps. All ranks
-    decide alike, before the update: one more all-reduce a step, of a number for each micro-batch. A loop of its own,
-    as that of ``cuboid train``, calls :meth:`watch` in place of the Trainer's events.
+    decide alike, before the update: one more all-reduce a step, of a number for each micro-batch. A loop of its own
+    calls :meth:`watch` in place of the Trainer's events.
 
     Args:
         policy: what to do. ``"stop"``: an error on all ranks; the weights are those before the step. ``"skip"``: the
@@ -48,6 +48,7 @@ class LossGuardCallback(TrainerCallback, ExportableState):
 
     Attributes:
         skipped: the steps whose update this process has skipped.
+        loss: of the last step, mean over all replicas; as it is, if it isn't finite.
 
     Raises:
         ConfigError: an argument is out of range, or, when training begins, the model isn't in an engine of Cuboid's.
@@ -69,6 +70,7 @@ class LossGuardCallback(TrainerCallback, ExportableState):
             if value is not None and not least <= value < math.inf:
                 raise ConfigError(f"{name} of a bad loss is {value}; it must be at least {least}, and finite")
         self.skipped: list[int] = []
+        self.loss = math.nan
         self._arguments = {"policy": policy, "spike": spike, "window": window, "most_skips": most_skips}
         self._policy, self._spike, self._window, self._most_skips, self._say = policy, spike, window, most_skips, say
         #: Finite losses of the last steps, bad ones too: a loss that stays high is no spike for long.
@@ -123,7 +125,7 @@ class LossGuardCallback(TrainerCallback, ExportableState):
             CuboidError: on all ranks, if a bad loss ends training.
         """
         losses = self._of_replicas(parts)
-        loss = fmean(map(sum, losses))
+        self.loss = loss = fmean(map(sum, losses))
         problem = self._problem(loss, losses)
         if math.isfinite(loss):
             self._recent.append(loss)

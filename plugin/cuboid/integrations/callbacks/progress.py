@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -98,13 +98,33 @@ class RunProgressCallback(TimedCallback):
 
     Args:
         log_every_s: seconds between two lines of a log, at least; 0: a line for each log of the Trainer's.
+        tokens_per_step: of all replicas, where each step has as many; by default what the Trainer counts.
+        shown: whether this rank may show something; by default the first one does.
     """
 
-    def __init__(self, log_every_s: float = 10.0) -> None:
+    def __init__(
+        self, log_every_s: float = 10.0, *, tokens_per_step: int | None = None, shown: bool | None = None
+    ) -> None:
         super().__init__()
-        self._log_every_s = log_every_s
+        self._log_every_s, self._tokens_per_step, self._shown = log_every_s, tokens_per_step, shown
         self._progress: TrainProgress | None = None
         self._tokens = 0
+
+    def say(self, message: str) -> None:
+        """Print a line, above the bar if there is one; also before and after the training."""
+        if self._progress is not None:
+            self._progress.say(message)
+        elif self._shown:
+            Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which another bar can use the terminal."""
+        return contextlib.nullcontext() if self._progress is None else self._progress.aside()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Learn whether this is the first rank."""
+        if self._shown is None:
+            self._shown = state.is_world_process_zero
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,7 +132,7 @@ class RunProgressCallback(TimedCallback):
         """Begin to show it."""
         self.release()
         self._times, self._tokens = StepTimes(), int(state.num_input_tokens_seen)
-        shown = state.is_world_process_zero
+        shown = state.is_world_process_zero if self._shown is None else self._shown
         self._progress = TrainProgress(state.max_steps, shown, self._log_every_s, state.global_step).__enter__()
 
     def on_log(
@@ -131,12 +151,17 @@ class RunProgressCallback(TimedCallback):
             rates = self._times.rates(state.max_steps - state.global_step, tokens=tokens, flops=None, peak_flops=None)
             memory_bytes = int(rates["memory_bytes"])
             speed = rates.get("tokens_per_s")
+            if self._tokens_per_step is not None:
+                speed = self._tokens_per_step / self._times.mean_s
             self._progress.step(state.global_step, float(logs["loss"]), speed, memory_bytes, rates["left_s"])
             return
         losses = evaluation_losses(logs)
         if losses:
-            text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            self._progress.say(f"after {state.global_step} steps: {text}")
+            self._progress.say(self.evaluation_text(state.global_step, losses))
+
+    def evaluation_text(self, step: int, losses: Mapping[str, float]) -> str:
+        """The line of an evaluation, of one or several texts."""
+        return f"after {step} steps: " + ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ def make_report(
     times: StepTimes,
     wall_s: float,
     sent_bytes: dict[str, int],
+    trainer_args: Mapping[str, Any] | None = None,
 ) -> TrainReport:
     """The report of a finished run, of whose engine's ranks each gives its part; collective.
 
@@ -62,6 +63,7 @@ def make_report(
         times: of the steps of this process.
         wall_s: seconds of the whole run.
         sent_bytes: what this rank has sent in one optimizer step, by axis.
+        trainer_args: of the Trainer's, what isn't the config's.
     """
     mesh = mesh_of(engine)
     shape, replicas = mesh.shape, mesh.topology.data
@@ -107,6 +109,7 @@ def make_report(
         train_losses=list(map(_known, train_losses)),
         heldout_losses=heldout,
         config=config,
+        trainer_args=dict(trainer_args or {}),
         versions=versions(),
     )
 

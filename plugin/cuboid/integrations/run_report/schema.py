@@ -128,6 +128,7 @@ class TrainReport(_Section):
     train_losses: list[float | None]
     heldout_losses: list[HeldoutPoint]
     config: dict[str, Any]
+    trainer_args: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str]
 
     @property

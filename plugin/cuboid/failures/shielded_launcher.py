@@ -1,6 +1,6 @@
 """Run a launcher so that Ctrl-C and SIGTERM reach its ranks only.
 
-    python -P plugin/cuboid/train/launch.py deepspeed --num_accelerators 8 --module cuboid.cli train …
+    python -P plugin/cuboid/failures/shielded_launcher.py deepspeed --num_accelerators 8 --module cuboid.cli train …
 
 A launcher that receives these signals exits, and kills its ranks 30 seconds later, when a checkpoint may not be
 finished. Here only the ranks are signalled; the launcher exits with their status when they have ended. This file
