@@ -273,6 +273,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         ({"zero_optimization": {"stage": 3}}, r"stage 3.*mesh\.batch"),
         ({"bf16": {"enabled": True}}, "stage 0 with bf16"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"compile": {"deepcompile": True}}, r"compile\.deepcompile can't be combined.*under tensor_parallel"),
+        ({"compile": True}, "compile at the top level is DeepSpeed's section.*under tensor_parallel"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
         ({"train_micro_batch_size_per_gpu": 3}, r"train_micro_batch_size_per_gpu is 3.*such as 4"),
@@ -379,6 +381,7 @@ def test_disabled_sections_and_auto_values_are_accepted():
         deepspeed_config(
             fp16={"enabled": "auto"},
             hybrid_engine={"enabled": False},
+            compile={"deepcompile": False},
             sequence_parallel_size=1,
             train_batch_size="auto",
             train_micro_batch_size_per_gpu="auto",

@@ -49,12 +49,26 @@ def check_framework_config(
         enabled = value.get("enabled", True) if isinstance(value, dict) else value and value != 1
         if enabled:
             raise ConfigError(f"{key} can't be combined with {mode}: {reason}")
+    _check_compile(framework_config.get("compile"), mode)
     part = DeepSpeedPart(framework_config, is_complete=is_complete)
     rows = [framework_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
     if is_complete and rows == [None, None]:
         raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
     _check_schedule_and_batch(config, framework_config, world_size)
     _check_zero(config, part, mode)
+
+
+def _check_compile(section: Any, mode: str) -> None:
+    """Reject what DeepSpeed's own ``compile`` section turns on."""
+    instead = 'write "compile": true under tensor_parallel, which compiles the layers'
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"compile at the top level is DeepSpeed's section, and not {section!r}; {instead}")
+    for name in ("deepcompile", "autoep_non_moe"):
+        if (section or {}).get(name):
+            raise ConfigError(
+                f"compile.{name} can't be combined with {mode}: DeepSpeed compiles models or parts of them whose "
+                f"collectives it knows; {instead}"
+            )
 
 
 def check_layout(config: CuboidConfig, framework_config: dict[str, Any], world_size: int) -> None:
