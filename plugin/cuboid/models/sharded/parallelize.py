@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -85,29 +86,31 @@ def parallelize_modules(
         code draws.
     """
     _set_local_sizes(model, parallel_plan, mesh)
-    shards = _Shards(model, shard_of)
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared: dict[int, nn.Parameter | None] = {key: None for key, count in uses.items() if count > 1}
     in_fp8 = fp8_products(model, parallel_plan, config.fp8) if config.fp8 is not None else ()
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
-        parameters = {key: shards.take(old, key, spec) for key, spec in parallel_plan.specs[name].items()}
+        specs = parallel_plan.specs[name]
+        parameters = {key: _take_shard(old, key, spec, shard_of, shared) for key, spec in specs.items()}
         four_bits = None
         if quantized is not None and name in quantized.names:
-            spec = parallel_plan.specs[name]["weight"]
+            spec = specs["weight"]
             parameters["weight"], four_bits = quantized.finish(name, parameters["weight"], spec, mesh)
         if role.kind in ("whole", "inside", "beside tower", "tied"):
-            keep_whole(old, parameters, mesh=mesh, specs=parallel_plan.specs[name], four_bits=four_bits)
+            keep_whole(old, parameters, mesh=mesh, specs=specs, four_bits=four_bits)
             continue
         if role.kind in ("experts", "router"):
-            _shard_mixture(old, role, parameters, parallel_plan.specs[name], mesh)
+            _shard_mixture(old, role, parameters, specs, mesh)
             continue
         if role.kind == "per head":
-            shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, specs=parallel_plan.specs[name])
+            shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, specs=specs)
             continue
         new: nn.Module
         if role.norm is not None and role.heads is not None:
             new = _norm_over_heads(role, parameters["weight"], parallel_plan, name, mesh)
         else:
-            new = _build(old, role, parameters, parallel_plan.specs[name], mesh)
+            new = _build(old, role, parameters, specs, mesh)
         if isinstance(new, ShardedLinear):
             if four_bits is not None:
                 new.sharded_params["weight"].store_in(four_bits)
@@ -147,32 +150,29 @@ def parallelize_modules(
     return late, draws
 
 
-class _Shards:
-    """Turns parameters into shards; a tied parameter becomes one shard that all of its modules share."""
+def _take_shard(
+    module: nn.Module, name: str, spec: ShardingSpec, shard_of: ShardOf, shared: dict[int, nn.Parameter | None]
+) -> nn.Parameter:
+    """The shard of a module's parameter. The module's own parameter is replaced by one on the meta device.
 
-    def __init__(self, model: PreTrainedModel, shard_of: ShardOf) -> None:
-        self._shard_of = shard_of
-        names = [id(p) for module in model.modules() for p in module.parameters(recurse=False)]
-        self._uses = {key: names.count(key) for key in set(names)}
-        self._shared: dict[int, nn.Parameter] = {}
-
-    def take(self, module: nn.Module, name: str, spec: ShardingSpec) -> nn.Parameter:
-        """The shard of a module's parameter. The module's own parameter is replaced by one on the meta device."""
-        parameter = getattr(module, name)
-        if id(parameter) in self._shared:
-            return self._shared[id(parameter)]
-        with torch.no_grad():
-            shard = nn.Parameter(self._shard_of(parameter, spec), requires_grad=parameter.requires_grad)
-        for hook in (parameter._backward_hooks or {}).values():
-            shard.register_hook(hook)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            shard.register_post_accumulate_grad_hook(hook)
-        if self._uses[id(parameter)] > 1:
-            # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
-            self._shared[id(parameter)] = shard
-        blank = torch.empty_like(parameter, device="meta")
-        module.register_parameter(name, nn.Parameter(blank, requires_grad=parameter.requires_grad))
-        return shard
+    ``shared`` has the shards of tied parameters by the parameters' ids, and None for those that are still to be cut.
+    """
+    parameter = getattr(module, name)
+    known = shared.get(id(parameter))
+    if known is not None:
+        return known
+    with torch.no_grad():
+        shard = nn.Parameter(shard_of(parameter, spec), requires_grad=parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        shard.register_hook(hook)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        shard.register_post_accumulate_grad_hook(hook)
+    if id(parameter) in shared:
+        # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
+        shared[id(parameter)] = shard
+    blank = torch.empty_like(parameter, device="meta")
+    module.register_parameter(name, nn.Parameter(blank, requires_grad=parameter.requires_grad))
+    return shard
 
 
 def _shard_mixture(
