@@ -108,7 +108,7 @@ def test_routers_in_blocks_that_only_the_real_model_computes_whole_have_no_loss_
 
 
 #: Of a load on a mesh of 1×2×2 in a process that has loaded before. Each further one is a place that a reader passes.
-MOST_FUNCTIONS = 229
+MOST_FUNCTIONS = 217
 
 
 def test_a_load_passes_few_functions_and_reads_the_config_twice_at_most(monkeypatch, tmp_path):
