@@ -1,6 +1,7 @@
 """The launch lines of docs/machines.md, on two hosts of two ranks each."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -152,6 +153,35 @@ def test_where_a_host_is_lost_both_end_and_the_same_lines_go_on(two_hosts, job, 
     assert not (out / "report.json").exists()
     hosts = start_on_both(torchrun, two_hosts, job, out, LONG, DEEPSPEED_TIMEOUT="1")
     endings = [finish(host, timeout_s=300) for host in hosts]
+    assert [status for status, _ in endings] == [0, 0], endings
+    assert find_run(out).state.resumed_after
+    assert losses_of(out) == losses_of_a_long_run
+
+
+def test_a_host_that_was_lost_is_started_again_beside_the_other_which_waits_for_it(
+    two_hosts, job, losses_of_a_long_run, tmp_path
+):
+    out = tmp_path / "out"
+    run_on = functools.partial(
+        start_on,
+        way=rendezvous,
+        hub=two_hosts,
+        job=job,
+        out=out,
+        steps=LONG,
+        DEEPSPEED_TIMEOUT="1",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
+    hosts = [run_on(host) for host in range(2)]
+    try:
+        await_checkpoint(out)
+        end(hosts[1])
+        take_away(two_hosts, 1)
+        hosts[1] = run_on(1)
+        endings = [finish(host, timeout_s=300) for host in hosts]
+    finally:
+        for host in hosts:
+            end(host)
     assert [status for status, _ in endings] == [0, 0], endings
     assert find_run(out).state.resumed_after
     assert losses_of(out) == losses_of_a_long_run

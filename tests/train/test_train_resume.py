@@ -30,6 +30,7 @@ from cuboid.checkpoint.format.state_file import STATE, write_state
 from cuboid.cli import app
 from cuboid.cli.limits import duration, named_path
 from cuboid.failures.interrupts import Interrupts
+from cuboid.failures.launched_world import World
 from cuboid.integrations.callbacks.metrics_file import METRICS, MetricsFile, digest_of, read_losses
 from cuboid.integrations.callbacks.step_times import StepTimes
 from cuboid.integrations.deepspeed.training_step import train_step
@@ -39,6 +40,7 @@ from cuboid.train.checkpoints import RunLength
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.prepare import prepare
 from cuboid.train.resume import RunState, find_run, reject_other_run
+from cuboid.train.run import run
 from launching import ROOT, end, finish, start
 from tiny_text import write_model_and_text
 
@@ -300,6 +302,19 @@ def test_resume_auto_begins_a_run_and_resumes_it(options, interrupted, tmp_path)
     assert plan(options(**auto)).resumed.state == state
     with pytest.raises(CuboidError, match="--seed 0, not 1"):
         plan(options(**auto, seed=1))
+
+
+def test_what_a_killed_run_left_half_written_is_removed_before_the_next_begins(options, interrupted, tmp_path):
+    interrupted()
+    kept = sorted(tmp_path.rglob("*"))
+    unfinished = tmp_path / "checkpoints" / "global_step3.incomplete"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").touch()
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / f".{'0' * 32}.train.npy").touch()
+    with pytest.raises(CheckpointError, match="none"):
+        run(options(resume=True, resume_from="none"), World(0, 1, 0), Interrupts())
+    assert sorted(tmp_path.rglob("*")) == sorted([*kept, tmp_path / "tokens"])
 
 
 def test_resume_auto_passes_over_a_damaged_checkpoint_and_says_so(options, interrupted, tmp_path, caplog):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, UnsupportedModelError
+from cuboid.checkpoint.format.folder import sweep
 from cuboid.checkpoint.run_lock import RunLock, held
 from cuboid.data.batches import Share
 from cuboid.data.tokens import TOKENS, check_size, remove_leftovers
@@ -67,8 +68,9 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> TrainRep
             # Before it is decided what to resume, so that nobody writes there from then on.
             lock = stack.enter_context(held(options.out, "cuboid train", logger.warning)) if world.is_first else None
             if lock is not None:
-                # Before any rank of this run may write tokens.
+                # Before any rank of this run writes there.
                 remove_leftovers(options.out / TOKENS)
+                sweep(options.out / CHECKPOINTS)
             return _run(options, world, interrupts, lock)
 
     return run_on_all_ranks(locked, what="cuboid train")
