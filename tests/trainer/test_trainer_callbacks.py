@@ -122,6 +122,30 @@ ALONE = """
     except cuboid.CuboidError as error:
         report([type(error).__name__, str(error), error.rank])
 """
+AGAIN = """
+    from pathlib import Path
+
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    def run(resume):
+        trainer = trainer_of(plan["out"], list(range(16)), [], [], **saves)
+        trainer.train(resume_from_checkpoint=resume)
+        history = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return history, bits(trainer.model_wrapped)
+
+    history, weights = run(None)
+    # As a run that was killed in the next save leaves it, and one whose state is cut off.
+    unfinished = Path(plan["out"]) / "checkpoint-6"
+    unfinished.mkdir(exist_ok=True)
+    (Path(plan["out"]) / "checkpoint-5").mkdir(exist_ok=True)
+    (Path(plan["out"]) / "checkpoint-5" / "trainer_state.json").write_text("{")
+    torch.distributed.barrier()
+    again, other_weights = run(True)
+    try:
+        run(str(unfinished))
+    except cuboid.CheckpointError as error:
+        report([len(history), history == again, all(map(torch.equal, weights, other_weights)), str(error)])
+    torch.distributed.destroy_process_group()
+"""
 
 
 def config_of(kind):
@@ -149,7 +173,7 @@ def root(tmp_path_factory):
         with torch.no_grad():
             model.model.embed_tokens.weight[POISON] = math.nan
         model.save_pretrained(path / name)
-    for name, body in (("judge", JUDGE), ("interrupt", INTERRUPT), ("alone", ALONE)):
+    for name, body in (("judge", JUDGE), ("interrupt", INTERRUPT), ("alone", ALONE), ("again", AGAIN)):
         (path / f"{name}.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(body))
     return path
 
@@ -190,6 +214,19 @@ def test_a_rank_that_stops_training_alone_is_told_so_on_all(root, kind):
     for result in results_of(output):
         assert (result[0], result[1][: len(why)], result[2]) == ("RankError", why, 1)
     assert len(results_of(output)) == 2, output
+
+
+@pytest.mark.ci
+def test_a_checkpoint_that_is_not_whole_is_passed_over_and_one_of_the_last_step_trained_no_further(root):
+    status, output = world(2, root / "again.py", plan_of(root, "again", "pipeline", "start"))
+    assert status == 0, output
+    for steps, same_history, same_weights, refusal in results_of(output):
+        assert (steps, same_history, same_weights) == (4, True, True)
+        assert "checkpoint-6: isn't whole: the run that wrote it ended" in refusal
+    assert len(results_of(output)) == 2, output
+    assert (
+        output.count(f"checkpoint-6 isn't whole: its run ended while it was written; resuming from {root}/again/") == 1
+    )
 
 
 @pytest.mark.ci

@@ -25,7 +25,7 @@ from cuboid.integrations.callbacks.run_folder import RunLockCallback
 from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
 from cuboid.integrations.evaluation_loss import EvaluationLoss
 from cuboid.integrations.trainer_classes import name_in_trl, trainer_of_trl
-from cuboid.integrations.trainer_engine import config_in_plugin, config_of_trainer
+from cuboid.integrations.trainer_engine import checkpoint_to_resume, config_in_plugin, config_of_trainer
 from cuboid.integrations.trainer_loss import PipelineModel, TokenModel, check_own_loss, mean_of
 from cuboid.models.architectures.liger import why_refused
 from cuboid.models.batch.local_batch import IGNORE_INDEX
@@ -115,11 +115,15 @@ class CuboidTrainer(Trainer):
         if config is not None and self._runs_pipeline:
             self._reject_what_has_no_rule(config)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``, once: the first call's engine has the optimizer's state, and ends with the next call.
+
+        ``resume_from_checkpoint=True`` passes over what a killed run has left half written. A checkpoint of the last
+        step is trained no further.
 
         Raises:
             CuboidError: it was called before, without a ``model_init`` that makes a new model.
+            CheckpointError: the checkpoint isn't whole.
         """
         if self.model_init is None and self._checkpoints_engine:
             raise CuboidError(
@@ -128,15 +132,24 @@ class CuboidTrainer(Trainer):
                 "of trainer.model; to go on with the optimizer's state too, give its train() a checkpoint, "
                 "resume_from_checkpoint"
             )
+        if config_of_trainer(self) is not None:
+            resume_from_checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
         self._micro_batches.clear()
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             # The Trainer tells its callbacks of an end, not of a failure.
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, InterruptCallback | RunLockCallback | RunProgressCallback):
                     callback.release(type(error), error, error.__traceback__)
             raise
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            # The Trainer makes a step before it looks whether it was the last.
+            self.control.should_training_stop = True
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.log``, with the rates of a :class:`MetricsCallback` for all loggers, if there is one."""

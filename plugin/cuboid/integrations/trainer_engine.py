@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 
+from cuboid.checkpoint.format.folder import INCOMPLETE
 from cuboid.config.schema import CuboidConfig, split_config
-from cuboid.errors import ConfigError
+from cuboid.errors import CheckpointError, ConfigError
 from cuboid.integrations.handoff import adopt_model, check_schedule
 from cuboid.models.kinds.registry import check_unadapted
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, unwrap
 
+logger = logging.getLogger(__name__)
+
+#: The file that the Trainer writes last into a checkpoint.
+_STATE = "trainer_state.json"
 #: Of a trainer: its :class:`GivenOptimizer`.
 _GIVEN = "cuboid_given_optimizer"
 
@@ -108,6 +116,42 @@ def check_has_engine(trainer: Any) -> None:
             "its checkpoints would have the optimizer's states of one rank. Give TrainingArguments(deepspeed=…) a "
             "config, best the one that shards the model; ZeRO 0 will do"
         )
+
+
+def checkpoint_to_resume(trainer: Any, checkpoint: str | bool | None) -> str | bool | None:
+    """What a Trainer is to resume from, given the argument of its ``train``.
+
+    The Trainer takes the newest folder, also one that a killed run has left half written; here it is the newest that is
+    whole, and none if there are only such.
+
+    Raises:
+        CheckpointError: the folder that is given isn't whole.
+    """
+    if not isinstance(checkpoint, bool | None):
+        if Path(checkpoint).is_dir() and not _is_whole(Path(checkpoint)):
+            raise CheckpointError(
+                f"{checkpoint}: isn't whole: the run that wrote it ended meanwhile, or it was saved with "
+                "save_only_model. resume_from_checkpoint=True takes the newest that is"
+            )
+        return checkpoint
+    numbered = {path: path.name.rpartition("-")[2] for path in Path(trainer.args.output_dir).glob("checkpoint-*")}
+    folders = sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
+    if not checkpoint or not folders:
+        return checkpoint
+    newest = next((path for path in reversed(folders) if _is_whole(path)), None)
+    if newest != folders[-1] and trainer.is_world_process_zero():
+        instead = "beginning a new run" if newest is None else f"resuming from {newest}"
+        logger.warning("%s isn't whole: its run ended while it was written; %s", folders[-1], instead)
+    return None if newest is None else str(newest)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint of a Trainer with an engine was finished, which may write its part in the background."""
+    try:
+        json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any(path.is_dir() and path.suffix != INCOMPLETE for path in checkpoint.glob("global_step*"))
 
 
 def config_of_trainer(trainer: Any) -> CuboidConfig | None:
