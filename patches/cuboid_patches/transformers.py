@@ -190,6 +190,11 @@ def _check_trl(trainer: type[Any], *arguments: Any) -> None:
             if any(getattr(one, name, False) for one in options):
                 raise ConfigError(f"{name} can't be combined with tensor_parallel.mode 3d_tensor: {reason}")
         return
+    if of_trl.__name__ in _TRL:
+        raise UnsupportedModelError(
+            f"TRL's {name_of_trainer} has no rule where several ranks hold one model, as it wasn't compared yet; the "
+            f"{of_trl.__name__} of trl itself was: from trl import {of_trl.__name__}"
+        )
     raise UnsupportedModelError(
         f"TRL's {name_of_trainer} has no rule where several ranks hold one model: it deals prompts, completions or "
         f"rewards out to ranks by itself, or wasn't compared yet; {', '.join(_TRL[:-1])} and {_TRL[-1]} were"
