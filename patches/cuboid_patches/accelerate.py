@@ -86,6 +86,18 @@ def _accelerator_state(original: Any) -> Any:
     return init
 
 
+def _fill_match(original: Any) -> Any:
+    @functools.wraps(original)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
+        section, _, key = ds_key_long.partition(".")
+        # Of "auto" in Cuboid's sections, such as a mesh, accelerate knows no value.
+        is_ours = bool(key) and section in ("tensor_parallel", "pipeline", "activation_checkpointing", "checkpoint")
+        if not is_ours or _config_in(self) is None:
+            original(self, ds_key_long, *args, **kwargs)
+
+    return fill_match
+
+
 def _prepare_deepspeed(original: Any) -> Any:
     @functools.wraps(original)
     def prepare_deepspeed(self: Any, *args: Any) -> Any:
@@ -353,6 +365,13 @@ PATCHES = [
         reason="keep DeepSpeed, and the other ranks, where there is no GPU or none is wanted",
         parameters=("cpu", "deepspeed_plugin", "kwargs"),
         replace=_accelerator_state,
+    ),
+    Patch(
+        target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",
+        package="accelerate",
+        reason='leave "auto" in sections of Cuboid\'s to Cuboid',
+        parameters=("ds_key_long",),
+        replace=_fill_match,
     ),
     Patch(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",

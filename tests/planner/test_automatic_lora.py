@@ -101,6 +101,9 @@ def test_a_stage_orders_its_units_as_it_was_chosen(monkeypatch):
         assert plan.stages.sizes.is_frozen == bool(sections)
 
 
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 @pytest.fixture
 def on_a_small_gpu(tmp_path, monkeypatch):
     """Shards a small model on one rank, by a config with these sections, for a GPU that has room for little."""
@@ -143,6 +146,7 @@ def test_another_adapter_that_fits_is_said_and_the_same_is_not(on_a_small_gpu, c
         get_peft_model(
             on_a_small_gpu(lora={"r": 8, "target_modules": ["v_proj", "q_proj"]}), adapter(8, ["q_proj", "v_proj"])
         )
+        get_peft_model(on_a_small_gpu(lora={"r": 8}), adapter(8, ALL_LINEAR))
         assert all(line.startswith('"mesh": "auto" is 1×1×1') for line in said(caplog))
         for options, what in (
             ({"r": 16}, "LoRA of rank 16 on all-linear"),

@@ -180,12 +180,29 @@ def said_by(call):
     return ""
 
 
+def test_automatic_values_of_cuboids_sections_are_left_to_it(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sections = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": "auto", "schedule": "auto"}}
+    config = config_of("auto", **sections)
+    config["tensor_parallel"]["size"] = 2
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    numbers = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    plugin.deepspeed_config_process(must_match=False, **dict.fromkeys(numbers, 4))
+    assert plugin.deepspeed_config["train_batch_size"] == 4
+    assert plugin.deepspeed_config["tensor_parallel"]["mesh"] == "auto"
+    assert plugin.deepspeed_config["pipeline"] == sections["pipeline"]
+
+
 @pytest.mark.sample(1, ci="others")
 @pytest.mark.parametrize("split", [False, True], ids=["batches", "split batches"])
 def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
     replicas = 2
     rates, _ = alone(replicas, split)
-    results = pool.run(4, script, config_of({"hidden": 2}), split, str(tmp_path))
+    config = config_of({"hidden": 2})
+    if split:
+        config = config_of("auto", cluster="1x4xH100-80GB")
+        config["tensor_parallel"]["size"] = 2
+    results = pool.run(4, script, config, split, str(tmp_path))
     for seen in results:
         assert seen["world"] == replicas
         assert seen["length"] == len(rates)

@@ -96,6 +96,9 @@ class ExpectedStep:
         except (ConfigError, UnsupportedModelError) as error:
             self._warn(f"{differs}, which can't be counted: {error}")
             return
+        if (described.layers, described.extra_factors) == (self.model.layers, self.model.extra_factors):
+            # The same layers by other names, such as all linear ones by their own.
+            return
         cost = StepCost(described, self.layout, self.cluster, self.length, cuboid_software(self.layout))
         estimate = Estimate.of(cost)
         if not estimate.fits_counted:
