@@ -49,7 +49,8 @@ def check_framework_config(
         enabled = value.get("enabled", True) if isinstance(value, dict) else value and value != 1
         if enabled:
             raise ConfigError(f"{key} can't be combined with {mode}: {reason}")
-    _check_compile(framework_config.get("compile"), mode)
+    if framework_config.get("compile") is not None:
+        _check_compile(framework_config["compile"], mode)
     part = DeepSpeedPart(framework_config, is_complete=is_complete)
     rows = [framework_config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
     if is_complete and rows == [None, None]:
@@ -61,10 +62,10 @@ def check_framework_config(
 def _check_compile(section: Any, mode: str) -> None:
     """Reject what DeepSpeed's own ``compile`` section turns on."""
     instead = 'write "compile": true under tensor_parallel, which compiles the layers'
-    if section is not None and not isinstance(section, dict):
+    if not isinstance(section, dict):
         raise ConfigError(f"compile at the top level is DeepSpeed's section, and not {section!r}; {instead}")
     for name in ("deepcompile", "autoep_non_moe"):
-        if (section or {}).get(name):
+        if section.get(name):
             raise ConfigError(
                 f"compile.{name} can't be combined with {mode}: DeepSpeed compiles models or parts of them whose "
                 f"collectives it knows; {instead}"
