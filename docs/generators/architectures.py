@@ -24,9 +24,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
@@ -48,7 +50,7 @@ from cuboid.models.certification.default_models import MROPE, default_config, ow
 from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 from cuboid.models.certification.sides import small_for_probe
-from cuboid.models.kinds.images_with_text import ImagesWithText
+from cuboid.models.kinds.media.with_text import ImagesWithText
 from cuboid.models.kinds.probe_rows import CannotProbe
 from cuboid.models.kinds.registry import check_class
 from generators.architecture_rows import Row, common, counts, rows
@@ -175,9 +177,13 @@ _IMAGES_WITH_TEXT: dict[str, dict[str, Any]] = {
                 "vipllava",
             ),
             *("idefics2", "idefics3", "smolvlm", "internvl", "mistral3", "llama4", "glm4v", "lfm2_vl", "aya_vision"),
+            *("deepseek_vl", "aria", "video_llama_3"),
         )
     },
 }
+#: Models of audio with text, and encoder-decoders of audio.
+_AUDIO_WITH_TEXT = ("voxtral", "glmasr")
+_SPEECH = ("whisper",)
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
 #: By the task's name on the page: transformers' own table of classes, and what a config differs in.
 _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -190,6 +196,8 @@ _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hidden states, pooled": (MODEL_MAPPING, {}),
     "image classification": (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, {}),
     "text with images": (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, {}),
+    "text with audio": (MODEL_FOR_MULTIMODAL_LM_MAPPING, {}),
+    "speech to text": (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, {}),
     "masked image modelling": (MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING, {}),
 }
 
@@ -272,9 +280,11 @@ def _checked_sources(cls: Any, config: PretrainedConfig) -> Mapping[str, str | N
 
 def head_cases(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """Model types and other tasks that are probed; of all types that are probed for others, if none is named."""
-    for model_type in model_types or (*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES, *_IMAGES_WITH_TEXT):
-        if model_type in _IMAGES_WITH_TEXT:
-            yield model_type, "text with images"
+    of_media = (*_IMAGES_WITH_TEXT, *_AUDIO_WITH_TEXT, *_SPEECH)
+    for model_type in model_types or (*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES, *of_media):
+        if model_type in of_media:
+            of_audio = "speech to text" if model_type in _SPEECH else "text with audio"
+            yield model_type, "text with images" if model_type in _IMAGES_WITH_TEXT else of_audio
         if model_type in _ENCODER_DECODERS:
             yield model_type, _SEQ2SEQ
         if model_type in (*_DECODERS, *_ENCODERS, *_IMAGES):
@@ -290,7 +300,7 @@ def head_of(case: tuple[str, str]) -> tuple[Any, PretrainedConfig]:
     config = default_config(model_type, **changes)
     if getattr(config, "drop_path_rate", 0):
         config = AutoConfig.for_model(model_type, **changes, **_NO_DROP_PATH)
-    if model_type not in (*_IMAGES, *_IMAGES_WITH_TEXT) and config.pad_token_id is None:
+    if model_type not in (*_IMAGES, *_IMAGES_WITH_TEXT, *_AUDIO_WITH_TEXT, *_SPEECH) and config.pad_token_id is None:
         # Classifiers of decoders look for the last token that isn't padding.
         config.pad_token_id = 0
     cls = classes[type(config)]

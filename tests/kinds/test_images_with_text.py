@@ -16,7 +16,8 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.models.batch.row_images import images_of_rows
+from cuboid.models.architectures.media import IMAGES
+from cuboid.models.batch.row_media import media_of_rows
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.kinds.registry import check_class
@@ -321,12 +322,15 @@ def model():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pixel_values_videos": torch.zeros(1, 2, 3, 8, 8)}, "pixel_values_videos has no rule .* videos and audio"),
+        (
+            {"pixel_values_videos": torch.zeros(1, 2, 3, 8, 8)},
+            "pixel_values_videos has no rule .* videos and clips of audio",
+        ),
         ({"image_sizes": torch.tensor([[8, 8]])}, "image_sizes has no rule"),
         ({"mm_encoder_outputs": {"image": None}}, "mm_encoder_outputs has no rule"),
         ({"pixel_values": torch.zeros(3, 8, 8)}, r"must be floats \[images, channels, height, width\], not .*3, 8, 8"),
         ({"pixel_values": [torch.zeros(3, 8, 8)]}, r"pixel_values must be floats .* not list"),
-        ({"image_grid_thw": torch.tensor([[1, 4, 4]])}, r"must be floats \[patches, features\] beside image_grid_thw"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw has no rule on a sharded Llava"),
         ({"position_ids": torch.zeros(3, 3, 19, dtype=torch.long)}, "position_ids is"),
     ],
 )
@@ -373,16 +377,16 @@ def test_text_alone_is_computed_and_generated(model):
 )
 def test_images_and_placeholders_that_contradict_each_other_are_named(images, placeholders, words):
     with pytest.raises(CuboidError, match=words):
-        images_of_rows(images, placeholders, [0])
+        media_of_rows(IMAGES, images, placeholders, [0])
 
 
 def test_a_rank_gets_the_images_of_its_rows():
     pixels, grid = torch.arange(24.0).reshape(24, 1), torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 4], [1, 2, 2]])
     images = {"pixel_values": pixels, "image_grid_thw": grid}
-    local, of_rank = images_of_rows(images, [3, 0, 2, 1], [2, 3, 3])
+    local, of_rank = media_of_rows(IMAGES, images, [3, 0, 2, 1], [2, 3, 3])
     assert local["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2], [1, 2, 2]]
     assert local["pixel_values"].flatten().tolist() == [*range(12, 20), *range(20, 24), *range(20, 24)]
     assert of_rank.spare is None
-    local, of_rank = images_of_rows(images, [3, 0, 2, 1], [1])
+    local, of_rank = media_of_rows(IMAGES, images, [3, 0, 2, 1], [1])
     assert local["pixel_values"].shape == (0, 1)
     assert of_rank.spare["image_grid_thw"].tolist() == [[1, 2, 4]]

@@ -22,9 +22,9 @@ MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
 HeadPlan = Literal["split", "labels", "whole"]
 #: What a model's forward is given. "embeddings": a rank's shard of them. "ids": those of whole sequences, with
 #: positions. "only ids": the model counts positions by itself. "pixels": images; activations are whole up to the first
-#: layer. "images": ids, and images whose features take the place of some embeddings; activations are whole up to the
-#: first layer, and parts behind the last one, unless they are split late.
-Inputs = Literal["embeddings", "ids", "only ids", "pixels", "images"]
+#: layer. "media": ids, and images or audio whose features take the place of some embeddings; activations are whole up
+#: to the first layer, and parts behind the last one, unless they are split late.
+Inputs = Literal["embeddings", "ids", "only ids", "pixels", "media"]
 #: Kinds of micro-batches, each of which is certified by itself.
 BatchKind = Literal[
     "whole rows",

@@ -22,6 +22,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
+from cuboid.models.architectures.media import AUDIO, FRAMES, IMAGES
 from cuboid.models.architectures.norm_formula import NormFormula, formula_once, may_normalize
 from cuboid.models.architectures.plans import COMMON, HEADS, LATENT, PLANS, Heads
 from cuboid.tensor3d.experts.sharded_experts import ExpertForm
@@ -143,10 +144,15 @@ def layer_names(model: nn.Module, *, of_towers: bool = False) -> list[str]:
 
 
 def tower_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules that compute features of images, beside the language model that takes these; else ()."""
+    """Names of the modules that compute features of images or audio, beside the language model that takes these."""
     base = model.base_model
-    # Fuyu's language model has the method in its base alone: there patches are tokens, without a tower.
-    if not hasattr(model, "get_image_features") or takes_pixels(model):
+    if model.main_input_name == FRAMES and model.config.is_encoder_decoder:
+        encoder = model.get_encoder()
+        return tuple(name for name, module in model.named_modules() if module is encoder)
+    if not hasattr(base, IMAGES.compute) and not hasattr(base, AUDIO.compute):
+        return ()
+    # In Fuyu, for example, patches are tokens, without a tower.
+    if takes_pixels(model) or not any(medium.is_computed_by(type(model), type(base)) for medium in (IMAGES, AUDIO)):
         return ()
     embedding = model.get_input_embeddings()
     prefix = "" if base is model else f"{model.base_model_prefix}."
@@ -173,7 +179,8 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     if model.config.is_encoder_decoder:
         for part in model.modules():
             with suppress(NotImplementedError):  # A part that has none.
-                if isinstance(part, PreTrainedModel):
+                # An encoder of audio begins with a convolution.
+                if isinstance(part, PreTrainedModel) and part.main_input_name == "input_ids":
                     embeddings[part.get_input_embeddings()] = None
         # The embedding that their weights are tied to counts, even if no code calls it.
         ties: dict[str, str] = model.all_tied_weights_keys
@@ -274,8 +281,11 @@ class _Finder:
         if not self._is_in_tower(name):
             return False
         has_layers = any(layer.startswith(f"{name}.") for layer in self._tower_layers)
-        is_list = isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict)
-        return not is_list and (not has_layers or _owns(self._modules[name]))
+        module = self._modules[name]
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        # Code around a table of constants may read its weight rather than call it.
+        has_table = any(isinstance(part, nn.Embedding) and not part.weight.requires_grad for part in module.children())
+        return not is_list and (not has_layers or has_table or _owns(module))
 
     def _is_sublayer(self, name: str) -> bool:
         """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""

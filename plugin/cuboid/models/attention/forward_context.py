@@ -20,7 +20,7 @@ from cuboid.models.attention.whole_sequence import CallCounter, Masks, Replay, W
 from cuboid.models.batch.batch_check import BatchCheck
 from cuboid.models.batch.local_batch import LocalBatch
 from cuboid.models.batch.rank_cache import RankCache
-from cuboid.models.batch.row_images import RankImages
+from cuboid.models.batch.row_media import RankMedia
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.running_forward import begin_forward, end_forward
 
@@ -182,7 +182,7 @@ class ForwardContext:
         check: of the micro-batch's numbers.
         loss: what a forward that computes its loss in parts finds as its model's ``loss_function``.
         head: around the base model that is running, or has run.
-        images: of the rank's rows, in a model that takes images beside ids.
+        media: of the rank's rows, in a model that takes images or audio beside ids.
     """
 
     slot: UnitSlot | None = None
@@ -192,7 +192,7 @@ class ForwardContext:
     check: BatchCheck | None = None
     loss: Callable[..., torch.Tensor] | None = None
     head: RunningHead | None = None
-    images: RankImages | None = None
+    media: tuple[RankMedia, ...] = ()
 
     @property
     def unit(self) -> Unit | None:

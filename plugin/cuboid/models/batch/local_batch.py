@@ -17,7 +17,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.batch.length_cases import rope_types, thresholds
 from cuboid.models.batch.rank_cache import RankCache
-from cuboid.models.batch.row_images import RankImages
+from cuboid.models.batch.row_media import RankMedia
 
 IGNORE_INDEX = -100
 #: The tensors of a micro-batch, each ``[B, S]``; positions also ``[1, S]``.
@@ -43,7 +43,7 @@ _REJECTED: dict[str, tuple[Any, ...]] = {
     "encoder_outputs": (None,),
     "decoder_inputs_embeds": (None,),
     "decoder_position_ids": (None,),
-    # A kind that takes images takes them out first.
+    # A kind that takes images or audio takes them out first.
     **dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features"), (None,)),
     "mm_encoder_outputs": (None, {}),
 }
@@ -61,7 +61,7 @@ class LocalBatch:
         options: the forward's other arguments, unchanged.
         source: the encoder's batch, if this one is for a decoder.
         cache: what the tokens before these left, in generation. The mask is then of all tokens, ``[B'/b, T + S]``.
-        images: those of the rank's rows, if the model takes images beside ids; they are among the options.
+        media: images or clips of the rank's rows, if the model takes them beside ids; they are among the options.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class LocalBatch:
     options: dict[str, Any]
     source: LocalBatch | None = None
     cache: RankCache | None = None
-    images: RankImages | None = None
+    media: tuple[RankMedia, ...] = ()
 
     @property
     def padded(self) -> int:

@@ -42,9 +42,15 @@ _REPAIRS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
     **{
         name: {"text_config": {"rope_parameters": _HALF_MROPE}}
         for name in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga")
+    },
+    "voxtral": {"audio_token_id": 24},
+    **{
+        name: {"projector_config": {"model_type": "blip_2_qformer", "encoder_hidden_size": 1024}}
+        for name in ("granite_speech", "granite_speech_plus")
     },
     "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},

@@ -18,6 +18,7 @@ from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import OTHER_LOSS
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.layer_kinds import on_meta
 from cuboid.models.certification.sides import (
     SplitModel,
     first_that_runs,
@@ -65,18 +66,27 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     """
     with quiet_cpu():
         small = small_for_probe(cls, config)
+        _check_size(cls, small)
         small = kind_of_class(cls).probe_config(small, lambda one: random_model(cls, one, None, ATTEMPTS[-1]))
 
         def verdict_on(model: PreTrainedModel, attempt: Attempt) -> MeshVerdict:
-            # Of towers, configs have sizes by many names, and all ranks' copies of a model are in this process.
-            elements = model.num_parameters()
-            if elements > _MOST_ELEMENTS:
-                raise CannotProbe(
-                    f"its small model has {elements:,} parameters: a size in its config has an unknown key"
-                )
             return _best(_Probe(model, attempt), gives_cache=_gives_cache(cls, config))
 
         return first_that_runs(cls, small, config._attn_implementation, _EXACT, verdict_on)
+
+
+def _check_size(cls: type[PreTrainedModel], small: PretrainedConfig) -> None:
+    """Check that a small model is one: of towers, configs have sizes by many names.
+
+    Raises:
+        CannotProbe: it isn't, and all ranks' copies of it would be in this process.
+    """
+    try:
+        elements = on_meta(cls, small).num_parameters()
+    except Exception as error:
+        raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
+    if elements > _MOST_ELEMENTS:
+        raise CannotProbe(f"its small model has {elements:,} parameters: a size in its config has an unknown key")
 
 
 def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:

@@ -140,19 +140,22 @@ _INDICES_OF_TOWER = (*_INDICES, "_indexes", "_indices")
 #: The number of a tower's layers, where it has no key of the others.
 _DEPTH = "depth"
 #: Parts of a config beside its text model's.
-_TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "perceiver_config")
+_TOWERS = (
+    *("vision_config", "audio_config", "encoder_config", "vq_config", "qformer_config", "perceiver_config"),
+    *("projector_config", "adaptor_config"),
+)
 #: Names of widths beside a text model, and parts of names that are none.
 _WIDTHS = ("dim", "hidden_size", "intermediate_size", "_width", "embedding_size")
 _NO_WIDTHS = ("head", "patch", "position", "rotary", "state", "temporal")
 #: The text model's width, whatever it is: some configs by default have another, with which no model runs.
-_OF_TEXT = ("out_hidden_size", "text_hidden_size")
+_OF_TEXT = ("out_hidden_size", "text_hidden_size", "output_dim")
 #: A tower's own width; and names of widths inside its layers, which aren't the text model's even if they are equal.
-_OF_TOWER = ("embed_dim", *_HIDDEN)
+_OF_TOWER = ("embed_dim", *_HIDDEN, "hidden_dim")
 _INSIDE = ("intermediate", "ffn", "mlp", "encoder_ffn")
 #: The numbers of query heads of all layers.
 _HEADS_BY_LAYER = "num_attention_heads_per_layer"
-#: So many layers at the end use keys and values of earlier ones.
-_SHARED_LAYERS = "num_kv_shared_layers"
+#: So many layers at the end are of another kind: they use keys and values of earlier ones, or follow a norm.
+_LAST_LAYERS = ("num_kv_shared_layers", "num_timestamp_prediction_layers")
 #: Periods: one layer in so many differs, without a list in the config that says which.
 _PERIODS = (
     *("full_attention_interval", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern"),
@@ -254,45 +257,18 @@ def _shrunk_fields(
             # Of its own class, which isn't always the one that the whole config has there by default.
             is_text = beside is None or inner is beside.text
             fields[name] = type(inner)(**_shrunk_fields(inner, layers, sizes, None if is_text else beside))
-    is_tower = beside is not None and beside.config is not config
-    count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
-    if count is None and is_tower and isinstance(fields.get(_DEPTH), int):
-        count = fields[_DEPTH]
-    if count is not None and layers is None and not _lists_by_layer(fields, count):
-        fields.update(_shorter_periods(fields))
-    indices = _lists_of_layers(fields, count) if is_tower and count is not None else {}
-    kept = None if count is None else _kept_layers(fields, count, indices.values())
-    if count is not None and layers is not None:
-        kept = [index for index in layers if index < count]
-    original = dict(fields)
-    for name, value in original.items():
-        if name in indices and kept is not None:
-            fields[name] = [place for place, index in enumerate(kept) if index in value]
-        elif isinstance(value, list) and kept is not None and len(value) == count:
-            fields[name] = [_of_layer(name, value[index], original, sizes) for index in kept]
-        elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
-            by_layer = {int(key): inner for key, inner in value.items()}
-            fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
-        elif isinstance(value, list) and kept is not None and _lists_indices(name, value, layers):
-            fields[name] = [place for place, index in enumerate(kept) if index in value]
-        else:
-            fields[name] = _smaller(name, value, original, kept, sizes)
+    kept = _KeptLayers.of(fields, layers, is_tower=beside is not None and beside.config is not config)
+    original = fields if kept is None else {**fields, **kept.periods}
+    fields = {
+        name: _smaller(name, value, original, None, sizes) if kept is None else kept.field(name, original, sizes)
+        for name, value in original.items()
+    }
     if beside is not None:
         fields.update(beside.widths(original, sizes))
-    if is_tower and kept is not None and original.get(_DEPTH) == count:
-        fields[_DEPTH] = len(kept)
-    if kept is not None and layers is not None:
-        before = {name: value for name, value in original.items() if name.startswith(_FIRST_LAYERS)}
-        fields.update(
-            {name: sum(index < value for index in kept) for name, value in before.items() if isinstance(value, int)}
-        )
-    if kept is not None and isinstance(fields.get(_SHARED_LAYERS), int):
-        fields[_SHARED_LAYERS] = sum(index >= count - original[_SHARED_LAYERS] for index in kept)
-    if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
-        fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
-        fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
-        pairs = [name for name in _IMAGE_SIZES if isinstance(fields.get(name), list | tuple)]
-        fields.update({name: [_IMAGE_SIZES[name]] * 2 for name in pairs})
+    if kept is not None:
+        fields.update(kept.counts(original))
+    if not config.sub_configs:
+        fields = _of_images(fields)
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     fields.update(_special_tokens(config, sizes))
     if beside is not None and beside.config is config:
@@ -305,6 +281,83 @@ def _shrunk_fields(
 
 
 @dataclass(frozen=True)
+class _KeptLayers:
+    """The layers of a config that its small one keeps.
+
+    Args:
+        count: of the config's.
+        indices: of those that are kept.
+        are_asked: whether the caller chose them.
+        is_tower: whether the config is of what is beside a text model.
+        lists: of a tower's config, its lists of layers of another kind, by name.
+        periods: of the small config, where kinds of layers follow from their numbers.
+    """
+
+    count: int
+    indices: list[int]
+    are_asked: bool
+    is_tower: bool
+    lists: Mapping[str, Sequence[int]]
+    periods: Mapping[str, int]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], layers: Sequence[int] | None, *, is_tower: bool) -> _KeptLayers | None:
+        """Those of ``layers``, or a few of each kind; None if a config has no number of layers."""
+        keys = (*_LAYERS, _DEPTH) if is_tower else _LAYERS
+        key = next((name for name in keys if isinstance(fields.get(name), int)), None)
+        if key is None:
+            return None
+        count = fields[key]
+        periods = {} if layers is not None or _lists_by_layer(fields, count) else _shorter_periods(fields)
+        lists = _lists_of_layers(fields, count) if is_tower else {}
+        if layers is None:
+            indices = _kept_layers({**fields, **periods}, count, lists.values())
+        else:
+            indices = [index for index in layers if index < count]
+        return cls(count, indices, layers is not None, is_tower, lists, periods)
+
+    def field(self, name: str, original: Mapping[str, Any], sizes: Sizes) -> Any:
+        """A field of the small config: of lists and mappings by layer, what they have for the layers that are kept."""
+        value = original[name]
+        if name in self.lists or (
+            isinstance(value, list) and len(value) != self.count and self._are_indices(name, value)
+        ):
+            return [place for place, index in enumerate(self.indices) if index in value]
+        if isinstance(value, list) and len(value) == self.count:
+            return [_of_layer(name, value[index], original, sizes) for index in self.indices]
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            by_layer = {int(key): inner for key, inner in value.items()}
+            return {place: by_layer[index] for place, index in enumerate(self.indices) if index in by_layer}
+        return _smaller(name, value, original, self.indices, sizes)
+
+    def _are_indices(self, name: str, value: list[Any]) -> bool:
+        """Whether a list says which layers are of a kind."""
+        if name.endswith("_layer_ids"):
+            return True
+        return self.are_asked and name.endswith(_INDICES) and all(type(index) is int for index in value)
+
+    def counts(self, original: Mapping[str, Any]) -> dict[str, int]:
+        """How many layers of some kind there are at the start, and at the end."""
+        numbers = {name: value for name, value in original.items() if isinstance(value, int)}
+        counts = {_DEPTH: len(self.indices)} if self.is_tower and numbers.get(_DEPTH) == self.count else {}
+        if self.are_asked:
+            before = {name: value for name, value in numbers.items() if name.startswith(_FIRST_LAYERS)}
+            counts |= {name: sum(index < value for index in self.indices) for name, value in before.items()}
+        last = {name: self.count - numbers[name] for name in _LAST_LAYERS if name in numbers}
+        return counts | {name: sum(index >= start for index in self.indices) for name, start in last.items()}
+
+
+def _of_images(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config, with few patches if its models take images."""
+    if not {"image_size", "patch_size"} <= fields.keys():
+        return fields
+    fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
+    fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
+    pairs = [name for name in _IMAGE_SIZES if isinstance(fields.get(name), list | tuple)]
+    return {**fields, **{name: [_IMAGE_SIZES[name]] * 2 for name in pairs}}
+
+
+@dataclass(frozen=True)
 class _Beside:
     """A config of several models: what those beside the text model, and projectors between them, have of its sizes.
 
@@ -312,11 +365,13 @@ class _Beside:
         config: of all of them.
         text: the text model's.
         width: of its residual stream.
+        towers: the widths of the others' residual streams.
     """
 
     config: PretrainedConfig
     text: PretrainedConfig
     width: int
+    towers: frozenset[int]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> _Beside | None:
@@ -325,7 +380,12 @@ class _Beside:
             return None
         text = config.get_text_config()
         width = getattr(text, "hidden_size", None)
-        return cls(config, text, width) if text is not config and isinstance(width, int) else None
+        if text is config or not isinstance(width, int):
+            return None
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        towers = [vars(part) for part in parts if isinstance(part, PretrainedConfig) and part is not text]
+        widths = (next((fields[name] for name in _OF_TOWER if name in fields), None) for fields in towers)
+        return cls(config, text, width, frozenset(width for width in widths if isinstance(width, int)))
 
     def widths(self, fields: Mapping[str, Any], sizes: Sizes) -> dict[str, int]:
         """Widths beside the text model: the text model's where they are, else in proportion to the tower's.
@@ -349,6 +409,10 @@ class _Beside:
                 small[name] = sizes.hidden
             elif tower is not None and value % tower == 0:
                 small[name] = sizes.hidden * (value // tower)
+            elif value in self.towers and name not in known and not is_inside:
+                small[name] = sizes.hidden
+            elif is_inside and self.width % value == 0:
+                small[name] = max(1, sizes.hidden * value // self.width)
             elif tower is not None and name not in known:
                 small[name] = max(1, value * sizes.hidden // tower)
         return small
@@ -404,13 +468,6 @@ def _special_tokens(config: PretrainedConfig, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _lists_indices(name: str, value: list[Any], layers: Sequence[int] | None) -> bool:
-    """Whether a list says which layers are of a kind."""
-    if name.endswith("_layer_ids"):
-        return True
-    return layers is not None and name.endswith(_INDICES) and all(type(index) is int for index in value)
-
-
 def _lists_by_layer(fields: Mapping[str, Any], count: int) -> list[list[Any]]:
     return [value for value in fields.values() if isinstance(value, list) and len(value) == count]
 
@@ -435,10 +492,10 @@ def _kept_layers(fields: Mapping[str, Any], count: int, indices: Iterable[Sequen
     Models whose layers are all alike get three, even if they have fewer: the number of layers decides nothing.
     """
     lists = [*_lists_by_layer(fields, count), *([index in some for index in range(count)] for some in indices)]
-    unshared = count - (fields.get(_SHARED_LAYERS) or 0)
+    last = [count - (fields.get(name) or 0) for name in _LAST_LAYERS]
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index in range(count):
-        kind = (*(str(value[index]) for value in lists), "unshared" if index < unshared else "shared")
+        kind = (*(str(value[index]) for value in lists), *(str(index >= start) for start in last))
         kinds.setdefault(kind, []).append(index)
     period = max((fields[name] for name in _PERIODS if isinstance(fields.get(name), int)), default=1)
     if not lists and period > 1:

@@ -74,6 +74,21 @@ def gathering_logits(sharding: Sharding, batch: LocalBatch) -> Iterator[None]:
         hook.remove()
 
 
+@contextmanager
+def own_mask(base: Any, batch: LocalBatch) -> Iterator[None]:
+    """In the ``with`` block, a base model that is called with the whole mask gets the rank's own rows of it."""
+    mask = batch.tensors.get("attention_mask")
+
+    def give(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return None if mask is None else (args, {**kwargs, "attention_mask": mask})
+
+    hook = base.register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 @uncompiled
 def _gather_logits(mesh: Mesh, batch: LocalBatch, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
     """A forward hook of the head that gathers logits, for code that computes the loss from whole ones."""
@@ -230,7 +245,7 @@ def sharded_batch(model: Any, arguments: dict[str, Any], *, own_loss: Any = None
     if own_positions is not None and may_be_packed and batch.cache is None:
         packed = find_packed_sequence_indices(own_positions)
     packing = Packing(own_positions, packed)
-    with knowing(lengths=lengths, packing=packing, check=check, images=batch.images), compared_by(check):
+    with knowing(lengths=lengths, packing=packing, check=check, media=batch.media), compared_by(check):
         yield batch
     check.read()
 

@@ -24,6 +24,7 @@ from cuboid.models.kinds.forward import (
     begin_cache,
     gathering_logits,
     keeping_last,
+    own_mask,
     pop_tuple,
     replaced_loss,
     sharded_batch,
@@ -92,11 +93,15 @@ class LanguageModel(ModelKind):
                 wants_routers = arguments.get("output_router_logits")
                 if wants_routers is None:
                     wants_routers = getattr(model.config, "output_router_logits", False)
+                reads_mask = gathers and self.loss_reads_mask and model.base_model is not model
                 if wants_routers and sharding.mesh.shape.size > 1:
+                    reads_mask = True
                     stack.enter_context(
                         whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
                     )
-                    # The model's own router loss takes the whole mask; a hook gives the base model the rank's rows.
+                if reads_mask:
+                    # The model's own loss takes the whole mask; a hook gives the base model the rank's rows.
+                    stack.enter_context(own_mask(model.base_model, batch))
                     local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
                 if keeps_few:
                     stack.enter_context(keeping_last(model, batch, keep, rows_alike=has_one_row))

@@ -51,6 +51,7 @@ class ModelKind:
             sequences. If not, it computes a language model's loss itself.
         has_new_head: whether its head may be new, where a checkpoint is fine-tuned for another task.
         labels_each_token: whether padding can have labels.
+        loss_reads_mask: whether its models' own loss may leave out what the mask hides.
         takes_positions: whether a micro-batch may have positions, by which packed sequences are told apart.
         inputs_on_mesh: what the probe tries to give a model on a mesh, the best first.
         reads_last_token: whether its head may look for the last token of each row that isn't padding.
@@ -74,6 +75,7 @@ class ModelKind:
     runs_own_head: ClassVar[bool] = False
     has_new_head: ClassVar[bool] = False
     labels_each_token: ClassVar[bool] = False
+    loss_reads_mask: ClassVar[bool] = False
     takes_positions: ClassVar[bool] = True
     inputs_on_mesh: ClassVar[tuple[MeshVerdict, ...]] = (
         MeshVerdict(inputs="embeddings"),
@@ -93,6 +95,11 @@ class ModelKind:
     def takes_input_of(cls, model: Any) -> bool:
         """Whether a model's class is given what this kind has rules for, and not audio, for example."""
         return bool(getattr(model, "main_input_name", "input_ids") == cls.main_input)
+
+    @classmethod
+    def auto_class_of(cls, model: Any) -> Any:  # noqa: ARG003
+        """transformers' class that builds a model of this class."""
+        return cls.auto_class
 
     def check_generation(self, arguments: Mapping[str, Any]) -> None:
         """Check the arguments of ``generate``, which are then those of forwards.

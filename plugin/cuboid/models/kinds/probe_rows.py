@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PretrainedConfig
 
+from cuboid.models.architectures.media import AUDIO
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.local_batch import IGNORE_INDEX
@@ -24,7 +25,7 @@ _OF_TEXT = frozenset(
 
 def special_tokens(config: PretrainedConfig) -> dict[str, list[int]]:
     """Ids that stand for images and the like, by the keys of a config that has towers."""
-    if not hasattr(config, "vision_config"):
+    if not any(hasattr(config, name) for name in ("vision_config", AUDIO.token)):
         return {}
     tokens = {
         name: value for name, value in config.to_dict().items() if name.endswith(_SPECIAL) and name not in _OF_TEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,25 +12,29 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.media import AUDIO, IMAGES
 from cuboid.models.architectures.refusals import adapters_refused, compiling_refused
 from cuboid.models.kinds.causal import Causal
 from cuboid.models.kinds.hidden_states import HiddenStates
 from cuboid.models.kinds.images import ImageClassifier, ImageStates, MaskedImages
-from cuboid.models.kinds.images_with_text import ImagesWithText
 from cuboid.models.kinds.label_heads import QuestionAnswering, SequenceClassifier, TokenClassifier
 from cuboid.models.kinds.masked import Masked
+from cuboid.models.kinds.media.with_text import AudioWithText, ImagesWithText, WithText
 from cuboid.models.kinds.model_kind import ModelKind
 from cuboid.models.kinds.sequence_to_sequence import SequenceToSequence
+from cuboid.models.kinds.speech_to_text import SpeechToText
 
 #: All kinds. Where an ending of class names is that of several, their inputs tell them apart.
 KINDS: tuple[type[ModelKind], ...] = (
     Causal,
     Masked,
     SequenceToSequence,
+    SpeechToText,
     SequenceClassifier,
     TokenClassifier,
     QuestionAnswering,
     ImagesWithText,
+    AudioWithText,
     ImageClassifier,
     MaskedImages,
     HiddenStates,
@@ -37,7 +42,12 @@ KINDS: tuple[type[ModelKind], ...] = (
 )
 _IDS = "input_ids"
 #: Kinds that only the arguments of a class's forward tell.
-_BY_INPUTS: tuple[type[SequenceToSequence | ImagesWithText], ...] = (SequenceToSequence, ImagesWithText)
+_BY_INPUTS: tuple[type[SequenceToSequence | WithText], ...] = (
+    SequenceToSequence,
+    SpeechToText,
+    ImagesWithText,
+    AudioWithText,
+)
 #: Descriptions of tasks without rules that class names don't spell out.
 _OTHERS = {
     "ConditionalGeneration": "generation from an encoder's output or from other kinds of input",
@@ -56,7 +66,7 @@ def auto_class_of(architectures: Sequence[str] | None) -> Any:
     known = getattr(transformers, name, None)
     for kind in _BY_INPUTS if isinstance(known, type) else ():
         if kind.includes(known):
-            return kind.auto_class
+            return kind.auto_class_of(known)
     return next(iter(_kinds_by_name(name)), Causal).auto_class
 
 
@@ -105,14 +115,18 @@ def kind_of_class(cls: Any) -> type[ModelKind]:
             what = (
                 f"is for generation from {main_input}" if other[1] in _OTHERS else f"{what}, and is given {main_input}"
             )
+        arguments = inspect.signature(cls.forward).parameters.keys()
+        medium = next((medium for medium in (IMAGES, AUDIO) if {_IDS, medium.main} <= arguments), None)
+        if medium is not None:
+            what += f" beside ids, without a {medium.compute} that computes features of {medium.nouns} by itself"
     elif names:
         what = "has a head that its name doesn't tell"
     else:
         what = "isn't a model of transformers"
     raise UnsupportedModelError(
         f"{cls.__name__} {what}; a mesh has rules for language models, causal, masked and of two sequences, for "
-        "sequence and token classification, question answering, text with images, image classification, masked image "
-        "modelling, and models without a head, such as LlamaForCausalLM"
+        "sequence and token classification, question answering, text with images or audio, image classification, "
+        "masked image modelling, and models without a head, such as LlamaForCausalLM"
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden
 from cuboid.tensor3d.layers.whole_block import LateSplit
 
 #: The decoder's tensors, each ``[B, T]``; ``input_ids`` and ``attention_mask`` ``[B, S]`` are the encoder's.
-_TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
+TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
 #: Sources with more tokens have shorter targets.
 _LEAST_LENGTH = 12
 
@@ -48,18 +48,25 @@ class SequenceToSequence(LanguageModel):
     name = "seq2seq"
     words = "sequence-to-sequence language modelling by an encoder-decoder"
     auto_class = AutoModelForSeq2SeqLM
-    tensors = (*TENSORS, "decoder_input_ids", "decoder_attention_mask")
+    tensors: ClassVar[tuple[str, ...]] = (*TENSORS, "decoder_input_ids", "decoder_attention_mask")
     ordinary_loss = "ForMaskedLMLoss"
     takes_positions = False
     # Encoders and decoders may use ids for more than the lookup, and count positions by themselves.
-    inputs_on_mesh = (MeshVerdict(inputs="only ids"), MeshVerdict(inputs="only ids", splits_late=True))
+    inputs_on_mesh: ClassVar[tuple[MeshVerdict, ...]] = (
+        MeshVerdict(inputs="only ids"),
+        MeshVerdict(inputs="only ids", splits_late=True),
+    )
 
     @classmethod
     def includes(cls, model: Any) -> bool:
         """Whether a class is an encoder-decoder language model; names of such classes have no common ending."""
-        if not issubclass(model, PreTrainedModel) or model.main_input_name != "input_ids" or not model.can_generate():
+        if (
+            not issubclass(model, PreTrainedModel)
+            or model.main_input_name != cls.main_input
+            or not model.can_generate()
+        ):
             return False
-        return {"input_ids", "decoder_input_ids", "labels"} <= inspect.signature(model.forward).parameters.keys()
+        return {cls.main_input, "decoder_input_ids", "labels"} <= inspect.signature(model.forward).parameters.keys()
 
     def _check_target(self, name: str, x: torch.Tensor, arguments: Mapping[str, Any], main: str) -> None:
         """Labels are for the decoder's positions; there may be any number of these."""
@@ -67,7 +74,7 @@ class SequenceToSequence(LanguageModel):
         if x.dim() != 2 or x.shape[0] != source.shape[0] or (ids is not None and x.shape != ids.shape):
             beside = "" if ids is None else f" and decoder_input_ids is {list(ids.shape)}"
             raise CuboidError(
-                f"{name} is {list(x.shape)}, but input_ids is {list(source.shape)}{beside}; an encoder-decoder needs "
+                f"{name} is {list(x.shape)}, but {main} is {list(source.shape)}{beside}; an encoder-decoder needs "
                 f"{[source.shape[0], 'target length'] if ids is None else list(ids.shape)}"
             )
 
@@ -91,9 +98,9 @@ class SequenceToSequence(LanguageModel):
                 )
         # Below, the decoder's tensors have the encoder's names, which an error mustn't show.
         check_tensors(
-            {name: arguments[name] for name in _TARGET_TENSORS if arguments.get(name) is not None}, "decoder_input_ids"
+            {name: arguments[name] for name in TARGET_TENSORS if arguments.get(name) is not None}, "decoder_input_ids"
         )
-        inputs = {name: x for name, x in arguments.items() if name not in _TARGET_TENSORS}
+        inputs = {name: x for name, x in arguments.items() if name not in TARGET_TENSORS}
         names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
         target = {key: arguments[name] for key, name in names.items() if arguments.get(name) is not None}
         source = take_local_batch(inputs, config, mesh, inputs="only ids")
@@ -112,10 +119,7 @@ class SequenceToSequence(LanguageModel):
         with sharded_batch(model, arguments, own_loss=own_loss) as batch:
             source = batch.source
             assert source is not None
-            with knowing(lengths=Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
-                encoded = model.get_encoder()(**source.tensors, return_dict=True)
-            if isinstance(sharding.late, LateSplit):
-                encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
+            encoded = self.encode(model, source)
             labels = batch.tensors.pop("labels", None)
             seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
             decoder_inputs = {f"decoder_{name}": x for name, x in batch.tensors.items()}
@@ -147,6 +151,15 @@ class SequenceToSequence(LanguageModel):
         if missing:
             output = without(output, missing)
         return output.to_tuple() if as_tuple else output
+
+    def encode(self, model: Any, source: LocalBatch) -> Any:
+        """An encoder's output, of which the last hidden state is this rank's part."""
+        sharding: Sharding = model.cuboid
+        with knowing(lengths=Lengths(source.length, source.padded, makes_masks=sharding.makes_masks)):
+            encoded = model.get_encoder()(**source.tensors, return_dict=True)
+        if isinstance(sharding.late, LateSplit):
+            encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
+        return encoded
 
     def lengths_of(self, batch: LocalBatch, *, makes_masks: bool) -> Lengths:
         """See :meth:`ModelKind.lengths_of`."""

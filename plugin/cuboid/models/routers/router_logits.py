@@ -25,7 +25,7 @@ def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_s
     """In the ``with`` block, a base model returns whole router logits.
 
     Args:
-        base: the base model. It is called with the whole mask, but needs the rank's own rows of it.
+        base: the base model.
         batch: the rank's part of the micro-batch that is running.
         mesh: the model's mesh.
         are_split: whether routers see only the rank's own tokens.
@@ -38,26 +38,16 @@ def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_s
             f"output_router_logits: the routers of {type(base).__name__} are in blocks that are computed whole, where "
             "a rank doesn't know which tokens their logits are of; set it to false, or use a mesh of one rank"
         )
-    gatherer = _WholeLogits(batch, mesh)
-    hooks = [
-        base.register_forward_pre_hook(gatherer.give_own_mask, with_kwargs=True),
-        base.register_forward_hook(gatherer.gather),
-    ]
+    hook = base.register_forward_hook(_WholeLogits(batch, mesh).gather)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 class _WholeLogits:
     def __init__(self, batch: LocalBatch, mesh: Mesh) -> None:
         self._batch, self._mesh = batch, mesh
-
-    def give_own_mask(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the base model that replaces the whole mask by the rank's own rows."""
-        mask = self._batch.tensors.get("attention_mask")
-        return None if mask is None else (args, {**kwargs, "attention_mask": mask})
 
     def gather(self, base: nn.Module, _: Any, output: Any) -> Any:
         """A forward hook of the base model: ``[B/b · S/s, E]`` of each layer to ``[B · S, E]``."""

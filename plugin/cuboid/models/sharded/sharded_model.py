@@ -22,6 +22,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.failures.rank_agreement import StepGuard
+from cuboid.models.architectures.media import AUDIO, IMAGES, Medium
 from cuboid.models.architectures.refusals import compiling_refused, transforms_refused
 from cuboid.models.architectures.roles import layer_names, tower_names
 from cuboid.models.attention.forward_context import forward_context, is_in_forward
@@ -29,7 +30,8 @@ from cuboid.models.attention.segments import AttentionRecord, hang_record, uses_
 from cuboid.models.autograd_graph import IS_COPY, IS_OUTPUT
 from cuboid.models.kinds.forward import LooksUpLoss
 from cuboid.models.kinds.hidden_states import forward_of_base
-from cuboid.models.kinds.images_with_text import AddsFeatures, ComputesFeatures, ImagesWithText
+from cuboid.models.kinds.media.features import AddsFeatures, ComputesAudio, ComputesImages
+from cuboid.models.kinds.media.with_text import WithText
 from cuboid.models.kinds.model_kind import counts_positions
 from cuboid.models.kinds.registry import kind_of
 from cuboid.models.kinds.sharding import Sharding, WholeModel
@@ -123,18 +125,21 @@ class ShardedBase(PlainInstances):
     cuboid: Sharding
 
 
-class ShardedBaseWithImages(ComputesFeatures, ShardedBase):
-    """Mixed, instead, into that of a vision-language model."""
-
-
 class ShardedTextModel(AddsFeatures, PlainInstances):
     """Mixed into the class of a text model that adds features of images to hidden states between its layers."""
 
     cuboid: Sharding
 
 
-class ShardedModelOfImages(ComputesFeatures, PlainInstances):
-    """Mixed into the class of a vision-language model that is its own base model."""
+class TakesImages(ComputesImages, PlainInstances):
+    """Mixed into the class of a base model that computes features of images."""
+
+
+class TakesAudio(ComputesAudio, PlainInstances):
+    """Mixed into the class of a base model that computes features of audio."""
+
+
+_TAKES = {IMAGES: TakesImages, AUDIO: TakesAudio}
 
 
 def shard_modules(
@@ -198,9 +203,9 @@ def shard_modules(
     inner: Any = model.base_model
     if inner is not model:
         inner.cuboid = model.cuboid
-        mixin = ShardedBaseWithImages if isinstance(kind, ImagesWithText) else ShardedBase
-        inner.__class__ = _sharded_base_class(type(inner), mixin)  # type: ignore[arg-type]
-    if isinstance(kind, ImagesWithText):
+        plain: Any = type(inner)
+        inner.__class__ = _sharded_base_class(_taking(plain, kind.media) if isinstance(kind, WithText) else plain)
+    if isinstance(kind, WithText):
         for module in model.modules():
             if AddsFeatures.belongs_to(module):
                 vars(module)["cuboid"] = model.cuboid
@@ -213,13 +218,20 @@ def shard_modules(
         model.get_submodule(around).register_forward_hook(_read_check)
     if config.compile:
         compile_layers(model)
-    is_base = inner is model and isinstance(kind, ImagesWithText)
-    model.__class__ = _sharded_class(_with_mixin(base, ShardedModelOfImages) if is_base else base)  # type: ignore[arg-type]
+    taking: Any = _taking(base, kind.media) if inner is model and isinstance(kind, WithText) else base
+    model.__class__ = _sharded_class(taking)
     keep_track_of(model)
     if is_cut:
         guard_hooks(model, runs_whole=True)
     model.cuboid.state.made = AsSharded(model, is_cut=is_cut)
     return model
+
+
+def _taking(base: Any, media: tuple[Medium, ...]) -> Any:
+    """A subclass of a base model's class that computes features of a rank's images or clips."""
+    for medium in media:
+        base = _with_mixin(base, _TAKES[medium])
+    return base
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -358,7 +370,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 @functools.cache
-def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type[nn.Module]:
+def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose forward takes whole micro-batches, unless the model around it calls it."""
     bind = _binder(base.forward)
 
@@ -380,7 +392,7 @@ def _sharded_base_class(base: type[nn.Module], mixin: type[ShardedBase]) -> type
         finally:
             end_forward(token)
 
-    return derived_class(mixin, base, forward)
+    return derived_class(ShardedBase, base, forward)
 
 
 def _handed_out(output: Any, made: AsSharded) -> Any:

@@ -163,8 +163,12 @@ class LateSplit:
             output.last_hidden_state = self.own_part(output.last_hidden_state)
         return output
 
-    def split_source(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rank's part of an encoder's output, which :meth:`enter` passes to a decoder's layers unchanged."""
+    def split_source(self, hidden: torch.Tensor, *, is_whole: bool = False) -> torch.Tensor:
+        """The rank's part of an encoder's output, which :meth:`enter` passes to a decoder's layers unchanged.
+
+        ``is_whole`` says that the encoder is a tower, whose output is.
+        """
+        self.is_whole = self.is_whole or (is_whole and self._is_split)
         part = self.own_part(hidden)
         self._source = weakref.ref(part)
         return part

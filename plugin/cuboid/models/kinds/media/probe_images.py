@@ -9,20 +9,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
-from cuboid.models.batch.row_images import GRID, IMAGE_SIZES, IMAGES, PIXEL_MASKS, PIXELS
+from cuboid.models.architectures.media import GRID, IMAGE_SIZES, IMAGES, LARGER_PIXELS, MERGES, PIXEL_MASKS, PIXELS
+from cuboid.models.architectures.roles import tower_names
 from cuboid.models.kinds.images import image_shape
+from cuboid.models.kinds.media.compute import needed_of, parameters_of
 from cuboid.models.kinds.probe_rows import CannotProbe
 
-_SIZES, _SHAPES = IMAGE_SIZES
+_SIZES, _SHAPES, _IN_STRIPS = IMAGE_SIZES
+#: Keys of towers that take images of any size: along how many patches' edges these are merged; and of how many frames
+#: of a video a patch is.
+_MERGES, _TIMES = ("spatial_merge_size", "merge_size"), ("temporal_patch_size", "patch_temporal")
 _FEWEST_FEATURES = 4
 #: Keys of configs for how many features an image has, whatever its size.
 _FEATURES_OF_IMAGE = ("mm_tokens_per_image", "resampler_n_latents", "num_query_tokens")
-_COMPUTE, _PINPOINTS = "get_image_features", "image_grid_pinpoints"
+_PINPOINTS = "image_grid_pinpoints"
+#: How many features an image of so many patches has.
+_QUERIES = "projector_patch_to_query_dict"
+#: Patches along an edge of small images, in the order in which they are tried.
+EDGES = (4, 2, 8, 1)
 
 
-def with_images(small: PretrainedConfig, edge: int) -> PretrainedConfig:
+def with_edge(small: PretrainedConfig, edge: int) -> PretrainedConfig:
     """A small config whose images have so many patches along an edge."""
     config = copy.deepcopy(small)
     vision = getattr(config, "vision_config", None)
@@ -38,8 +48,10 @@ def with_images(small: PretrainedConfig, edge: int) -> PretrainedConfig:
         # Some of its layers may attend in windows of several merged patches.
         vision.patch_size = 2
         if isinstance(getattr(vision, "window_size", None), int):
-            vision.window_size = 2 * vision.spatial_merge_size * vision.patch_size
+            vision.window_size = 2 * _number(vision, _MERGES, 2) * vision.patch_size
     elif shape is not None and patch is not None:
+        if getattr(config, _QUERIES, None):
+            setattr(config, _QUERIES, {edge * edge: _FEWEST_FEATURES})
         patches = patch if isinstance(patch, list | tuple) else (patch, patch)
         size = [edge * int(one) for one in patches]
         vision.image_size = size if isinstance(vision.image_size, list | tuple) else size[0]
@@ -53,11 +65,15 @@ def with_images(small: PretrainedConfig, edge: int) -> PretrainedConfig:
 
 def _of_any_size(vision: PretrainedConfig) -> bool:
     """Whether a tower takes patches of images of any size, of which it merges some."""
-    return hasattr(vision, "spatial_merge_size")
+    return any(isinstance(getattr(vision, name, None), int) for name in _MERGES)
 
 
-def image_arguments(model: Any) -> tuple[str, ...]:
-    """Those of :data:`IMAGES` that a model needs, or that its processor makes.
+def _number(vision: PretrainedConfig, names: Sequence[str], otherwise: int) -> int:
+    return next((int(x) for name in names if (x := getattr(vision, name, None)) is not None), otherwise)
+
+
+def arguments(model: Any) -> tuple[str, ...]:
+    """Those tensors of images that a model needs, or that its processor makes.
 
     Raises:
         CannotProbe: it needs another one.
@@ -70,19 +86,19 @@ def image_arguments(model: Any) -> tuple[str, ...]:
 def _arguments_of(cls: Any, base: Any, parts: tuple[Any, ...]) -> tuple[str, ...]:
     """The same of a model's class, those of its base model, and of this one's parts."""
     takes = inspect.signature(cls.forward).parameters.keys()
-    # Not the one that is mixed into a sharded model's class, which passes on whatever it is given.
-    computing = (vars(one)[_COMPUTE] for one in (*base.__mro__, cls) if _COMPUTE in vars(one))
-    parameters = next(known for known in (inspect.signature(one).parameters for one in computing) if PIXELS in known)
-    needed = {name for name, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
-    others = needed - {"self", *IMAGES}
-    if others:
-        raise CannotProbe(f"of images, it needs {', '.join(sorted(others))}, for which there is no rule")
+    parameters = parameters_of(IMAGES, cls, base)
+    needed = needed_of(IMAGES, parameters)
     if GRID in takes:
-        return PIXELS, GRID
+        return (PIXELS, GRID, *(name for name in (MERGES,) if name in needed))
     # Towers for images of several sizes may take these, whatever the model around them says.
     of_parts = {name for part in parts for name in inspect.signature(part.forward).parameters}
     sizes = [name for name in IMAGE_SIZES if name in needed | of_parts]
-    return (PIXELS, *(name for name in (*PIXEL_MASKS, *sizes) if name in takes and name in {*parameters, *sizes}))
+    larger = (LARGER_PIXELS,) if LARGER_PIXELS in needed else ()
+    return (
+        PIXELS,
+        *larger,
+        *(name for name in (*PIXEL_MASKS, *sizes) if name in takes and name in {*parameters, *sizes}),
+    )
 
 
 def feature_counts(model: Any, generator: torch.Generator) -> list[int]:
@@ -91,9 +107,9 @@ def feature_counts(model: Any, generator: torch.Generator) -> list[int]:
     Raises:
         CannotProbe: none can be computed.
     """
-    compute = getattr(model.base_model, _COMPUTE, None) or getattr(model, _COMPUTE)
+    compute = getattr(model.base_model, IMAGES.compute, None) or getattr(model, IMAGES.compute)
     try:
-        images = random_images(model, [2], generator)
+        images = random_inputs(model, [2], generator)
         with torch.no_grad():
             output = compute(**images, return_dict=True)
         features = output[features_of(output)]
@@ -108,9 +124,9 @@ def feature_counts(model: Any, generator: torch.Generator) -> list[int]:
     return [total * entry // sum(entries) for entry in entries]
 
 
-def blank_image(model: Any) -> dict[str, torch.Tensor]:
+def blank(model: Any) -> dict[str, torch.Tensor]:
     """Arguments of an image of one colour, for a model whose probe has made some."""
-    images = random_images(model, [1], torch.Generator())
+    images = random_inputs(model, [1], torch.Generator())
     # Of zeros it would only fill up a row.
     return {
         name: torch.ones_like(x, device=model.device) if name == PIXELS else x.to(model.device)
@@ -118,13 +134,13 @@ def blank_image(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def random_images(model: Any, counts: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def random_inputs(model: Any, counts: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Arguments of random images, so many of each row; two sizes alternate where a model takes several.
 
     Raises:
         CannotProbe: the model's config doesn't tell which images it takes.
     """
-    names, config = image_arguments(model), getattr(model.config, "vision_config", None)
+    names, config = arguments(model), getattr(model.config, "vision_config", None)
     if config is None:
         raise CannotProbe("its config has no vision_config, which would tell the size of images")
     channels = next(
@@ -139,15 +155,26 @@ def random_images(model: Any, counts: Sequence[int], generator: torch.Generator)
         return torch.tensor([pairs[number % len(pairs)] for number in range(total)])
 
     if GRID in names:
-        merged = int(getattr(config, "spatial_merge_size", 2))
+        merged = _number(config, _MERGES, 2)
         grid = in_turn((1, 2 * merged, 2 * merged), (1, merged, 2 * merged))
-        features = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
-        return {PIXELS: random(int(grid.prod(-1).sum()), features), GRID: grid}
+        edge, frames = config.patch_size, _number(config, _TIMES, 1)
+        # What convolves each patch by itself gets its edges; others get it flat, or take it either way.
+        is_flat = frames > 1 or not _convolves_patches(model)
+        of_patch = (channels * frames * edge**2,) if is_flat else (channels, edge, edge)
+        merges = {MERGES: torch.full((total,), merged)} if MERGES in names else {}
+        return {PIXELS: random(int(grid.prod(-1).sum()), *of_patch), GRID: grid, **merges}
     if _SHAPES in names:
         shapes = in_turn((2, 4), (2, 2))
         real = torch.arange(8) < shapes.prod(-1, keepdim=True)
         pixels = random(total, 8, channels * config.patch_size**2) * real.unsqueeze(-1).to(model.dtype)
         return {PIXELS: pixels, _SHAPES: shapes, PIXEL_MASKS[0]: real.long()}
+    if _IN_STRIPS in names:
+        # The patches of all images in one strip of an image.
+        shapes = in_turn((8, 8), (4, 8))
+        return {
+            PIXELS: random(1, channels, config.patch_size, config.patch_size * int(shapes.prod(-1).sum())),
+            _IN_STRIPS: shapes,
+        }
     shape = image_shape(config)
     if shape is None:
         raise CannotProbe("its vision_config has no image_size of a height and a width")
@@ -162,8 +189,21 @@ def random_images(model: Any, counts: Sequence[int], generator: torch.Generator)
         is_there = torch.arange(most) < torch.tensor(counts).unsqueeze(1)
         pixels = random(rows, most, channels, *shape) * is_there[..., None, None, None].to(model.dtype)
         return {PIXELS: pixels, PIXEL_MASKS[0]: is_there[..., None, None].expand(rows, most, *shape).contiguous()}
-    masks = {name: torch.ones((total, *shape), dtype=torch.bool) for name in PIXEL_MASKS if name in names}
-    return {PIXELS: random(total, channels, *shape), **masks}
+    others = {name: torch.ones((total, *shape), dtype=torch.bool) for name in PIXEL_MASKS if name in names}
+    if LARGER_PIXELS in names:
+        larger = image_shape(getattr(model.config, "high_res_vision_config", config))
+        if larger is None:
+            raise CannotProbe("its high_res_vision_config has no image_size of a height and a width")
+        others[LARGER_PIXELS] = random(total, channels, *larger)
+    return {PIXELS: random(total, channels, *shape), **others}
+
+
+def _convolves_patches(model: Any) -> bool:
+    """Whether a tower begins with a convolution of two dims."""
+    towers = [model.get_submodule(name) for name in tower_names(model)]
+    tower = next((part for part in towers if getattr(part, "main_input_name", None) == PIXELS), towers[0])
+    first = next((part for part in tower.modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d)), None)
+    return isinstance(first, nn.Conv2d)
 
 
 def features_of(output: Any) -> str:
