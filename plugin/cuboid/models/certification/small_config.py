@@ -267,7 +267,7 @@ def _shrunk_fields(
         fields.update(beside.widths(original, sizes))
     if kept is not None:
         fields.update(kept.counts(original))
-    if not config.sub_configs:
+    if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
         fields = _of_images(fields)
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     fields.update(_special_tokens(config, sizes))
@@ -348,9 +348,7 @@ class _KeptLayers:
 
 
 def _of_images(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config, with few patches if its models take images."""
-    if not {"image_size", "patch_size"} <= fields.keys():
-        return fields
+    """The fields of a config whose models take images, with few patches."""
     fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
     fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
     pairs = [name for name in _IMAGE_SIZES if isinstance(fields.get(name), list | tuple)]

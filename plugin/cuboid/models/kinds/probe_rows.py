@@ -25,7 +25,7 @@ _OF_TEXT = frozenset(
 
 def special_tokens(config: PretrainedConfig) -> dict[str, list[int]]:
     """Ids that stand for images and the like, by the keys of a config that has towers."""
-    if not any(hasattr(config, name) for name in ("vision_config", AUDIO.token)):
+    if not hasattr(config, "vision_config") and not hasattr(config, AUDIO.token):
         return {}
     tokens = {
         name: value for name, value in config.to_dict().items() if name.endswith(_SPECIAL) and name not in _OF_TEXT
