@@ -217,6 +217,10 @@ def test_trainers_of_trl_that_count_by_rank_are_refused_when_they_are_made(monke
     except UnsupportedModelError as error:
         said = str(error)
     assert said.partition(" has no rule")[0] == (f"TRL's {refused}" if refused else "")
+    if refused:
+        # One whose init isn't the Trainer's.
+        with pytest.raises(UnsupportedModelError, match=f"^TRL's {refused} has no rule"):
+            object.__new__(trainer).create_optimizer()
     del kept
 
 
