@@ -1,6 +1,6 @@
 """A heavy head on the last stage, and spread over the stages, beside PyTorch's schedules, which have it on the last.
 
-python benchmarks/pipeline_head.py [--stages 4 8] [--segments 8] …
+python benchmarks/pipeline_head.py [--stages 4 8] [--micro-batches 4 8] [--segments 8] …
 
 On two stages that compute, and on more whose computing is emulated by sleeping, as in pipeline_emulated.py.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,6 @@ class HeadTask(RealTask):
     """A Llama whose stages really compute; its head has the operations of 1.5 layers."""
 
     length: int = 1024
-    micro_batches: int = 8
     vocabulary: int = 6912
     spreads_head: bool = False
 
@@ -74,7 +74,6 @@ class HeadTask(RealTask):
 class HeadWork(Work):
     """A task whose model has a head, of a weight for each rank that maps a token to a number: the sum of all ranks'."""
 
-    micro_batches: int = 8
     #: Layers whose forward takes as long as the head's.
     head_layers: float = 1.5
     spreads_head: bool = False
@@ -216,11 +215,13 @@ class HeadCase(Case):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stages", type=int, choices=[4, 8, 16], nargs="+", help="emulated (default 4 8)")
+        parser.add_argument("--micro-batches", type=at_least(2), nargs="+", metavar="M", help="(default 4 8)")
         parser.add_argument("--segments", type=at_least(2), metavar="K", help="(default 8; on real stages 2 as well)")
         parser.add_argument("--chunks", type=int, choices=[2, 4], nargs="+", default=[2], help="of a rank (default 2)")
 
     def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         args.stages = args.stages or ([4] if args.quick else [4, 8])
+        args.micro_batches = args.micro_batches or ([4] if args.quick else [4, 8])
         # Where computing is real, segments are short enough to cost more than the bubble that they spare.
         args.real_segments = [args.segments] if args.segments else ([2] if args.quick else [2, 8])
         args.segments = args.segments or (2 if args.quick else 8)
@@ -228,17 +229,19 @@ class HeadCase(Case):
     def measure(self, args: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         real = HeadTask(length=256, hidden=64, intermediate=128, vocabulary=1300) if args.quick else HeadTask()
         result.update(workload=real.numbers(), rows=[])
-        tasks = real, dataclasses.replace(real, spreads_head=True)
         with forked_ranks(Loopback(real.stages), pipeline.keep) as ranks:
-            some = [
-                pipeline.prepare(ranks, entry, task, f", head {_place(task)}")
-                for entry, task, _ in contestants(tasks, args.real_segments, args.chunks)
-            ]
-            pipeline.check_agreement(some)
-            self._run(ranks, some, args, result, write, pipeline.idle)
+            for count in args.micro_batches:
+                tasks = [dataclasses.replace(real, micro_batches=count, spreads_head=it) for it in (False, True)]
+                some = [
+                    pipeline.prepare(ranks, entry, task, f", {count} micro-batches, head {_place(task)}")
+                    for entry, task, _ in contestants(tasks, args.real_segments, args.chunks)
+                ]
+                pipeline.check_agreement(some)
+                self._run(ranks, some, args, result, write, pipeline.idle)
         forward_s = 0.02 if args.quick else Work.forward_s
-        for stages in args.stages:
-            works = [HeadWork(stages, forward_s=forward_s, spreads_head=spreads) for spreads in (False, True)]
+        # PyTorch's schedules need a micro-batch for each stage.
+        for stages, count in ((P, M) for P, M in itertools.product(args.stages, args.micro_batches) if P <= M):
+            works = [HeadWork(stages, count, forward_s=forward_s, spreads_head=spreads) for spreads in (False, True)]
             result.update(emulated=works[0].numbers())
             with forked_ranks(Loopback(stages), _keep) as ranks:
                 reference = functools.cache(works[0].reference)
@@ -267,12 +270,11 @@ class HeadCase(Case):
     def setting(self, result: Row) -> list[str]:
         sizes, emulated = result["workload"], result["emulated"]
         return [
-            f"Two stages: {llama.described(sizes)}, {sizes['dtype']}; {sizes['micro_batches']} micro-batches of a row "
-            f"of {sizes['length']} tokens.",
-            f"More, emulated: {emulated['layers']} layers like Llama-2-7B's; {emulated['micro_batches']} micro-batches "
-            f"of a row of {emulated['length']} tokens; messages of {emulated['width']} float32 numbers a token.",
-            "The head has the operations of 1.5 layers; layers are balanced by operations, the head's among them where "
-            "it is on the last stage. Loopback.",
+            f"Two stages: {llama.described(sizes)}, {sizes['dtype']}; rows of {sizes['length']} tokens.",
+            f"More, emulated: {emulated['layers']} layers like Llama-2-7B's; rows of {emulated['length']} tokens; "
+            f"messages of {emulated['width']} float32 numbers a token.",
+            "M micro-batches of a row. The head has the operations of 1.5 layers; layers are balanced by operations, "
+            "the head's among them where it is on the last stage. Loopback.",
         ]
 
     def remarks(self, result: Row) -> list[str]:
@@ -294,8 +296,8 @@ class HeadCase(Case):
             Column("simulated idle", lambda row: known(row["idle_simulated"], ".1f", unit=0.01, end=" %")),
         ]
         return [
-            Table(columns, rows, f"{stages} stages" + (f" ({EMULATED})" if rows[0]["emulated"] else ""))
-            for (stages,), rows in grouped(result["rows"], "stages").items()
+            Table(columns, rows, f"{stages} stages, M = {count}" + (f" ({EMULATED})" if rows[0]["emulated"] else ""))
+            for (stages, count), rows in grouped(result["rows"], "stages", "micro_batches").items()
         ]
 
 
@@ -327,6 +329,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
         "name": record.name,
         **dataclasses.asdict(entry),
         "stages": task.stages,
+        "micro_batches": task.micro_batches,
         "emulated": task.is_emulated,
         "head": _place(task),
         "balance": list(task.balance(entry.chunks)),

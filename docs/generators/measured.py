@@ -110,7 +110,10 @@ SHOWN = {
     "pipeline_head": Shown(
         {"pipeline_head": "spread head"},
         bar=lambda row: _step_bar(row, f"idle {row['idle']['median']:.1%}"),
-        group=lambda row: f"{row['stages']} stages" + ("; computing emulated by sleeping" if row["emulated"] else ""),
+        group=lambda row: (
+            f"{row['stages']} stages, M = {row['micro_batches']}"
+            + ("; computing emulated by sleeping" if row["emulated"] else "")
+        ),
         marks={"simulated": lambda row: row["simulated_s"]},
     ),
     "layer_meshes": Shown(

@@ -67,7 +67,7 @@ def test_the_page_can_be_written_from_it(result):
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_a_step_takes_as_long_wherever_the_head_is_and_whoever_runs_it(stages, chunks):
-    work = HeadWork(stages)
+    work = HeadWork(stages, micro_batches=8)
     assert work.sizes.head_flops(work.length) == pytest.approx(1.5 * work.sizes.layer_flops(work.length)[0], rel=1e-6)
     spread = replace(work, spreads_head=True)
     assert sum(work.balance(chunks)) == sum(spread.balance(chunks)) == work.layers
@@ -105,6 +105,8 @@ def test_the_head_that_computes_is_as_heavy_as_the_emulated_one():
 
 def test_a_spread_head_is_simulated_to_be_faster():
     entry = Entry("cuboid", "zero_bubble-interleaved", 8, chunks=2, limit=2.0)
-    last, spread = (entry.chosen(HeadWork(8, spreads_head=spreads)).timeline for spreads in (False, True))
+    last, spread = (
+        entry.chosen(HeadWork(8, micro_batches=8, spreads_head=spreads)).timeline for spreads in (False, True)
+    )
     assert last.makespan_s > 1.1 * spread.makespan_s
     assert spread.bubble < 0.05
