@@ -43,6 +43,7 @@ from cuboid.tensor3d.layers.norm import ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import NoReduce, ScatterSequence
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding import param_group, sharded_param
+from cuboid.tensor3d.sharding.fp8_blocks import BlockForm
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam, ShardedState, UnshardedCopy
 from cuboid.verify import SmallModel, sharded
 from cuboid.verify.compare import ComparedKind
@@ -187,11 +188,12 @@ def stale_weights() -> Iterator[None]:
 
     needs_unshard = ShardedParam.needs_unshard
 
-    def reuse(self: ShardedParam, shard: Any) -> bool:
+    def reuse(self: ShardedParam, shard: Any, *form: Any) -> bool:
         copy = None if self._copy is None else self._copy()
         if copy is None or self.state is not ShardedState.SHARDED or copy.block.dtype != shard.dtype:
-            return needs_unshard(self, shard)
+            return needs_unshard(self, shard, *form)
         self._block, self._dtype, self.state = copy.block, shard.dtype, ShardedState.UNSHARDED
+        self._form = BlockForm.WIDE
         return False
 
     with (
@@ -729,6 +731,7 @@ REPORTED = (
         instead(Pipeline, "add_shared_gradients", lambda _: None),
         STAGES,
         SmallModel("llama", tied=True),
+        stops_with="copies of it have become different",
     ),
     Mutation("a stale gradient on one stage", stale_gradients_on_one_stage, STAGES, found_by=("weight",)),
     Mutation(
