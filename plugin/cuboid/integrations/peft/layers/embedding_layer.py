@@ -43,10 +43,8 @@ class EmbeddingLora(AdaptedLayer, lora.Embedding):
 
     base_layer: nn.Embedding
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], None]:
-        """What PEFT looks up for a config's options; DoRA is refused before."""
-        return {(): None}
+    def resolve_lora_variant(self, **_: Any) -> None:
+        """None computes an adapter but PEFT's own; DoRA is refused before."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``Embedding.update_layer``."""

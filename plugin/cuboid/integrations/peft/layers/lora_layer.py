@@ -148,10 +148,9 @@ class ShardedLoraLinear(LoraOfShards):
         """After a graph."""
         self.norms = None
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
-        """What PEFT looks up for a config's options; others than these are refused before."""
-        return {(): None, ("use_dora",): ShardedDora}
+    def resolve_lora_variant(self, *, config: LoraConfig, **_: Any) -> LoraVariant | None:
+        """What computes an adapter with this config's options; others than DoRA are refused before."""
+        return ShardedDora() if config.use_dora else None
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""

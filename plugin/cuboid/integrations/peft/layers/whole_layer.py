@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraConfig
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -22,10 +23,9 @@ class WholeLoraLinear(LoraOfShards):
     While the block runs, its parameters are whole, and so are the factors, which are gathered with them.
     """
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
-        """What PEFT looks up for a config's options; others than these are refused before."""
-        return {(): None, ("use_dora",): WholeDora}
+    def resolve_lora_variant(self, *, config: LoraConfig, **_: Any) -> LoraVariant | None:
+        """As :meth:`LoraOfShards.resolve_lora_variant`, with PEFT's own forward."""
+        return WholeDora() if config.use_dora else None
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter. See PEFT's ``LoraLayer.update_layer``."""
