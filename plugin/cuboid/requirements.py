@@ -18,7 +18,7 @@ RANGES = {
     "accelerate": ">=1.10,<1.16",
 }
 #: Packages that only some scripts use, checked when Cuboid meets them.
-OPTIONAL = {"peft": ">=0.19,<0.22", "colossalai": ">=0.5,<0.6", "bitsandbytes": ">=0.48,<0.51"}
+OPTIONAL = {"peft": ">=0.20,<0.22", "colossalai": ">=0.5,<0.6", "bitsandbytes": ">=0.48,<0.51"}
 
 
 def check_installed() -> None:

@@ -166,7 +166,7 @@ def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, instal
 
 
 @pytest.mark.parametrize(
-    ("installed", "is_known"), [("0.18.1", False), ("0.19.0", True), ("0.21.2", True), ("0.22.0", False)]
+    ("installed", "is_known"), [("0.19.1", False), ("0.20.0", True), ("0.21.2", True), ("0.22.0", False)]
 )
 def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch, installed, is_known):
     monkeypatch.setattr(requirements, "version", lambda _: installed)
@@ -174,7 +174,7 @@ def test_other_versions_of_peft_are_refused_where_adapters_are_made(monkeypatch,
         requirements.check_version("peft")
         return
     with pytest.raises(
-        ImportError, match=f"^cuboid works with peft >=0.19,<0.22, but {installed} is installed: pip install"
+        ImportError, match=f"^cuboid works with peft >=0.20,<0.22, but {installed} is installed: pip install"
     ):
         requirements.check_version("peft")
 

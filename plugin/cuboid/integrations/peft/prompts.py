@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PromptEncoderConfig, PromptTuningConfig
+from peft.tuners import tuners_utils
 from peft.tuners.p_tuning import PromptEncoder, PromptEncoderReparameterizationType
 from peft.tuners.prompt_tuning import PromptEmbedding
-from peft.tuners.tuners_utils import BasePromptEncoder
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, TaskType
 from safetensors.torch import save_file
 from torch import nn
@@ -206,7 +206,11 @@ class _WholeTable:
         return rows if scale is None else rows * scale
 
 
-class PromptOnMesh(BasePromptEncoder):
+#: What PEFT saves and loads a prompt by; 0.20 asks nothing of its encoder's class.
+_PromptEncoder: Any = getattr(tuners_utils, "BasePromptEncoder", nn.Module)
+
+
+class PromptOnMesh(_PromptEncoder):
     """In the place of PEFT's encoder of a prompt, whose vectors the model's embedding has.
 
     Args:

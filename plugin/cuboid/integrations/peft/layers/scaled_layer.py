@@ -22,8 +22,8 @@ class ShardedIA3Linear(AdaptedLayer, ia3.Linear):
 
     base_layer: ShardedLinear
 
-    def update_layer(self, adapter_name: str, config: IA3Config | bool, **kwargs: Any) -> None:
-        """Add an adapter. See PEFT's ``IA3Layer.update_layer``, to which 0.19 gives one key of the config."""
+    def update_layer(self, adapter_name: str, config: IA3Config, **kwargs: Any) -> None:
+        """Add an adapter. See PEFT's ``IA3Layer.update_layer``."""
         base: Any = self.get_base_layer()
         vectors: Any = self.ia3_l
         if not isinstance(vectors, ShardedParameters):
@@ -36,8 +36,7 @@ class ShardedIA3Linear(AdaptedLayer, ia3.Linear):
         spec = input_spec(base) if self.is_feedforward else output_spec(base)
         assert spec is not None, "checked before layers are put in"
         vectors.take(adapter_name, whole_vector, spec, base.sharded_params["weight"])
-        is_frozen = kwargs.get("inference_mode", False) if isinstance(config, bool) else config.inference_mode
-        self.set_adapter(self.active_adapters, inference_mode=is_frozen)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's output, with the vectors of the active adapters."""
