@@ -328,7 +328,7 @@ _OF_WHOLE_TENSORS = (
         f"steps B with the whole A, {_ELEMENTWISE}",
     ),
     (
-        *("create_riemannian_optimizer", "peft.optimizers.riemannian:_collect_lora_pairs", None),
+        *("create_riemannian_optimizer", "peft.optimizers.riemannian:_collect_lora_pairs", "0.21.0"),
         f"steps each factor with the whole other one, {_ELEMENTWISE}",
     ),
 )

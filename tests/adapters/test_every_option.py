@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from test_lora import DENSE, Adapted, adapted, assert_step, batch, built, in_both
 from test_lora_ends import ended
@@ -23,7 +24,7 @@ pytest.importorskip("peft", reason="PEFT isn't installed")
 import peft
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.optimizers import create_lorafa_optimizer, create_riemannian_optimizer
+from peft.optimizers import create_lorafa_optimizer
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora.intruders import reduce_intruder_dimension
 from peft.utils.hotswap import hotswap_adapter
@@ -195,7 +196,7 @@ OF_WHOLE_TENSORS = [
     (lambda model: peft.find_kappa_target_modules(model.get_base_model()), "find_kappa_target_modules takes"),
     (lambda model: create_lorafa_optimizer(model, r=3, lora_alpha=6, lr=0.1), "create_lorafa_optimizer steps B"),
     (
-        lambda model: create_riemannian_optimizer(model, torch.optim.AdamW, lr=0.1),
+        lambda model: peft.optimizers.create_riemannian_optimizer(model, torch.optim.AdamW, lr=0.1),
         r"create_riemannian_optimizer steps each factor .* LoRA\+",
     ),
     (lambda model: get_peft_model(model.unload(), LoraConfig(), mixed=True), "PeftMixedModel .* without mixed"),
@@ -206,6 +207,8 @@ OF_WHOLE_TENSORS = [
 
 @pytest.mark.parametrize(("call", "said"), OF_WHOLE_TENSORS, ids=[said.split()[0] for _, said in OF_WHOLE_TENSORS])
 def test_what_computes_with_whole_tensors_is_refused_by_name(model, call, said):
+    if "riemannian" in said and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("PEFT has it since 0.21")
     with pytest.raises(UnsupportedModelError, match=said):
         call(Adapted(model, "1x2x1").models[0])
 
@@ -228,7 +231,8 @@ def test_a_folder_has_the_biases_that_its_adapter_trains(pool, tmp_path):
     biased(tmp_path / "start", lambda model: model).save_pretrained(tmp_path / "plain")
     for name in ("adapter_model.safetensors", "other/adapter_model.safetensors"):
         saved, expected = load_file(tmp_path / "saved" / name), load_file(tmp_path / "plain" / name)
-        assert saved.keys() == expected.keys()
+        if Version(peft.__version__) >= Version("0.21"):  # 0.20 leaves the biases of "lora_only" out
+            assert saved.keys() == expected.keys()
         assert any(key.endswith(".bias") for key in saved) == (name == "adapter_model.safetensors")
         configs = (tmp_path / out / name.replace("model.safetensors", "config.json") for out in ("saved", "plain"))
         saved, expected = (json.loads(path.read_text())["auto_mapping"] for path in configs)

@@ -297,8 +297,9 @@ def check_adapter(config: Any) -> None:
         )
     default = type(config)()
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _FREE and value != getattr(default, field.name) and value not in ([], {}, False):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        # To PEFT an empty dict is a set option where None is the default.
+        if field.name not in _FREE and value != usual and value not in ([], False, *([] if usual is None else [{}])):
             raise UnsupportedModelError(
                 f"{kind}({field.name}={value!r}) has no rule on a mesh; leave it out, or train this adapter in plain "
                 "transformers"
