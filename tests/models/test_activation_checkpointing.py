@@ -278,8 +278,8 @@ def live_bytes():
     gc.collect()
     storages = {}
     for candidate in gc.get_objects():
-        # Sparse tensors of other tests have no storage.
-        if isinstance(candidate, torch.Tensor) and candidate.layout is torch.strided:
+        # Sparse and fake tensors of other tests have no storage.
+        if type(candidate) in (torch.Tensor, torch.nn.Parameter) and candidate.layout is torch.strided:
             storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
