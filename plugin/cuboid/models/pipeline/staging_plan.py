@@ -178,7 +178,8 @@ def _warn_of_head(share: HeadShare) -> None:
 
 def _check_positions(hf_config: Any, segments: int | str) -> None:
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and isinstance(segments, int) and segments > positions:
+    # XLNet's config says -1, for as many as there are.
+    if isinstance(positions, int) and isinstance(segments, int) and segments > positions > 0:
         raise ConfigError(
             f"pipeline.segments is {segments}, but the model has {positions} positions (max_position_embeddings), so "
             "that some segments would always be empty; give fewer"
