@@ -19,6 +19,7 @@ INTERRUPTED = 130
 #: Packages whose frames aren't the user's script.
 _FRAMEWORKS = sys.stdlib_module_names | {
     "accelerate",
+    "click",
     "colossalai",
     "cuboid",
     "cuboid_patches",
@@ -26,6 +27,7 @@ _FRAMEWORKS = sys.stdlib_module_names | {
     "peft",
     "torch",
     "transformers",
+    "typer",
 }
 
 
