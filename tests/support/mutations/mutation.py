@@ -57,11 +57,11 @@ class Mutation:
         mutate: puts it into this process for as long as the context lasts.
         layout, small: where it can show at all.
         found_by: the kinds of checks of which one must find it.
-        stops_with: what the error says that ends the training itself, before anything is compared; "" if nothing does.
         name_of_pass: the pass that is to find it.
         dtype: of the core pass.
         published: which kind of bug that others shipped it is an example of, by its number in
             :data:`mutations.reported.PUBLISHED`.
+        stops_with: what the error says that ends the training itself, before anything is compared; "" if nothing does.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Mutation:
     layout: Layout
     small: SmallModel = LLAMA
     found_by: tuple[ComparedKind, ...] = ("gradient",)
-    stops_with: str = ""
     name_of_pass: Pass = "core"
     dtype: str = "float64"
     published: int | None = None
+    stops_with: str = ""
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> Mutate:
