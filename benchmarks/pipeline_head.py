@@ -221,7 +221,7 @@ class HeadCase(Case):
 
     def check(self, args: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         args.stages = args.stages or ([4] if args.quick else [4, 8])
-        args.micro_batches = args.micro_batches or ([4] if args.quick else [4, 8])
+        args.micro_batches = args.micro_batches or ([8] if args.quick else [4, 8])
         # Where computing is real, segments are short enough to cost more than the bubble that they spare.
         args.real_segments = [args.segments] if args.segments else ([2] if args.quick else [2, 8])
         args.segments = args.segments or (2 if args.quick else 8)
