@@ -74,11 +74,12 @@ class MetricsCallback(TimedCallback):
         self._file.begin(state.global_step, is_evaluated=self.is_evaluated and not args.eval_on_start)
         self._engine = engine_of(model)
         self._peak_flops = None if model is None else peak_of_all_ranks(args.device, next(model.parameters()).dtype)
-        if self._peak_flops is not None and self._flops_of_step is None and model is not None:
-            self._computed_share = computed_share(model)
-        if self._peak_flops is not None and self._flops_of_step is not None and state.is_world_process_zero:
-            # Describing the model takes a while.
-            self._step_flops = self._flops_of_step()
+        if self._peak_flops is not None:
+            if self._flops_of_step is None:
+                self._computed_share = computed_share(model)
+            elif state.is_world_process_zero:
+                # Describing the model takes a while.
+                self._step_flops = self._flops_of_step()
         self._times = StepTimes()
         self._step, self._tokens, self._flops = state.global_step, state.num_input_tokens_seen, state.total_flos
 
